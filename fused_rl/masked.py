@@ -1,0 +1,81 @@
+"""Masked reductions: the only place where a mask meets a reduction, so that no fill value ever reaches a mean."""
+
+import torch
+
+__all__ = ["masked_mean", "masked_sum", "masked_var", "whiten"]
+
+
+def _check(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (True where a token counts), got {mask.dtype}; use mask.bool()")
+    if mask.shape != values.shape:
+        raise ValueError(f"mask must have the shape of values {tuple(values.shape)}, got {tuple(mask.shape)}")
+    if not values.is_floating_point():
+        raise ValueError(f"values must be floating point, got {values.dtype}; use values.float()")
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Sum of `values` where `mask` is True; what stands elsewhere, NaN and inf included, has no effect.
+
+    Args:
+        values: (...) floating point.
+        mask: same shape, bool, True where an element counts.
+        dim: the dimension to sum over; None sums everything.
+
+    Returns:
+        The sum in at least fp32, differentiable; 0 where nothing counts. The gradient is exactly 0 at masked elements.
+
+    Raises:
+        ValueError: mask not bool or not of the shape of `values`.
+    """
+    values = _check(values, mask)
+    values = torch.where(mask, values, 0)  # not a product: 0 * nan is nan
+    return values.sum() if dim is None else values.sum(dim)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean of `values` where `mask` is True, in at least fp32; 0 where nothing counts. Arguments as `masked_sum`."""
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None, *, unbiased: bool = True):
+    """Variance of `values` where `mask` is True, in at least fp32; 0 where fewer than two elements count.
+
+    Args:
+        values, mask, dim: as `masked_sum`.
+        unbiased: divide by n - 1 (as `torch.var`) instead of n.
+    """
+    mean = masked_mean(values, mask, dim)
+    centred = torch.where(mask, values, 0).to(mean.dtype) - (mean if dim is None else mean.unsqueeze(dim))
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(centred.square(), mask, dim) / (count - int(unbiased)).clamp(min=1)
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True, eps: float = 1e-8, group=None):
+    """Scale `values` to variance 1, and to mean 0 unless `shift_mean=False`, over the elements where `mask` is True.
+
+    Args:
+        values: (...) floating point.
+        mask: same shape, bool.
+        shift_mean: False keeps the mean (as for rewards).
+        eps: added to the variance.
+        group: a torch.distributed process group; the moments are then those over all its ranks.
+
+    Returns:
+        Same shape, at least fp32, 0 where `mask` is False. The moments are constants to autograd.
+    """
+    values = _check(values, mask)
+    with torch.no_grad():
+        moments = torch.stack([mask.sum().to(torch.float64), masked_sum(values.double(), mask)])
+        if group is not None:
+            torch.distributed.all_reduce(moments, group=group)
+        count, mean = moments[0], moments[1] / moments[0].clamp(min=1)
+        squares = masked_sum((torch.where(mask, values, 0).double() - mean).square(), mask)
+        if group is not None:
+            torch.distributed.all_reduce(squares, group=group)
+        scale = torch.rsqrt(squares / (count - 1).clamp(min=1) + eps)
+        mean, scale = mean.to(values.dtype), scale.to(values.dtype)
+    whitened = (torch.where(mask, values, 0) - mean) * scale
+    return torch.where(mask, whitened if shift_mean else whitened + mean, 0)

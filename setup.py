@@ -1,0 +1,12 @@
+"""Packaging.
+
+`kernels/` and `trainers/` stand at the top level of the repository but are imported as `fused_rl.kernels` and
+`fused_rl.trainers`: a top-level package `kernels` would shadow the Hugging Face package that transformers imports.
+"""
+
+from setuptools import setup
+
+setup(
+    packages=["fused_rl", "fused_rl.integrations", "fused_rl.kernels", "fused_rl.trainers"],
+    package_dir={"fused_rl.kernels": "kernels", "fused_rl.trainers": "trainers"},
+)
