@@ -19,6 +19,7 @@ install: $(VENV)/installed  ## create .venv and install everything the demo and 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "fused_rl needs Python >= 3.10; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "Installing into $(VENV) (once; PyTorch is large, this takes minutes) ..."
 	DS_BUILD_OPS=0 $(PIP) install -q -c constraints.txt -e '.[train,dev]'
 	@# pycosat, which reasoning-gym imports for one generator that we do not use, is C source: leave it out without a compiler.
 	$(PIP) install -q -c constraints.txt -e '.[demo]' \
@@ -36,7 +37,7 @@ demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: abo
 
 .PHONY: test
 test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 .PHONY: test-slow
 test-slow: $(VENV)/installed  ## the tests marked slow

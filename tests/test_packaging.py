@@ -1,0 +1,181 @@
+"""The layout of DESIGN: who may import whom, and that every way of installing and importing the package works."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("kernels", "fused_rl", "trainers")
+
+
+def imported_modules(path):
+    """Every absolute module name that a file imports, at its top or inside a function; relative imports are refused."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write fused_rl.… in full"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(part, path):
+    for module in imported_modules(path):
+        top = module.split(".")[0]
+        if top in ("kernels", "trainers"):
+            yield f"{path}: import {module}: write fused_rl.{module}"
+        elif part == "kernels" and top == "fused_rl" and not f"{module}.".startswith("fused_rl.kernels."):
+            if module != "fused_rl":  # `from fused_rl.kernels import x` also yields its parent
+                yield f"{path}: a kernel imports {module}"
+        elif part == "kernels" and top not in ("fused_rl", "torch", "triton") and top not in sys.stdlib_module_names:
+            yield f"{path}: a kernel imports {module}"
+        elif part == "fused_rl" and (
+            top in ("deepspeed", "transformers", "datasets") or module.startswith("fused_rl.trainers")
+        ):
+            yield f"{path}: the library imports {module}"
+        elif part == "trainers" and (top == "triton" or module.startswith("fused_rl.kernels")):
+            yield f"{path}: a trainer imports {module}: if it needs a kernel, an op is missing"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_import_direction(part):
+    paths = [p for p in (ROOT / part).rglob("*.py") if p.parent.name != "integrations"]
+    assert paths
+    assert [v for path in paths for v in violations(part, path)] == []
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("kernels", "from fused_rl import losses"),
+        ("kernels", "import transformers"),
+        ("fused_rl", "def f():\n    import deepspeed"),
+        ("fused_rl", "from fused_rl.trainers import engine"),
+        ("trainers", "import triton.language as tl"),
+        ("trainers", "from fused_rl.kernels import logprob"),
+        ("trainers", "import kernels.logprob"),
+    ],
+)
+def test_import_direction_is_enforced(part, source, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert list(violations(part, path))
+
+
+def test_no_package_named_kernels_or_trainers():
+    for part in ("kernels", "trainers"):
+        assert not (ROOT / part / "__init__.py").exists(), f"{part}/__init__.py would shadow another package"
+
+
+def run_python(code, *, cwd, python=sys.executable, **env):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env
+    done = subprocess.run([python, "-c", textwrap.dedent(code)], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_with_torch_alone(tmp_path):
+    """`import fused_rl`, the reference and the CPU path work where triton, deepspeed and transformers do not exist."""
+    code = """
+        import importlib.abc, sys
+
+        class Absent(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in ("triton", "deepspeed", "transformers", "datasets", "peft", "accelerate"):
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Absent())
+        import torch, fused_rl
+        from fused_rl import reference
+        logits = torch.randn(4, 50, requires_grad=True)
+        targets = torch.tensor([1, 2, 3, 4])
+        out = fused_rl.token_logprobs(logits, targets)
+        out.logprobs.sum().backward()
+        torch.testing.assert_close(out.entropy, reference.token_logprobs(logits, targets).entropy)
+        print(sorted(m for m in sys.modules if m.split(".")[0] in ("triton", "deepspeed", "transformers")))
+    """
+    assert run_python(code, cwd=tmp_path, PYTHONPATH=str(ROOT), TRITON_INTERPRET="0") == "[]"
+
+
+USE = """
+    import fused_rl, torch
+    from fused_rl.kernels import logprob
+    import fused_rl.trainers.cli as cli
+    fused_rl.token_logprobs(torch.zeros(1, 3), torch.tensor([0]))
+    print(fused_rl.__file__, logprob.__file__, cli.__file__, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy of the checkout, so that building leaves nothing in it."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in (*PARTS, "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+    return copy
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An empty virtual environment that sees this one's packages, but not its fused_rl."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = Path(run_python("import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path, python=python))
+    packages = site / "packages"
+    packages.mkdir()
+    for entry in Path(pytest.__file__).parent.parent.iterdir():
+        if "fused_rl" not in entry.name and not entry.name.startswith("_") and entry.suffix != ".pth":
+            (packages / entry.name).symlink_to(entry)
+    (site / "packages.pth").write_text(f"{packages}\n")
+    return python
+
+
+def pip_install(python, *arguments):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+    subprocess.run([*command, *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("editable_mode", [None, "lenient", "strict"], ids=["wheel", "editable", "editable-strict"])
+def test_installed_package_works_from_another_folder(editable_mode, sources, environment, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if editable_mode is None:
+        pip_install(environment, sources)
+    else:
+        pip_install(environment, "-e", sources, "--config-settings", f"editable_mode={editable_mode}")
+    files = run_python(USE, cwd=elsewhere, python=environment, TRITON_INTERPRET="1").splitlines()
+    home = sources if editable_mode else environment.parent.parent
+    assert all(Path(f).is_relative_to(home) for f in files), files
+    help_text = run_python(
+        "from fused_rl.trainers.cli import main; import sys; sys.argv = ['fused-rl', '--help']\n"
+        "try: main()\nexcept SystemExit: pass",
+        cwd=elsewhere,
+        python=environment,
+    )
+    assert "grpo" in help_text
+
+
+def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
+    """Even from the checkout's root, `import kernels` finds the other package and ours stays reachable."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("owner = 'somebody else'")
+    code = "import kernels; from fused_rl.kernels import logprob; print(kernels.owner, logprob.__name__)"
+    out = run_python(code, cwd=ROOT, PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]), TRITON_INTERPRET="1")
+    assert out == "somebody else fused_rl.kernels.logprob"
