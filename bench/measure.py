@@ -96,8 +96,11 @@ def phases_cpu(forward, backward, inputs):
     return run
 
 
-def phases_gpu(forward, backward, inputs, ms: int = 100) -> dict:
-    """{phase: [ms, ...]} by triton's do_bench, which empties the L2 cache before each run; input sets take turns."""
+def phases_gpu(forward, backward, inputs, ms: int = 100, twice: bool = True) -> dict:
+    """{phase: [ms, ...]} by triton's do_bench, which empties the L2 cache before each run; input sets take turns.
+
+    `twice=False`: the backward pass cannot be repeated on one forward pass, so it is not timed alone.
+    """
     from triton.testing import do_bench
 
     turn = iter(range(1 << 30))
@@ -107,9 +110,10 @@ def phases_gpu(forward, backward, inputs, ms: int = 100) -> dict:
 
     samples = {"forward": do_bench(lambda: forward(pick()), rep=ms, return_mode="all")}
     if backward is not None:
-        saved = [(forward(x), x) for x in inputs]
-        samples["backward"] = do_bench(lambda: backward(*saved[next(turn) % len(saved)]), rep=ms, return_mode="all")
-        del saved
+        if twice:
+            saved = [(forward(x), x) for x in inputs]
+            samples["backward"] = do_bench(lambda: backward(*saved[next(turn) % len(saved)]), rep=ms, return_mode="all")
+            del saved
 
         def both():
             x = pick()
