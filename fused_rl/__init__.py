@@ -9,17 +9,31 @@ if not (_Path(__path__[0]) / "kernels").is_dir():
 from fused_rl.advantages import group_advantages
 from fused_rl.kl import kl_estimate
 from fused_rl.logprobs import TokenLogprobs, token_logprobs
+from fused_rl.losses import (
+    PRESETS,
+    entropy_bonus,
+    importance_ratio,
+    policy_loss,
+    preference_loss,
+    value_loss,
+)
 from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
     "TokenLogprobs",
+    "entropy_bonus",
     "group_advantages",
+    "importance_ratio",
     "kl_estimate",
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "policy_loss",
+    "preference_loss",
     "token_logprobs",
+    "value_loss",
     "whiten",
 ]

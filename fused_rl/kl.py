@@ -1,34 +1,34 @@
 """KL divergence: per-token estimates from log-probabilities, and the exact KL of two logits tensors."""
 
+import math
+
 import torch
 
 __all__ = ["kl_estimate"]
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
-_LINEAR_BEYOND = (
-    20.0  # |log-ratio| in nats from which exponentials continue as their tangent: value and slope stay finite
-)
+_LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
 
 
-def _exp(x: torch.Tensor) -> torch.Tensor:
+def tangent_exp(x: torch.Tensor) -> torch.Tensor:
     """exp, continued by its tangent beyond `_LINEAR_BEYOND`: C1, never inf, and its gradient never becomes 0."""
-    edge = x.clamp(max=_LINEAR_BEYOND)
-    return edge.exp() * (1 + (x - edge))
+    far = x > _LINEAR_BEYOND
+    # where() on the input too: exp's backward multiplies by the value, and 0 * inf would be nan
+    return torch.where(far, math.exp(_LINEAR_BEYOND) * (1 + x - _LINEAR_BEYOND), torch.where(far, 0, x).exp())
 
 
 def _k3(d: torch.Tensor) -> torch.Tensor:
-    """expm1(-d) + d without cancellation near 0, linear where exp(-d) would overflow."""
+    """expm1(-d) + d without cancellation near 0, continued by its tangent where exp(-d) would overflow."""
     x = -d
-    edge = x.clamp(max=_LINEAR_BEYOND)
-    exact = torch.expm1(edge) - edge + torch.expm1(edge) * (x - edge)
-    small = torch.where(d.abs() < 0.1, x, 0)  # where() on the input: the unused branch must not make nan gradients
-    # x^2/2! + x^3/3! + ... + x^7/7!: the next term is below 2e-12 relative at |x| = 0.1
-    taylor = (
-        small
-        * small
-        * (1 / 2 + small * (1 / 6 + small * (1 / 24 + small * (1 / 120 + small * (1 / 720 + small / 5040)))))
-    )
-    return torch.where(d.abs() < 0.1, taylor, exact)
+    near, far = x.abs() < 0.1, x > _LINEAR_BEYOND
+    # where() on the inputs: a branch that is not taken must not turn the gradient into nan
+    small, middle = torch.where(near, x, 0), torch.where(near | far, 1, x)
+    series = torch.ones_like(x)  # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
+    for n in range(11, 2, -1):
+        series = 1 + small / n * series
+    slope = math.expm1(_LINEAR_BEYOND)
+    tangent = slope - _LINEAR_BEYOND + slope * (x - _LINEAR_BEYOND)
+    return torch.where(near, small.square() / 2 * series, torch.where(far, tangent, torch.expm1(middle) - middle))
 
 
 def kl_estimate(
@@ -38,7 +38,40 @@ def kl_estimate(
     *,
     old_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) in nats, from the log-probabilities of sampled tokens."""
+    """Per-token estimate of KL(policy || reference) in nats, from the log-probabilities of sampled tokens.
+
+    With d = logprobs - ref_logprobs and r = exp(logprobs - old_logprobs), r = 1 in value where there is no
+    `old_logprobs` (gradients are those with respect to `logprobs`):
+
+    | name | value | gradient | as a loss |
+    |---|---|---|---|
+    | k1 | d | 1 | expected gradient zero: holds nothing back; the unbiased choice inside a reward |
+    | k2 | d^2 / 2 | d | biased value, the KL's gradient on-policy |
+    | k3 | expm1(-d) + d | -expm1(-d) | unbiased value on-policy, the gradient of KL(reference, policy) |
+    | k4 | r d | r (1 + d) | unbiased value and gradient, on- and off-policy; a token can be negative |
+    | rk3 | r (expm1(-d) + d) | r k3 - r expm1(-d) | unbiased value and gradient, every token >= 0: the one to use |
+    | k1+ | k1 | d | straight-through: k1's value, k2's gradient |
+    | k3+ | k3 | d | straight-through: k3's value, k2's gradient |
+
+    Overflow: beyond 20 nats exp(-d) and r continue as their tangents (linear, C1). Values and gradients stay finite,
+    and the gradient never switches off, as it would under a clamp, when the policy has all but dropped a token.
+
+    Args:
+        logprobs: (...) of the policy, floating point.
+        ref_logprobs: same shape, of the reference; a constant.
+        kl_estimator: one of the names above.
+        old_logprobs: same shape, of the policy that sampled the tokens; a constant, used by k4 and rk3 only. None
+            means that `logprobs` is that policy (on-policy).
+
+    Returns:
+        Same shape, fp32 (fp64 for fp64 `logprobs`), unreduced, differentiable in `logprobs`.
+
+    Raises:
+        ValueError: an unknown estimator, or shapes that differ.
+
+    Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html (k1, k2, k3); k3 weighted by
+    the ratio: DeepSeek-V3.2, arXiv:2512.02556.
+    """
     if kl_estimator not in KL_ESTIMATORS:
         raise ValueError(f"kl_estimator must be one of {KL_ESTIMATORS}, got {kl_estimator!r}")
     for name, other in (("ref_logprobs", ref_logprobs), ("old_logprobs", old_logprobs)):
@@ -59,4 +92,4 @@ def kl_estimate(
         k2 = d.square() / 2
         return k2 + ((d if kl_estimator == "k1+" else _k3(d)) - k2).detach()
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
-    return _exp(logprobs - old) * (d if kl_estimator == "k4" else _k3(d))
+    return tangent_exp(logprobs - old) * (d if kl_estimator == "k4" else _k3(d))

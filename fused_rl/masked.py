@@ -79,3 +79,35 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True,
         mean, scale = mean.to(values.dtype), scale.to(values.dtype)
     whitened = (torch.where(mask, values, 0) - mean) * scale
     return torch.where(mask, whitened if shift_mean else whitened + mean, 0)
+
+
+class Sequences:
+    """Which tokens of (B, T) form a sequence: a row, or in packed rows those that share an id; and sums over each.
+
+    S is B for rows, B * T (an upper bound that costs no synchronisation) for packed rows.
+    """
+
+    def __init__(self, mask: torch.Tensor, sequence_ids: torch.Tensor | None = None):
+        self.mask = mask  # (B, T) bool
+        self.ids = None if sequence_ids is None else sequence_ids.clamp(min=0)  # negative: belongs to no sequence
+        if sequence_ids is None:
+            self.count = mask.shape[0]
+        else:
+            present = mask.new_zeros(mask.numel() + 1)
+            self.count = present.index_fill(0, sequence_ids.flatten() + 1, True)[1:].sum()
+        self.lengths = self.sum(torch.ones_like(mask, dtype=torch.float32))  # (S,) tokens that count
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, T) -> (S,): the sum over each sequence's tokens that count."""
+        if self.ids is None:
+            return masked_sum(values, self.mask, 1)
+        values = torch.where(self.mask, _check(values, self.mask), 0)
+        return values.new_zeros(self.mask.numel()).index_add(0, self.ids.flatten(), values.flatten())
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, T) -> (S,): the mean over each sequence's tokens that count; 0 where none does."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def expand(self, per_sequence: torch.Tensor) -> torch.Tensor:
+        """(S,) -> (B, T): every token's sequence's value."""
+        return per_sequence[:, None].expand(self.mask.shape) if self.ids is None else per_sequence[self.ids]
