@@ -1,0 +1,80 @@
+"""Runs a function in several gloo processes from an ordinary test, and returns or raises what they returned or raised."""
+
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import time
+import traceback
+
+
+def _rank(fn, rank, world, folder, results, timeout, args):
+    # What torchrun would set; deepspeed.init_distributed reads it too.
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({k: str(v) for k, v in ranks.items()})
+    os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", TORCHDYNAMO_DISABLE="1")
+    status, value = "raised", None
+    try:
+        from datetime import timedelta
+
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(0, timeout)
+        )
+        status, value = "returned", fn(rank, world, *args)
+        torch.distributed.barrier()
+    except BaseException:
+        status, value = "raised", traceback.format_exc()
+    results.put((rank, status, value))
+    results.close()
+    results.join_thread()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if status == "returned" else 1)  # an ordinary exit races with gloo's threads and aborts now and then
+
+
+def _collect(processes, results, timeout):
+    returned, end = {}, time.monotonic() + timeout
+    while len(returned) < len(processes):
+        try:
+            rank, status, value = results.get(timeout=0.2)
+        except queue.Empty:
+            codes = [p.exitcode for p in processes]
+            if any(code not in (None, 0) for code in codes) and results.empty():
+                raise RuntimeError(f"a rank died without a word; exit codes {codes}") from None
+            if time.monotonic() > end:
+                missing = sorted(set(range(len(processes))) - set(returned))
+                raise TimeoutError(f"no result from ranks {missing} within {timeout} s") from None
+            continue
+        if status == "raised":
+            raise RuntimeError(f"rank {rank} raised\n{value}")
+        returned[rank] = value
+    return [returned[rank] for rank in range(len(processes))]
+
+
+def run_distributed(fn, world, *args, timeout=120):
+    """`[fn(rank, world, *args) for each rank]`, each in a process of a gloo group of `world`.
+
+    `fn` is a function at the top of a module, and its results can be pickled (tensors: `.tolist()` or `.numpy()`).
+    A rank that raises, dies or hangs for more than `timeout` s fails the caller, and no process outlives the call.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(fn, rank, world, folder, results, timeout, args), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, results, timeout)
+        finally:
+            for process in processes:
+                process.join(0.5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
