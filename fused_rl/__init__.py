@@ -8,6 +8,7 @@ if not (_Path(__path__[0]) / "kernels").is_dir():
 
 from fused_rl.advantages import group_advantages
 from fused_rl.kl import kl_estimate
+from fused_rl.linear import LinearTokenLoss, linear_token_logprobs, linear_token_loss
 from fused_rl.logprobs import TokenLogprobs, token_logprobs
 from fused_rl.losses import (
     PRESETS,
@@ -23,11 +24,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "LinearTokenLoss",
     "TokenLogprobs",
     "entropy_bonus",
     "group_advantages",
     "importance_ratio",
     "kl_estimate",
+    "linear_token_logprobs",
+    "linear_token_loss",
     "masked_mean",
     "masked_sum",
     "masked_var",

@@ -5,9 +5,10 @@ Nothing here is fast or small in memory. What is masked is computed from zeros a
 
 import torch
 
+from fused_rl.linear import LinearTokenLoss
 from fused_rl.logprobs import TokenLogprobs
 
-__all__ = ["token_logprobs"]
+__all__ = ["linear_token_logprobs", "linear_token_loss", "token_logprobs"]
 
 
 def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
@@ -25,3 +26,20 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     chosen = logp.gather(-1, torch.where(mask, targets, 0)[..., None])[..., 0]
     outputs = (chosen, entropy, torch.logsumexp(x, -1))
     return TokenLogprobs(*(torch.where(mask, o, 0) for o in outputs))
+
+
+def linear_token_logprobs(
+    hidden, weight, targets, *, bias=None, temperature=1.0, mask=None, softcap=None, workspace_mb=None
+):
+    """As `fused_rl.linear_token_logprobs`, in the inputs' dtype; `workspace_mb` has no effect."""
+    hidden = hidden if mask is None else torch.where(mask[..., None], hidden, 0)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap)
+
+
+def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):
+    """As `fused_rl.linear_token_loss`; `options` as in `linear_token_logprobs`."""
+    logprobs, entropy, _ = linear_token_logprobs(hidden, weight, targets, mask=mask, **options)
+    kept = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+    loss = token_loss(logprobs[kept], entropy[kept], *(values[kept] for values in per_token)).sum()
+    return LinearTokenLoss(loss, logprobs.detach(), entropy.detach())

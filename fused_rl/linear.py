@@ -1,0 +1,347 @@
+"""Log-probabilities, and losses of single tokens, from hidden states (N, H) and the output head (V, H).
+
+The (N, V) logits never exist: `tiles` forms them a tile at a time. In FLOP per logit: 2H forward; 6H forward and
+backward where the gradient is formed in the forward pass (`linear_token_loss`), 8H where the logits are recomputed
+(`linear_token_logprobs`).
+"""
+
+import sys
+from typing import NamedTuple
+
+import torch
+
+from fused_rl import tiles
+from fused_rl.logprobs import TokenLogprobs, row_backend
+
+__all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
+
+WORKSPACE_MB = 512
+
+
+class LinearTokenLoss(NamedTuple):
+    """Outputs of `linear_token_loss`: the loss () fp32, and detached, of the targets' shape, fp32, 0 where masked."""
+
+    loss: torch.Tensor
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+def _gather(weight):
+    """The whole weight: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
+    return weight.full_tensor() if _is_dtensor(weight) else weight
+
+
+def _scatter(dweight, weight):
+    """This rank's gradient of the whole weight as the weight's own kind; over shards the mean, as FSDP2 reduces."""
+    if dweight is None or not _is_dtensor(weight):
+        return dweight
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = weight.device_mesh
+    partial = DTensor.from_local(dweight.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return partial.redistribute(placements=weight.placements)
+
+
+def _is_dtensor(tensor):
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its module is imported
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class _LinearTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
+        full = _gather(weight)
+        ctx.options = inv_temperature, softcap, budget
+        logprobs, entropy, lse, m, rest = tiles.statistics(hidden, full, bias, targets, *ctx.options)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, m, rest)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *upstream):
+        hidden, weight, bias, targets, *statistics = ctx.saved_tensors
+        if all(d is None for d in upstream):
+            return (None,) * 7
+        dhidden, dweight, dbias = tiles.recomputed(
+            ctx.needs_input_grad, upstream, hidden, _gather(weight), bias, targets, statistics, *ctx.options
+        ).take()
+        return dhidden, _scatter(dweight, weight), dbias, None, None, None, None
+
+
+def _token_gradients(token_loss, logprobs, entropy, per_token):
+    """Sum of the token losses, detached, and its gradients by logprobs and entropy (None where it does not use one)."""
+    with torch.enable_grad():
+        logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        values = token_loss(logprobs, entropy, *per_token)
+        if not isinstance(values, torch.Tensor) or values.shape != logprobs.shape:
+            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ValueError(
+                f"token_loss must return one value per token, {tuple(logprobs.shape)}, unreduced; got {got}"
+            )
+        total = values.float().sum()
+        used = total.requires_grad  # a constant loss has no gradient
+        grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True) if used else (None, None)
+        dlogprobs, dentropy = (None if d is None else d.contiguous() for d in grads)
+        return total.detach(), torch.zeros_like(entropy) if dlogprobs is None else dlogprobs, dentropy
+
+
+def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
+    """Loss, gradients, upstream gradients and statistics, each tile of logits formed once."""
+    inv_temperature, softcap, budget = options
+    n, vocab = hidden.shape[0], weight.shape[0]
+    backend = row_backend(hidden.device)
+    step = tiles.one_pass_rows(hidden, vocab, needs, budget)
+    gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
+    buffer = hidden.new_empty(step * vocab)
+    loss = torch.zeros((), device=hidden.device)
+    logprobs, entropy, m, rest, dlogprobs, dentropy = torch.zeros(6, n, device=hidden.device)
+    for rows in tiles.blocks(n, step):
+        inv_t = tiles.at(inv_temperature, rows)
+        logits = tiles.logits_tile(hidden[rows], weight, bias, buffer)
+        lp, h, _, m_r, rest_r = backend.logprob_fwd(logits, targets[rows], None, inv_t, softcap)
+        value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
+        backend.logprob_bwd(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
+        gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
+        loss += value
+        logprobs[rows], entropy[rows], m[rows], rest[rows], dlogprobs[rows] = lp, h, m_r, rest_r, dlp
+        if dh is not None:
+            dentropy[rows] = dh
+    return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
+
+
+def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss, per_token):
+    """As `_gradients_at_once`, with the logits formed a second time: no sum of the weight's gradient over rows."""
+    logprobs, entropy, _, m, rest = tiles.statistics(hidden, weight, bias, targets, *options)
+    loss, dlogprobs, dentropy = _token_gradients(token_loss, logprobs, entropy, per_token)
+    upstream = (dlogprobs, dentropy, None)
+    gradients = tiles.recomputed(needs, upstream, hidden, weight, bias, targets, (entropy, m, rest), *options)
+    dentropy = torch.zeros_like(dlogprobs) if dentropy is None else dentropy
+    return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token):
+        full, needs = _gather(weight), ctx.needs_input_grad[:3]
+        options = inv_temperature, softcap, budget
+        if not any(needs):
+            logprobs, entropy, *_ = tiles.statistics(hidden, full, bias, targets, *options)
+            return _token_gradients(token_loss, logprobs, entropy, per_token)[0], logprobs, entropy
+        form = _gradients_at_once if tiles.one_pass_rows(hidden, full.shape[0], needs, budget) else _gradients_in_two
+        loss, gradients, upstream, statistics = form(needs, hidden, full, bias, targets, options, token_loss, per_token)
+        dhidden, dweight, dbias = gradients.take()
+        logprobs, *statistics = statistics
+        ctx.gradients = dhidden, _scatter(dweight, weight), dbias
+        ctx.save_for_backward(hidden, weight, bias, targets, *statistics, *upstream)
+        ctx.options = options
+        ctx.mark_non_differentiable(logprobs, statistics[0])
+        return loss, logprobs, statistics[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss, *_):
+        rest_of_inputs = (None,) * (len(ctx.needs_input_grad) - 3)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is not None:  # scaled in place and handed over: no second copy of a (V, H) tensor
+            return *(None if d is None else d.mul_(dloss) for d in gradients), *rest_of_inputs
+        # a retained graph used again: the gradients formed in the forward pass belong to their first user
+        hidden, weight, bias, targets, entropy, m, rest, dlogprobs, dentropy = ctx.saved_tensors
+        upstream = (dlogprobs * dloss, dentropy * dloss, None)
+        dhidden, dweight, dbias = tiles.recomputed(
+            ctx.needs_input_grad, upstream, hidden, _gather(weight), bias, targets, (entropy, m, rest), *ctx.options
+        ).take()
+        return dhidden, _scatter(dweight, weight), dbias, *rest_of_inputs
+
+
+def _autocast(hidden, weight, bias):
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _check_head(hidden, weight, targets, bias):
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (..., H) and weight (V, H), as in torch.nn.Linear; got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of hidden without its last dimension, {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(targets.shape)}"
+        )
+    if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
+        raise ValueError(f"targets must be integers, got {targets.dtype}; use targets.long()")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got {tuple(bias.shape)}")
+    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise ValueError(
+            "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or stand under autocast; got "
+            + ", ".join(str(t.dtype) for t in (hidden, weight, bias) if t is not None)
+        )
+    devices = {t.device for t in (hidden, weight, targets, bias) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
+
+
+def _check_options(targets, temperature, mask, softcap, workspace_mb):
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != targets.shape):
+        raise ValueError(
+            f"mask must be bool of the targets' shape {tuple(targets.shape)} (True where a token counts), got "
+            f"{mask.dtype} {tuple(mask.shape)}"
+        )
+    if isinstance(temperature, torch.Tensor):
+        if temperature.dim() and temperature.shape != targets.shape:
+            raise ValueError(
+                f"temperature must be a number or have the targets' shape {tuple(targets.shape)}, got "
+                f"{tuple(temperature.shape)}"
+            )
+    elif not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    if not workspace_mb > 0:
+        raise ValueError(f"workspace_mb must be positive, got {workspace_mb}")
+
+
+def _check_targets(targets, vocab, kept):  # (n,), of the positions `kept` (n,) among all, or None
+    wrong = ((targets < 0) | (targets >= vocab)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        position = row if kept is None else int(kept[row])
+        raise ValueError(
+            f"target {int(targets[row])} at position {position} (of the flattened targets) is outside the vocabulary "
+            f"of {vocab}; mask positions without a target"
+        )
+
+
+class _Rows(NamedTuple):
+    """The rows that count, as the autograd functions take them, and where they came from."""
+
+    arguments: (
+        tuple  # hidden (n, H), weight, bias, targets (n,), inv_temperature float | (n,), softcap, budget in bytes
+    )
+    kept: torch.Tensor | None  # (n,) their positions; None when all count
+    shape: torch.Size  # of the caller's targets
+
+    def select(self, per_row):  # (..., *rest) -> (n, *rest)
+        per_row = per_row.reshape(-1, *per_row.shape[len(self.shape) :])
+        return per_row if self.kept is None else per_row[self.kept]
+
+    def restore(self, values):  # (n,) -> (...), 0 where masked
+        if self.kept is None:
+            return values.view(self.shape)
+        return values.new_zeros(self.shape.numel()).index_copy(0, self.kept, values).view(self.shape)
+
+
+def _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
+    """Checks the arguments and drops what is masked, before any GEMM sees it."""
+    if not torch.is_grad_enabled():
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    _check_head(hidden, weight, targets, bias)
+    _check_options(targets, temperature, mask, softcap, workspace_mb)
+    budget = int(workspace_mb * 2**20)
+    kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
+    rows = _Rows((), kept, targets.shape)
+    hidden, targets = rows.select(hidden), rows.select(targets).long()
+    _check_targets(targets, weight.shape[0], kept)
+    inv_temperature = 1.0 / temperature
+    if isinstance(inv_temperature, torch.Tensor):
+        inv_temperature = rows.select(inv_temperature.detach().float().expand(rows.shape)).contiguous()
+    if kept is not None:  # the rows that were copied out, and their gradient on its way back
+        budget = max(budget - 2 * hidden.numel() * hidden.element_size(), budget // 4)
+    return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
+
+
+def linear_token_logprobs(
+    hidden, weight, targets, *, bias=None, temperature=1.0, mask=None, softcap=None, workspace_mb=WORKSPACE_MB
+):
+    """Log-probability of each target, entropy and log-sum-exp in nats, from hidden states and the output head.
+
+    The logits are recomputed in the backward pass (8 H FLOP per logit in all), so any loss can follow, and a retained
+    graph can be used again. Where the loss is one of single tokens, `linear_token_loss` needs 6 H.
+
+    Args:
+        hidden: (..., H) fp32, bf16 or fp16. Under autocast `hidden`, `weight` and `bias` are cast as autocast casts.
+        weight: (V, H), as in `torch.nn.Linear`; may be tied, frozen, a DeepSpeed ZeRO-3 parameter (call this inside
+            the forward of the module given to DeepSpeed), or an FSDP2 shard (DTensor: gathered here in the forward
+            and in the backward pass, its gradient averaged over the mesh).
+        targets: (...) integers below V; only those under the mask are read.
+        bias: (V,).
+        temperature: a number, or (...) one per token. A scale s of the logits is `temperature / s`, and with
+            soft-capping also `softcap / s`.
+        mask: (...) bool, True where a token counts; others are dropped before any work and get a gradient of 0.
+        softcap: logits become softcap * tanh(logits / softcap), before the temperature.
+        workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
+            count, fp32 sums of low-precision gradients. It changes results within rounding only. Where it holds less,
+            one row of logits is used forward, and backward a quarter of it for logits beside sums of
+            4 min(N, V) H bytes.
+
+    Returns:
+        TokenLogprobs(logprobs, entropy, lse), each (...) fp32, 0 where masked; all three are differentiable once with
+        respect to hidden, weight and bias. Gradients come in the inputs' dtypes, from sums in fp32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, a target outside the vocabulary, an option out of range.
+    """
+    rows = _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
+
+
+def linear_token_loss(
+    hidden,
+    weight,
+    targets,
+    token_loss,
+    *per_token,
+    bias=None,
+    temperature=1.0,
+    mask=None,
+    softcap=None,
+    workspace_mb=WORKSPACE_MB,
+):
+    """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.
+
+    `token_loss(logprobs, entropy, *per_token)` gets (n,) fp32 tensors of some of the tokens that count, and those
+    tokens of each `per_token`; it returns (n,) values, each of its own token only (a mean, or a ratio over a sequence,
+    is not: use `linear_token_logprobs`). Denominators belong into a per-token weight, or onto the returned loss: a
+    factor there scales every gradient. Only `logprobs` and `entropy` carry gradients.
+
+        def clipped(logprobs, entropy, old_logprobs, advantages):
+            ratio = (logprobs - old_logprobs).exp()
+            return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+        loss, *_ = linear_token_loss(hidden, weight, targets, clipped, old_logprobs, advantages, mask=mask)
+
+    Args:
+        hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb: as `linear_token_logprobs`. When more
+            than one tile is needed, the fp32 sum of the weight's gradient of bf16 or fp16 inputs (4 V H bytes) is part
+            of the workspace; where it leaves less than 512 rows of logits, the logits are formed twice, in 8 H FLOP.
+        token_loss: the function above; it may be called several times, and any metric it needs can be computed from
+            the returned tensors.
+        per_token: (..., *) tensors without gradients, whatever the loss needs per token.
+
+    Returns:
+        LinearTokenLoss(loss, logprobs, entropy): the sum () fp32, differentiable once with respect to hidden, weight
+        and bias; and detached (...) fp32 log-probabilities and entropy in nats, 0 where masked. A retained graph may be
+        used again, which recomputes the logits. In fp16 the gradients are formed before any later loss scale.
+
+    Raises:
+        ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
+            returning another shape.
+    """
+    rows = _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    for i, values in enumerate(per_token):
+        if values.shape[: targets.dim()] != targets.shape:
+            raise ValueError(
+                f"per_token[{i}] must start with the targets' shape {tuple(targets.shape)}, got {tuple(values.shape)}"
+            )
+        if values.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached")
+    outputs = _LinearTokenLoss.apply(*rows.arguments, token_loss, *map(rows.select, per_token))
+    return LinearTokenLoss(outputs[0], rows.restore(outputs[1]), rows.restore(outputs[2]))

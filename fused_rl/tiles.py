@@ -1,0 +1,159 @@
+"""Row statistics of hidden states (N, H) under an output head (V, H), and their gradients, over tiles of logits.
+
+A tile is one GEMM; the row kernels turn it into statistics or, in place, into its gradient; two more GEMMs take that to
+the hidden states and to the weight. Statistics need whole rows, so forward tiles are blocks of rows. With the
+statistics known, a tile may be any rectangle. A block of columns with all rows gives its part of the weight's gradient
+in one GEMM, rounded once, and needs an fp32 sum of the (N, H) gradient alone; blocks of rows need one of the (V, H)
+gradient. `backward_tile` takes the smaller; a single tile needs none.
+"""
+
+import torch
+
+from fused_rl.logprobs import row_backend
+
+# Below this many rows in a tile, reading and writing the fp32 sum of the weight's gradient costs more than the GEMM
+# that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.
+_ONE_PASS_ROWS = 512
+_PARTIAL_BYTES = 16 << 20  # at most, of one product on its way into an fp32 sum
+
+
+def blocks(total: int, size: int):
+    return (slice(i, min(i + size, total)) for i in range(0, total, size))
+
+
+def at(values, rows):
+    """Rows of what is per row; a number or None is the same for all."""
+    return values[rows] if isinstance(values, torch.Tensor) else values
+
+
+def logits_tile(hidden, weight, bias, buffer):  # (n, H), (v, H), (v,) | None -> (n, v) in the storage of `buffer`
+    out = buffer[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], weight.shape[0])
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def add_mm(total, a, b, first):
+    """total (n, k) = or += a (n, m) @ b (m, k). An fp32 total of low-precision factors gets rounded partials."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=0 if first else 1)
+        return
+    for rows in blocks(total.shape[0], max(1, _PARTIAL_BYTES // (b.shape[1] * b.element_size()))):
+        part = torch.mm(a[rows], b)
+        total[rows].copy_(part) if first else total[rows].add_(part)
+
+
+class Gradients:
+    """Gradients of hidden, weight, bias (None where not asked for), summed over tiles of the gradient of the logits."""
+
+    def __init__(self, needs, hidden, weight, bias, tile):
+        n, vocab = hidden.shape[0], weight.shape[0]
+        # what several tiles add to is kept in fp32; without rows no tile comes, and the gradients stay zero
+        row_sum = torch.float32 if tile[1] < vocab else hidden.dtype
+        column_sum = torch.float32 if tile[0] < n else hidden.dtype
+        new = torch.empty_like if n else torch.zeros_like
+        self.dtype = hidden.dtype
+        self.hidden = new(hidden, dtype=row_sum) if needs[0] else None
+        self.weight = new(weight, dtype=column_sum) if needs[1] else None
+        self.bias = new(bias, dtype=column_sum) if needs[2] else None
+
+    def add(self, dlogits, hidden, weight, rows, columns):  # (n, v), (n, H), (v, H) of one tile
+        if self.hidden is not None:
+            add_mm(self.hidden[rows], dlogits, weight, first=columns.start == 0)
+        if self.weight is not None:
+            add_mm(self.weight[columns], dlogits.t(), hidden, first=rows.start == 0)
+        if self.bias is not None:
+            part = dlogits.sum(0)
+            self.bias[columns].copy_(part) if rows.start == 0 else self.bias[columns].add_(part)
+
+    def take(self):
+        """Hands over the gradients in the inputs' dtype, each fp32 sum freed before the next is rounded."""
+        hidden, self.hidden = self.hidden, None
+        hidden = None if hidden is None else hidden.to(self.dtype)
+        weight, self.weight = self.weight, None
+        weight = None if weight is None else weight.to(self.dtype)
+        return hidden, weight, None if self.bias is None else self.bias.to(self.dtype)
+
+
+def sum_bytes(n, width, size):
+    """Bytes of an fp32 sum (n, width) of low-precision products, and of one of these on its way; fp32 sums in place."""
+    return 4 * n * width + min(_PARTIAL_BYTES, n * width * size) if size < 4 else 0
+
+
+def forward_rows(hidden, vocab, budget):
+    return max(1, min(hidden.shape[0], budget // (vocab * hidden.element_size())))
+
+
+def backward_tile(hidden, vocab, needs, budget):
+    """(rows, columns) of a tile that recomputes logits, within the budget less the fp32 sum that several tiles need."""
+    n, width = hidden.shape
+    size = hidden.element_size()
+    if n * vocab * size <= budget:
+        return n, vocab
+    by_columns = sum_bytes(n, width, size) if needs[0] else 0
+    by_rows = sum_bytes(vocab, width, size) if needs[1] else 0
+    tile_bytes = max(budget - min(by_columns, by_rows), budget // 4)  # a sum beyond the budget must not starve the GEMM
+    if by_rows < by_columns:
+        return max(1, tile_bytes // (vocab * size)), vocab
+    columns = tile_bytes // (n * size)
+    columns -= columns % (128 if columns >= 128 else 16)  # whole vectors in every row
+    return n, min(vocab, max(16, columns))
+
+
+def one_pass_rows(hidden, vocab, needs, budget):
+    """Rows of a tile when the gradient is formed at once; 0 where the fp32 sum of dweight leaves too few."""
+    rows = forward_rows(hidden, vocab, budget)
+    if rows >= hidden.shape[0] or hidden.element_size() == 4 or not needs[1]:
+        return rows
+    size = hidden.element_size()
+    rows = max(0, budget - sum_bytes(vocab, hidden.shape[1], size)) // (vocab * size)
+    return rows if rows >= _ONE_PASS_ROWS else 0
+
+
+def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
+    """logprobs, entropy, lse, m, rest, each (N,) fp32."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    backend = row_backend(hidden.device)
+    outputs = torch.zeros(5, n, device=hidden.device, dtype=torch.float32)
+    step = forward_rows(hidden, vocab, budget)
+    buffer = hidden.new_empty(step * vocab)
+    for rows in blocks(n, step):
+        logits = logits_tile(hidden[rows], weight, bias, buffer)
+        block = backend.logprob_fwd(logits, targets[rows], None, at(inv_temperature, rows), softcap)
+        for whole, part in zip(outputs, block, strict=True):
+            whole[rows] = part
+    return outputs.unbind()
+
+
+def in_columns(dlogprobs, dlse, targets, columns):
+    """Upstream gradients and targets as a block of columns sees them.
+
+    Where the target stands elsewhere, dlp (1{j = target} - p_j) is -dlp p_j: a gradient -dlp of lse.
+    """
+    here = (targets >= columns.start) & (targets < columns.stop)
+    local = torch.where(here, targets - columns.start, 0)
+    if dlogprobs is None:
+        return None, dlse, local
+    elsewhere = -dlogprobs if dlse is None else dlse - dlogprobs
+    return torch.where(here, dlogprobs, 0), torch.where(here, 0 if dlse is None else dlse, elsewhere), local
+
+
+def recomputed(needs, upstream, hidden, weight, bias, targets, statistics, inv_temperature, softcap, budget):
+    """Gradients of hidden, weight, bias from those of (logprobs, entropy, lse), over recomputed tiles of logits."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    backend = row_backend(hidden.device)
+    tile = backward_tile(hidden, vocab, needs, budget)
+    gradients = Gradients(needs, hidden, weight, bias, tile)
+    buffer = hidden.new_empty(tile[0] * tile[1])
+    upstream = tuple(None if d is None else d.contiguous() for d in upstream)
+    for rows in blocks(n, max(1, tile[0])):
+        dlogprobs, dentropy, dlse = (at(d, rows) for d in upstream)
+        entropy, m, rest = (s[rows] for s in statistics)
+        for columns in blocks(vocab, tile[1]):
+            head = weight[columns]
+            logits = logits_tile(hidden[rows], head, at(bias, columns), buffer)
+            d, dl, local = in_columns(dlogprobs, dlse, targets[rows], columns)
+            inv_t = at(inv_temperature, rows)
+            backend.logprob_bwd(d, dentropy, dl, logits, local, None, entropy, m, rest, inv_t, softcap, out=logits)
+            gradients.add(logits, hidden[rows], head, rows, columns)
+    return gradients
