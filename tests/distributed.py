@@ -1,4 +1,4 @@
-"""Runs a function in several gloo processes from an ordinary test, and returns or raises what they returned or raised."""
+"""Runs a function in several gloo processes from an ordinary test."""
 
 import multiprocessing
 import os
@@ -21,8 +21,9 @@ def _rank(fn, rank, world, folder, results, timeout, args):
         import torch
 
         torch.set_num_threads(1)
+        store = f"file://{folder}/rendezvous"  # no port, so no two tests collide
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(0, timeout)
+            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
         )
         status, value = "returned", fn(rank, world, *args)
         torch.distributed.barrier()
