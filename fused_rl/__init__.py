@@ -15,6 +15,7 @@ from fused_rl.losses import (
     entropy_bonus,
     importance_ratio,
     policy_loss,
+    policy_token_loss,
     preference_loss,
     value_loss,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "policy_loss",
+    "policy_token_loss",
     "preference_loss",
     "token_logprobs",
     "value_loss",

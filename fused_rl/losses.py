@@ -6,13 +6,20 @@ choices and the known algorithms are in fused_rl/surrogates.py; docs/losses.md s
 """
 
 import warnings
-from typing import NamedTuple
 
 import torch
 
 from fused_rl.kl import kl_estimate, tangent_exp
-from fused_rl.masked import Sequences, masked_mean
-from fused_rl.surrogates import LOSS_AGGS, PRESETS, RATIO_LEVELS, SURROGATES, check_choice, resolve_options
+from fused_rl.masked import Batch, masked_mean
+from fused_rl.surrogates import (
+    LOSS_AGGS,
+    PRESETS,
+    RATIO_LEVELS,
+    check_choice,
+    check_token_level,
+    resolve_options,
+    surrogate_of,
+)
 
 __all__ = [
     "PRESETS",
@@ -20,53 +27,10 @@ __all__ = [
     "entropy_bonus",
     "importance_ratio",
     "policy_loss",
+    "policy_token_loss",
     "preference_loss",
     "value_loss",
 ]
-
-
-class _Denominators(NamedTuple):
-    num_tokens: int | torch.Tensor
-    num_sequences: int | torch.Tensor
-    max_length: int
-
-    @classmethod
-    def of(cls, sequences, num_tokens=None, num_sequences=None, max_length=None):
-        """The given ones; for None those of this batch. At least 1, so that an empty batch is 0 and not nan."""
-        num_tokens = sequences.mask.sum() if num_tokens is None else num_tokens
-        num_sequences = sequences.count if num_sequences is None else num_sequences
-        at_least_1 = (n.clamp(min=1) if isinstance(n, torch.Tensor) else max(n, 1) for n in (num_tokens, num_sequences))
-        return cls(*at_least_1, sequences.mask.shape[1] if max_length is None else max_length)
-
-
-def _aggregate(losses, sequences, loss_agg, denominators):
-    if loss_agg == "token-mean":
-        return sequences.sum(losses).sum() / denominators.num_tokens
-    per_sequence = sequences.mean(losses) if loss_agg == "seq-mean-token-mean" else sequences.sum(losses)
-    norm = denominators.max_length if loss_agg == "seq-mean-token-sum-norm" else 1
-    return per_sequence.sum() / (denominators.num_sequences * norm)
-
-
-def _check_shapes(logprobs, mask, sequence_ids, **others):
-    if logprobs.dim() != 2 or not logprobs.is_floating_point():
-        raise ValueError(
-            f"the first tensor must be (B, T) floating point, got {tuple(logprobs.shape)} {logprobs.dtype}"
-        )
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (True where a token counts), got {mask.dtype}; use mask.bool()")
-    for name, tensor in {"mask": mask, "sequence_ids": sequence_ids, **others}.items():
-        if tensor is not None and tensor.shape != logprobs.shape:
-            raise ValueError(f"{name} must be (B, T) = {tuple(logprobs.shape)}, got {tuple(tensor.shape)}")
-
-
-def _per_token(name, tensor, sequences):
-    """(B,), or (S,) by id in packed rows, or (B, T) -> (B, T)."""
-    if tensor.dim() == 1 and (sequences.ids is not None or tensor.shape[0] == sequences.mask.shape[0]):
-        return sequences.expand(tensor)
-    if tensor.shape != sequences.mask.shape:
-        shapes = f"(B,) or (B, T) with (B, T) = {tuple(sequences.mask.shape)}"
-        raise ValueError(f"{name} must be {shapes}, got {tuple(tensor.shape)}")
-    return tensor
 
 
 def importance_ratio(logprobs, old_logprobs, mask, *, ratio_level="token", sequence_ids=None):
@@ -87,10 +51,9 @@ def importance_ratio(logprobs, old_logprobs, mask, *, ratio_level="token", seque
         ValueError: shapes or options that do not fit.
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
-    _check_shapes(logprobs, mask, sequence_ids, old_logprobs=old_logprobs)
-    log_ratio = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)) - old_logprobs.detach()
-    sequences = Sequences(mask, sequence_ids)
-    return tangent_exp(RATIO_LEVELS[ratio_level](torch.where(mask, log_ratio, 0), sequences))
+    batch = Batch(logprobs, mask, sequence_ids=sequence_ids)
+    log_ratio = batch.tokens("logprobs", logprobs) - batch.tokens("old_logprobs", old_logprobs.detach())
+    return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
 
 def policy_loss(
@@ -143,45 +106,25 @@ def policy_loss(
         ValueError: shapes or options that do not fit.
     """
     chosen = resolve_options(preset, options)
-    _check_shapes(
-        logprobs,
-        mask,
-        sequence_ids,
-        old_logprobs=old_logprobs,
+    _check_needs(chosen, ref_logprobs, entropy)
+    batch = Batch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
+    logprobs, entropy = batch.tokens("logprobs", logprobs), batch.tokens("entropy", entropy)
+    old, advantages, ref, rollout = batch.constants(
+        old_logprobs=logprobs if old_logprobs is None else old_logprobs,
+        advantages=advantages,
         ref_logprobs=ref_logprobs,
-        entropy=entropy,
         rollout_logprobs=rollout_logprobs,
     )
-    _check_needs(chosen, ref_logprobs, entropy)
-    if truncated is not None:
-        mask = mask & ~_per_token("truncated", truncated.bool(), Sequences(mask, sequence_ids))
-    sequences = Sequences(mask, sequence_ids)
-    denominators = _Denominators.of(sequences, num_tokens, num_sequences, max_length)
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-
-    def clean(tensor):  # where(), not a product: 0 * nan is nan
-        return None if tensor is None else torch.where(mask, tensor.to(dtype), 0)
-
-    logprobs, entropy = clean(logprobs), clean(entropy)
-    old = logprobs.detach() if old_logprobs is None else clean(old_logprobs.detach())
-    ref, rollout = (clean(t if t is None else t.detach()) for t in (ref_logprobs, rollout_logprobs))
-    advantages = clean(_per_token("advantages", advantages.detach(), sequences))
-
-    log_ratio = logprobs - old
-    level = RATIO_LEVELS[chosen.ratio_level](log_ratio, sequences)
-    surrogate = chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
-    losses = surrogate(level, advantages, logprobs, sequences, chosen)
-    losses = losses * _weights(logprobs.detach(), old, rollout, advantages, entropy, sequences, chosen)
+    level = RATIO_LEVELS[chosen.ratio_level](logprobs - old, batch.sequences)
+    weights = _rollout_weights(old, rollout, batch.sequences, chosen)
+    weights = weights * _sequence_gate(logprobs, old if rollout is None else rollout, advantages, batch, chosen)
+    weights = weights * _entropy_gate(entropy, batch.mask, chosen)
+    losses = surrogate_of(chosen)(level, advantages, logprobs, batch.sequences, chosen) * weights
     with torch.no_grad():
-        metrics = _policy_metrics(level, log_ratio, advantages, entropy, sequences, denominators, chosen)
-        metrics["loss/policy_avg"] = _aggregate(losses, sequences, chosen.loss_agg, denominators)
-        if ref is not None:
-            metrics |= _kl_metrics(logprobs, ref, old, sequences, denominators, chosen.kl_estimator)
-    if chosen.kl_coef:
-        losses = losses + chosen.kl_coef * kl_estimate(logprobs, ref, chosen.kl_estimator, old_logprobs=old)
-    if chosen.entropy_coef:
-        losses = losses - chosen.entropy_coef * entropy
-    return _aggregate(losses, sequences, chosen.loss_agg, denominators), metrics
+        metrics = _policy_metrics(level, logprobs - old, advantages, entropy, batch, chosen)
+        metrics["loss/policy_avg"] = batch.aggregate(losses, chosen.loss_agg)
+        metrics |= {} if ref is None else _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
+    return batch.aggregate(losses + _regularisers(logprobs, old, ref, entropy, chosen), chosen.loss_agg), metrics
 
 
 def _check_needs(chosen, ref_logprobs, entropy):
@@ -198,48 +141,112 @@ def _check_needs(chosen, ref_logprobs, entropy):
         )
 
 
-@torch.no_grad()
-def _weights(logprobs, old, rollout, advantages, entropy, sequences, chosen):
-    """(B, T) factor on the surrogate: rollout correction, off-policy sequence mask, top-entropy mask."""
-    weights = torch.ones_like(logprobs)
-    if rollout is not None and chosen.rollout_correction is not None:
-        level, _, how = chosen.rollout_correction.partition("-")
-        log_weight = old - rollout
-        log_weight = log_weight if level == "token" else sequences.expand(sequences.sum(log_weight))
-        weights = tangent_exp(log_weight)
-        bounded = weights.clamp(chosen.rollout_low, chosen.rollout_high)
-        weights = bounded if how == "truncate" else torch.where(bounded == weights, weights, 0)
-    if chosen.off_policy_threshold is not None:
-        gap = sequences.expand(sequences.mean((old if rollout is None else rollout) - logprobs))
-        weights = torch.where((advantages >= 0) | (gap <= chosen.off_policy_threshold), weights, 0)
+def _rollout_weights(old, rollout, sequences, chosen):
+    """(B, T) or 1: the bounded probability ratio of the policy as the trainer and as the inference engine see it."""
+    if rollout is None or chosen.rollout_correction is None:
+        return 1
+    level, _, how = chosen.rollout_correction.partition("-")
+    log_ratio = old - rollout
+    ratio = tangent_exp(log_ratio if level == "token" else sequences.expand(sequences.sum(log_ratio)))
+    bounded = ratio.clamp(chosen.rollout_low, chosen.rollout_high)
+    return bounded if how == "truncate" else torch.where(bounded == ratio, ratio, 0)
+
+
+def _sequence_gate(logprobs, behaviour, advantages, batch, chosen):
+    if chosen.off_policy_threshold is None:
+        return 1
+    gap = batch.sequences.expand(batch.sequences.mean(behaviour - logprobs.detach()))
+    return ((advantages >= 0) | (gap <= chosen.off_policy_threshold)).to(batch.dtype)
+
+
+def _entropy_gate(entropy, mask, chosen):
     threshold = chosen.entropy_threshold
     if chosen.top_entropy is not None:
-        threshold = torch.nanquantile(torch.where(sequences.mask, entropy, torch.nan), 1 - chosen.top_entropy)
-    return weights if threshold is None else torch.where(entropy >= threshold, weights, 0)
+        threshold = torch.nanquantile(torch.where(mask, entropy.detach(), torch.nan), 1 - chosen.top_entropy)
+    return 1 if threshold is None else (entropy.detach() >= threshold).to(entropy.dtype)
 
 
-def _policy_metrics(level, log_ratio, advantages, entropy, sequences, denominators, chosen):
-    def token_mean(values):
-        return _aggregate(values, sequences, "token-mean", denominators)
+def _regularisers(logprobs, old, ref, entropy, chosen):
+    losses = torch.zeros_like(logprobs)
+    if chosen.kl_coef:
+        losses = losses + chosen.kl_coef * kl_estimate(logprobs, ref, chosen.kl_estimator, old_logprobs=old)
+    if chosen.entropy_coef:
+        losses = losses - chosen.entropy_coef * entropy
+    return losses
 
+
+def _policy_metrics(level, log_ratio, advantages, entropy, batch, chosen):
     ratio = tangent_exp(level)
     beyond = ((advantages > 0) & (ratio > 1 + chosen.clip_high)) | ((advantages < 0) & (ratio < 1 - chosen.clip_low))
     metrics = {
-        "policy/approxkl_avg": token_mean(log_ratio.square() / 2),
-        "policy/clipfrac_avg": token_mean(beyond.to(ratio.dtype)),
-        "val/ratio": token_mean(ratio),
-        "val/ratio_var": token_mean((ratio - masked_mean(ratio, sequences.mask)).square()),
+        "policy/approxkl_avg": log_ratio.square() / 2,
+        "policy/clipfrac_avg": beyond.to(ratio.dtype),
+        "val/ratio": ratio,
+        "val/ratio_var": (ratio - masked_mean(ratio, batch.mask)).square(),
     }
-    if entropy is not None:
-        metrics["policy/entropy_avg"] = token_mean(entropy)
-    return metrics
+    metrics |= {} if entropy is None else {"policy/entropy_avg": entropy}
+    return {name: batch.aggregate(values, "token-mean") for name, values in metrics.items()}
 
 
-def _kl_metrics(logprobs, ref, old, sequences, denominators, kl_estimator):
+def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     """Sums per sequence, averaged: the KL optimised (`objective/kl`), and k1 to k4 whatever is optimised."""
     names = {"objective/kl": kl_estimator, **{f"objective/kl{i}_avg": f"k{i}" for i in (1, 2, 3, 4)}}
     estimates = {name: kl_estimate(logprobs, ref, k, old_logprobs=old) for name, k in names.items()}
-    return {name: _aggregate(kl, sequences, "seq-mean-token-sum", denominators) for name, kl in estimates.items()}
+    return {name: batch.aggregate(kl, "seq-mean-token-sum") for name, kl in estimates.items()}
+
+
+def policy_token_loss(
+    old_logprobs,
+    advantages,
+    mask,
+    *,
+    preset=None,
+    ref_logprobs=None,
+    rollout_logprobs=None,
+    truncated=None,
+    sequence_ids=None,
+    num_tokens=None,
+    num_sequences=None,
+    max_length=None,
+    **options,
+):
+    """`policy_loss` for `linear_token_loss`: a function of single tokens, and what it needs per token.
+
+        token_loss, per_token = policy_token_loss(old_logprobs, advantages, mask, preset="dapo", num_tokens=n)
+        loss, logprobs, entropy = linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
+
+    Arguments as `policy_loss`; its metrics come from `policy_loss` on the logprobs and entropy returned above.
+
+    Returns:
+        The function of (logprobs, entropy, *per_token), and the tuple of (B, T) tensors it takes.
+
+    Raises:
+        ValueError: also where a token's loss depends on the rest of its sequence or batch: a ratio level other than
+            token, geo-mean, off_policy_threshold, top_entropy. Use `linear_token_logprobs` and `policy_loss` there.
+    """
+    chosen = resolve_options(preset, options)
+    check_token_level(chosen)
+    _check_needs(chosen, ref_logprobs, entropy=True)
+    like = torch.empty(mask.shape, device=mask.device)
+    batch = Batch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
+    old, advantages, ref, rollout = batch.constants(
+        old_logprobs=old_logprobs, advantages=advantages, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs
+    )
+    if old is None and rollout is not None:
+        raise ValueError("rollout_logprobs need old_logprobs: the policy's own, of the same tokens")
+    weights = _rollout_weights(old, rollout, batch.sequences, chosen)
+    weights = weights * batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
+    per_token = {"advantages": advantages, "weights": torch.where(batch.mask, weights, 0), "old": old, "ref": ref}
+    per_token = {name: tensor for name, tensor in per_token.items() if tensor is not None}
+
+    def token_loss(logprobs, entropy, *tensors):
+        given = dict(zip(per_token, tensors, strict=True))
+        old = given.get("old", logprobs.detach())
+        losses = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, None, chosen)
+        losses = losses * _entropy_gate(entropy, None, chosen)
+        return given["weights"] * (losses + _regularisers(logprobs, old, given.get("ref"), entropy, chosen))
+
+    return token_loss, tuple(per_token.values())
 
 
 def aggregate(losses, mask, loss_agg, *, num_tokens=None, num_sequences=None, max_length=None, sequence_ids=None):
@@ -258,9 +265,8 @@ def aggregate(losses, mask, loss_agg, *, num_tokens=None, num_sequences=None, ma
         ValueError: shapes or options that do not fit.
     """
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
-    _check_shapes(losses, mask, sequence_ids)
-    sequences = Sequences(mask, sequence_ids)
-    return _aggregate(losses, sequences, loss_agg, _Denominators.of(sequences, num_tokens, num_sequences, max_length))
+    batch = Batch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
+    return batch.aggregate(losses, loss_agg)
 
 
 def entropy_bonus(entropy, mask, entropy_coef, *, loss_agg="token-mean", **denominators):
@@ -299,18 +305,16 @@ def value_loss(values, old_values, returns, mask, *, value_clip=0.2, num_tokens=
 
     Source: https://github.com/openai/baselines, ppo2; vwxyzjn/cleanrl, ppo.py.
     """
-    _check_shapes(values, mask, None, old_values=old_values, returns=returns)
     if value_clip is not None and value_clip < 0:
         raise ValueError(f"value_clip must be >= 0 or None, got {value_clip}")
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    v, old, target = (torch.where(mask, t.to(dtype), 0) for t in (values, old_values.detach(), returns.detach()))
-    unclipped = clipped = (v - target).square()
+    batch = Batch(values, mask, num_tokens=num_tokens)
+    values = batch.tokens("values", values)
+    old, returns = batch.constants(old_values=old_values, returns=returns)
+    unclipped = clipped = (values - returns).square()
     if value_clip is not None:
-        clipped = (torch.clamp(v, old - value_clip, old + value_clip) - target).square()
-    sequences = Sequences(mask)
-    denominators = _Denominators.of(sequences, num_tokens)
-    loss = _aggregate(torch.maximum(unclipped, clipped) / 2, sequences, "token-mean", denominators)
-    clipfrac = _aggregate((clipped > unclipped).to(dtype), sequences, "token-mean", denominators)
+        clipped = (torch.clamp(values, old - value_clip, old + value_clip) - returns).square()
+    loss = batch.aggregate(torch.maximum(unclipped, clipped) / 2, "token-mean")
+    clipfrac = batch.aggregate((clipped > unclipped).to(batch.dtype), "token-mean")
     return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": clipfrac}
 
 

@@ -82,20 +82,23 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True,
 
 
 class Sequences:
-    """Which tokens of (B, T) form a sequence: a row, or in packed rows those that share an id; and sums over each.
+    """Which tokens of (B, T) form a sequence: a row, or in packed rows those that share an id >= 0; and sums over each.
 
     S is B for rows, B * T (an upper bound that costs no synchronisation) for packed rows.
     """
 
     def __init__(self, mask: torch.Tensor, sequence_ids: torch.Tensor | None = None):
-        self.mask = mask  # (B, T) bool
-        self.ids = None if sequence_ids is None else sequence_ids.clamp(min=0)  # negative: belongs to no sequence
+        self.mask = mask if sequence_ids is None else mask & (sequence_ids >= 0)  # (B, T) bool
+        self.ids = None if sequence_ids is None else sequence_ids.clamp(min=0)
         if sequence_ids is None:
             self.count = mask.shape[0]
         else:
             present = mask.new_zeros(mask.numel() + 1)
             self.count = present.index_fill(0, sequence_ids.flatten() + 1, True)[1:].sum()
-        self.lengths = self.sum(torch.ones_like(mask, dtype=torch.float32))  # (S,) tokens that count
+        counts = self.mask.long()
+        self.lengths = counts.sum(1)  # (S,) int64, tokens that count
+        if self.ids is not None:
+            self.lengths = counts.new_zeros(mask.numel()).index_add(0, self.ids.flatten(), counts.flatten())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """(B, T) -> (S,): the sum over each sequence's tokens that count."""
@@ -111,3 +114,61 @@ class Sequences:
     def expand(self, per_sequence: torch.Tensor) -> torch.Tensor:
         """(S,) -> (B, T): every token's sequence's value."""
         return per_sequence[:, None].expand(self.mask.shape) if self.ids is None else per_sequence[self.ids]
+
+
+class Batch:
+    """Mask, sequences, denominators and dtype of one call of a loss; checks every shape that it is given."""
+
+    def __init__(
+        self, like, mask, truncated=None, sequence_ids=None, num_tokens=None, num_sequences=None, max_length=None
+    ):
+        if like.dim() != 2 or not like.is_floating_point():
+            raise ValueError(f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}")
+        if mask.shape != like.shape or mask.dtype != torch.bool:
+            shape = tuple(like.shape)
+            raise ValueError(
+                f"mask must be (B, T) = {shape} bool, got {tuple(mask.shape)} {mask.dtype}; use mask.bool()"
+            )
+        if sequence_ids is not None and (sequence_ids.shape != like.shape or sequence_ids.dtype != torch.int64):
+            got = f"{tuple(sequence_ids.shape)} {sequence_ids.dtype}"
+            raise ValueError(f"sequence_ids must be (B, T) = {tuple(like.shape)} int64, got {got}")
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.sequences = Sequences(mask, sequence_ids)
+        if truncated is not None:
+            self.sequences = Sequences(mask & ~self._spread("truncated", truncated).bool(), sequence_ids)
+        self.mask = self.sequences.mask
+        self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
+        self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
+        self.max_length = mask.shape[1] if max_length is None else max_length
+
+    def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
+        rows = self.sequences.mask.shape
+        if tensor.dim() == 1 and (self.sequences.ids is not None or len(tensor) == rows[0]):
+            tensor = self.sequences.expand(tensor)
+        if tensor.shape != rows:
+            raise ValueError(f"{name} must have the shape of the mask, {tuple(rows)}, got {tuple(tensor.shape)}")
+        return tensor
+
+    def tokens(self, name, tensor):
+        """(B, T), or one value per sequence, -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
+        return None if tensor is None else torch.where(self.mask, self._spread(name, tensor).to(self.dtype), 0)
+
+    def constants(self, **tensors):
+        return (self.tokens(name, None if tensor is None else tensor.detach()) for name, tensor in tensors.items())
+
+    def shares(self, loss_agg):
+        """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
+        share = torch.ones(self.sequences.lengths.shape, dtype=self.dtype, device=self.mask.device)
+        if loss_agg == "seq-mean-token-mean":
+            share = share / self.sequences.lengths.clamp(min=1)
+        return self.sequences.expand(share)
+
+    def denominator(self, loss_agg):
+        count = self.num_tokens if loss_agg == "token-mean" else self.num_sequences
+        # at least 1: an empty batch is 0 and not nan
+        count = count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+        return count * self.max_length if loss_agg == "seq-mean-token-sum-norm" else count
+
+    def aggregate(self, losses, loss_agg):
+        """(B, T) -> (): reduced once."""
+        return masked_sum(losses * self.shares(loss_agg), self.mask) / self.denominator(loss_agg)

@@ -213,3 +213,23 @@ def resolve_options(preset, options):
     for name in options:
         check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
     return PolicyLossOptions(**{**(PRESETS[preset].options if preset else {}), **options})
+
+
+def surrogate_of(chosen):
+    return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
+
+
+def check_token_level(chosen):
+    """A loss formed token by token cannot see the rest of a sequence, or of the batch."""
+    wide = {
+        "ratio_level": chosen.ratio_level != "token",
+        "surrogate": chosen.surrogate == "geo-mean",
+        "off_policy_threshold": chosen.off_policy_threshold is not None,
+        "top_entropy": chosen.top_entropy is not None,
+    }
+    for name, needs_more in wide.items():
+        if needs_more:
+            raise ValueError(
+                f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
+                "policy_loss (for top_entropy, entropy_threshold)"
+            )
