@@ -8,6 +8,7 @@ wrong is timed and its row says by how much. Bytes are those the operation canno
 case; so GB/s and the share of the copy bandwidth compare implementations, not how much they waste.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -50,7 +51,6 @@ LONGEST_LOOP = 16384  # T beyond which the loop over T is left out: seconds per 
 
 COLUMNS = ["implementation", "fwd ms", "bwd ms", "both ms", "GB/s", "% copy", "extra/logits", "time/ours",
            "logprob err", "entropy err", "grad err", "note"]  # fmt: skip
-INPLACE = "fused_rl inplace"
 WRONG_NATS, WRONG_GRADIENT = 1e-3, 1e-2  # from here a peer's row says that it is wrong
 
 
@@ -123,10 +123,18 @@ class Case:
         picked = torch.linspace(0, n - 1, min(n, 6)).long()
         return torch.unravel_index(picked, self.scored) if len(self.scored) > 1 else (picked,)
 
-    def errors(self, run) -> dict:
+    def inputs(self, peer) -> list:
+        """Leaves for it to run on: shared, unless its gradient overwrites them."""
+        return (
+            [x.clone().requires_grad_() for x in self.logits[:1]]
+            if peer.overwrites
+            else [x.detach().requires_grad_() for x in self.logits]
+        )
+
+    def errors(self, peer) -> dict:
         """Largest error of outputs and gradient against fp64 on some rows, from the same rounded logits."""
-        x = self.logits[0].detach().requires_grad_()
-        outputs = run(x)
+        x = self.inputs(peer)[0]
+        outputs = peer.call(x)
         gradient = self.backward(outputs, x)
         at = tuple(i.to(self.device) for i in self.rows_to_check())
         exact = self.logits[0][at].double().requires_grad_()
@@ -173,35 +181,34 @@ def wrong(errors: dict) -> str:
 
 
 def contenders(case, known, args):
-    """(name, version, run, note) of ours and of each peer that can run, and the reasons of those that cannot."""
+    """A Peer for ours and for each other that can run, its `call` taking logits alone; why the others cannot."""
     version = fused_rl.__version__
-    found = [("fused_rl", version, case.ours, "")]
+    found = [peers.Peer("fused_rl", version, case.ours)]
     if case.op == "token_logprobs":
-        found.append((INPLACE, version, lambda x: case.ours(x, inplace=True), "gradient in the logits"))
+        inplace = functools.partial(case.ours, inplace=True)
+        found.append(peers.Peer("fused_rl inplace", version, inplace, "gradient in the logits", overwrites=True))
     running, missing = peers.find(known, args.device, args.peers)
-    found += [(p.name, p.version, case.peer(p.call, p.name), p.note) for p in running]
+    found += [peer._replace(call=case.peer(peer.call, peer.name)) for peer in running]
     return found, missing
 
 
 def run_case(case, known, args, copy_bytes_per_s, seconds):
-    """Check, measure and describe every implementation of one case."""
-    rows, runs, missing = [], {}, {}
+    """Check, measure and describe every implementation of one case; what raises is listed with the reason."""
+    rows, runs = [], {}
     found, missing = contenders(case, known, args)
     amount = case.bytes()
-    for name, version, run, note in found:
-        saved = case.logits[0].clone() if name == INPLACE else None
+    for peer in found:
+        name = peer.name
+        ours, errors, failed = name.startswith("fused_rl"), {}, ""
         try:
-            errors = case.errors(run)
-        except (peers.Unavailable, NotImplementedError, RuntimeError, ValueError) as reason:
-            if name.startswith("fused_rl"):
-                raise
-            missing[name] = f"{type(reason).__name__}: {reason}".splitlines()[0].replace("Unavailable: ", "")
-            continue
-        finally:
-            if saved is not None:
-                case.logits[0].copy_(saved)
-        ours = name.startswith("fused_rl")
-        failed = case.failure(errors) if ours else ""
+            errors = case.errors(peer)
+            failed = case.failure(errors) if ours else ""
+        except (peers.Unavailable, ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError) as reason:
+            told = f"{type(reason).__name__}: {reason}".splitlines()[0].replace("Unavailable: ", "")
+            if not ours:
+                missing[name] = told
+                continue
+            failed = told
         row = {
             "op": case.op,
             "layout": case.layout,
@@ -209,33 +216,32 @@ def run_case(case, known, args, copy_bytes_per_s, seconds):
             "dtype": case.dtype,
             "masked": case.fraction,
             "implementation": name,
-            "version": version,
+            "version": peer.version,
             "bytes": {k: v for k, v in amount.items() if k != "text"},
             "bytes_text": amount["text"],
             "error": errors,
-            "note": "; ".join(t for t in (f"FAILED, not timed: {failed}" if failed else "", wrong(errors), note) if t),
+            "note": "; ".join(
+                t for t in (f"FAILED, not timed: {failed}" if failed else "", wrong(errors), peer.note) if t
+            ),
         }
         rows.append(row)
         if not failed:
-            runs[name] = run
+            runs[name] = peer
     time_rows(case, rows, runs, args, copy_bytes_per_s, seconds)
     return rows, missing
 
 
 def time_rows(case, rows, runs, args, copy_bytes_per_s, seconds):
     """Fill in memory, samples, medians and ratios."""
-    shared = [x.detach().requires_grad_() for x in case.logits]
-    # A gradient that overwrites the logits needs logits of its own, and can be taken once per forward pass.
-    inputs = {n: [case.logits[0].clone().requires_grad_()] if n == INPLACE else shared for n in runs}
-    memory = {
-        n: measure.peak_extra_bytes(lambda run=run, x=inputs[n][0]: case.backward(run(x), x), args.device)
-        for n, run in runs.items()
-    }
-    if args.device == "cpu":
-        timed = {n: measure.phases_cpu(run, case.backward, inputs[n]) for n, run in runs.items()}
-        samples = measure.interleaved(timed, seconds)
-    else:
-        samples = {n: measure.phases_gpu(r, case.backward, inputs[n], twice=n != INPLACE) for n, r in runs.items()}
+    samples, memory, timed = {}, {}, {}
+    for name, peer in runs.items():
+        inputs, run = case.inputs(peer), peer.call
+        memory[name] = measure.peak_extra_bytes(lambda: case.backward(run(inputs[0]), inputs[0]), args.device)  # noqa: B023
+        if args.device == "cpu":
+            timed[name] = measure.phases_cpu(run, case.backward, inputs)
+        else:
+            samples[name] = measure.phases_gpu(run, case.backward, inputs, twice=not peer.overwrites)
+    samples = samples or measure.interleaved(timed, seconds)
     medians = {n: {phase: measure.median(s) for phase, s in phases.items()} for n, phases in samples.items()}
     for row in rows:
         name = row["implementation"]

@@ -20,6 +20,7 @@ class Peer(NamedTuple):
     version: str | None
     call: Callable
     note: str = ""  # what it does not do
+    overwrites: bool = False  # its gradient takes the logits' storage
 
 
 class Unavailable(Exception):
@@ -66,7 +67,7 @@ def _cross_entropy(device, interpreted):
 
 
 def _trl(device, interpreted):
-    utils = _import("trl.trainer.utils")
+    utils = import_peer("trl.trainer.utils")
 
     def call(logits, targets, mask=None):
         return _masked((utils.selective_log_softmax(logits, targets), utils.entropy_from_logits(logits)), mask)
@@ -76,7 +77,7 @@ def _trl(device, interpreted):
 
 def _trl_kernel(device, interpreted):
     _gpu_only(device, interpreted)
-    fused = _import("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
+    fused = import_peer("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
 
     def call(logits, targets, mask=None):
         return fused(logits, targets, 1.0, mask)
@@ -86,7 +87,7 @@ def _trl_kernel(device, interpreted):
 
 def _liger_grpo(device, interpreted):
     _gpu_only(device, interpreted)
-    loss = _import("liger_kernel.transformers.grpo_loss").triton_grpo_loss
+    loss = import_peer("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
     def call(logits, targets, mask=None):
         # CISPO's loss on-policy with advantage 1 is -logprob, so the loss kernel can be checked like the others.
@@ -114,21 +115,20 @@ def _liger_grpo(device, interpreted):
 
 def _liger_ce(device, interpreted):
     _gpu_only(device, interpreted)
-    function = _import("liger_kernel.ops").LigerCrossEntropyFunction
+    function = import_peer("liger_kernel.ops").LigerCrossEntropyFunction
 
     def call(logits, targets, mask=None):
-        # The gradient overwrites the logits in the forward pass: a copy keeps them for whoever reads them next.
         targets = targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
-        flat = logits.flatten(0, -2).clone()
-        loss = function.apply(flat, targets, None, -100, 0.0, 0.0, "none", None, False)[0]
+        loss = function.apply(logits.flatten(0, -2), targets, None, -100, 0.0, 0.0, "none", None, False)[0]
         return -loss.view(logits.shape[:-1]), None
 
-    return Peer("Liger cross-entropy", version("liger-kernel"), call, "no entropy; result in the logits' dtype")
+    note = "no entropy; result in the logits' dtype; overwrites the logits"
+    return Peer("Liger cross-entropy", version("liger-kernel"), call, note, overwrites=True)
 
 
 def _flash(device, interpreted):
     _gpu_only(device, False)
-    function = _import("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
+    function = import_peer("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
 
     def call(logits, targets, mask=None):
         targets = targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
@@ -139,7 +139,7 @@ def _flash(device, interpreted):
 
 def _quack(device, interpreted):
     _gpu_only(device, False)
-    function = _import("quack.cross_entropy").cross_entropy
+    function = import_peer("quack.cross_entropy").cross_entropy
 
     def call(logits, targets, mask=None):
         targets = targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
@@ -149,7 +149,7 @@ def _quack(device, interpreted):
 
 
 def _verl(device, interpreted):
-    functional = _import("verl.utils.torch_functional")
+    functional = import_peer("verl.utils.torch_functional")
 
     def call(logits, targets, mask=None):
         entropy = functional.entropy_from_logits(logits)
@@ -177,7 +177,7 @@ def _compiled_kl(device, interpreted):
 
 def _liger_kl(device, interpreted):
     _gpu_only(device, interpreted)
-    function = _import("liger_kernel.ops").LigerJSDFunction
+    function = import_peer("liger_kernel.ops").LigerJSDFunction
 
     def call(logits, ref_logits, mask=None):
         # beta = 1 is the reverse KL; the mean over rows is all it returns.
@@ -211,7 +211,8 @@ def _loop_gae(device, interpreted):
 # ------------------------------------------------------------------ choosing
 
 
-def _import(module: str):
+def import_peer(module: str):
+    """The module, or Unavailable with the reason why it cannot be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,0 +1,73 @@
+"""The benchmark suite.
+
+    python -m bench                          every group that can run here; results go to bench/results
+    python -m bench --group kernels,traffic --device cpu --dtype bf16 --shapes 1024x32000 --peers none --out folder
+    python -m bench report                   bench/results -> docs/benchmarks.md with plots, docs/numerics.md's table
+    python -m bench gpu --out folder         all that needs a GPU, within 9 minutes
+
+Each group runs as a process of its own: counting needs Triton's interpreter, cross-compilation must not have it, and
+what one group breaks or exhausts does not end the others.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUPS = ("kernels", "linear", "traffic", "codegen", "numerics", "growth", "trainers")
+INTERPRETED = {"traffic": "1", "codegen": "0", "numerics": None}  # TRITON_INTERPRET; others: as the device needs
+
+
+def run_group(group: str, options: list[str], timeout: float | None = None) -> str:
+    """Runs `bench/<group>.py`; returns "ok", "failed" or why it did not run."""
+    script = ROOT / "bench" / f"{group}.py"
+    if not script.exists():
+        return "not there"
+    environment = os.environ | {"BENCH_COMMAND": " ".join(["python -m bench --group", group, *options])}
+    environment.pop("TRITON_INTERPRET", None)
+    if INTERPRETED.get(group):
+        environment["TRITON_INTERPRET"] = INTERPRETED[group]
+    command = [sys.executable, str(script.relative_to(ROOT)), *options]
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {timeout:.0f} s"
+    return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["report"]:
+        from bench import report
+
+        return report.main()
+    if sys.argv[1:2] == ["gpu"]:
+        from bench import gpu
+
+        return gpu.main(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", default=None, help=f"comma-separated: {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--out", default=None, help="folder for the JSON results (default: bench/results)")
+    args, options = parser.parse_known_args()
+    groups = args.group.split(",") if args.group else [g for g in GROUPS if (ROOT / "bench" / f"{g}.py").exists()]
+    unknown = [g for g in groups if g not in GROUPS]
+    if unknown:
+        parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
+    # A run of chosen shapes, dtypes or peers does not replace the whole results unless it says where to.
+    out = args.out or (
+        None if {"--shapes", "--dtype", "--peers"} & {o.split("=")[0] for o in options} else "bench/results"
+    )
+    options += ["--out", out] if out else []
+    outcome = {}
+    for group in groups:
+        print(f"\n== {group} ==", flush=True)
+        started = time.perf_counter()
+        outcome[group] = f"{run_group(group, options)}, {time.perf_counter() - started:.0f} s"
+    print("\n" + "\n".join(f"{group}: {what}" for group, what in outcome.items()))
+    return int(any(not what.startswith("ok") for what in outcome.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Bytes that each operation loads and stores, counted launch by launch, as multiples of the logits' size.
+
+    python bench/traffic.py
+
+Triton kernels run in Triton's interpreter, which sees every unmasked lane of every load and store. Eager PyTorch is
+counted by its ATen operators: every operand read once, every result written once, so what an operator reads twice
+inside counts once, which favours it. Counts need no GPU and do not depend on the machine.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import contextlib
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import fused_rl
+from bench import measure, peers
+from tests import interpreter
+
+SHAPE = (2, 8, 50257)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
+
+# Operators that give a view or untouched memory, and those that read no more than they return.
+VIEWS = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "view", "_unsafe_view", "alias",
+    "unsqueeze", "squeeze", "expand", "slice", "select", "t", "transpose", "permute", "as_strided", "split", "unbind",
+    "split_with_sizes", "_reshape_alias", "lift_fresh", "is_same_size", "set_", "resize_",
+}  # fmt: skip
+FILLS = {"zero_", "fill_", "zeros_like", "zeros", "new_zeros", "full", "full_like", "ones_like", "new_ones"}
+SPARSE = {"gather", "index", "index_select", "nll_loss_forward"}
+
+
+class AtenTraffic(TorchDispatchMode):
+    """Sums the bytes that eager operators read and write while it is active, but not those of interpreted kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and name not in VIEWS:
+            taken, given = _bytes((args, kwargs)), _bytes(results)
+            if name in FILLS:
+                taken = 0
+            elif name in SPARSE:
+                taken = given
+            elif name == "copy_":
+                taken = _bytes(args[1])
+            elif name == "scatter":  # copies its input and writes the chosen elements
+                taken = given
+            self.read, self.written = self.read + taken, self.written + given
+        return results
+
+
+def _bytes(tree) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+
+
+@contextlib.contextmanager
+def counted():
+    """A list that holds, at the end, (read, written) bytes of everything that ran: launches and eager operators."""
+    from triton.runtime.interpreter import GridExecutor
+
+    total = []
+    launch = GridExecutor.__call__
+
+    def unseen(self, *args, **kwargs):  # the interpreter copies tensors to and fro: its own work, not the kernel's
+        with _disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = unseen
+    try:
+        with interpreter.count_traffic() as launches, AtenTraffic() as eager:
+            yield total
+    finally:
+        GridExecutor.__call__ = launch
+    total += [sum(x.load_bytes for x in launches) + eager.read, sum(x.store_bytes for x in launches) + eager.written]
+
+
+def count(run, logits) -> dict:
+    """{"forward": (read, written), "backward": ...} of `run(logits) -> outputs`, in multiples of the logits' size."""
+    logits = logits.clone().requires_grad_()
+    size = logits.numel() * logits.element_size()
+    with counted() as forward:
+        outputs = run(logits)
+    outputs = [o for o in outputs if o is not None and o.requires_grad]
+    upstream = [torch.rand_like(o) for o in outputs]
+    with counted() as backward:
+        torch.autograd.grad(outputs, logits, upstream)
+    return {"forward": [b / size for b in forward], "backward": [b / size for b in backward]}
+
+
+# ------------------------------------------------------------------ what is counted
+
+
+def inputs(dtype=torch.bfloat16):
+    """(B, T, V) logits, (B, T) targets; every row is scored, so that a multiple is one of what is read."""
+    torch.manual_seed(0)
+    return torch.randn(SHAPE).mul_(3).to(dtype), torch.randint(SHAPE[-1], SHAPE[:-1])
+
+
+def policy(logits, targets, level):
+    """A GRPO loss on our log-probabilities: the ratio per token, or per sequence as GSPO."""
+    logprobs, entropy, _ = fused_rl.token_logprobs(logits, targets)
+    mask = torch.ones_like(targets, dtype=torch.bool)
+    advantages = torch.ones_like(logprobs)
+    old = logprobs.detach() - 0.01
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, ratio_level=level)
+    return (loss,)
+
+
+def liger_grpo(level):
+    """Liger's GRPO loss kernel; it takes (B, L + 1, V), so one position of each sequence is read by nobody."""
+    loss = peers.import_peer("liger_kernel.transformers.grpo_loss").triton_grpo_loss
+
+    def run(logits, targets):
+        chosen = targets[:, 1:].contiguous()
+        old = torch.full(chosen.shape, -11.0)
+        ones = torch.ones(len(logits))
+        return loss(logits, old, None, chosen, ones, temperature=1.0, beta=0.0, importance_sampling_level=level)[:1]
+
+    return run
+
+
+def ours():
+    """{what: run(logits, targets)} of our ops, with what they may cost at most (forward, backward)."""
+
+    def logprobs(logits, targets, **options):
+        return fused_rl.token_logprobs(logits, targets, **options)[:2]
+
+    nothing = torch.zeros(SHAPE[:-1], dtype=torch.bool)
+    ref = torch.randn(SHAPE).to(torch.bfloat16)
+    return {
+        "token_logprobs": (logprobs, 1.0, 2.0),
+        "token_logprobs, every row masked": (lambda x, t: logprobs(x, t, mask=nothing), 0.0, 1.0),
+        "token_logprobs, in place": (lambda x, t: logprobs(x, t, inplace=True), 1.0, 2.0),
+        "token_logprobs, shift": (lambda x, t: logprobs(x, t, shift=True), 0.875, 1.875),
+        "+ policy_loss, ratio per token": (lambda x, t: policy(x, t, "token"), 1.0, 2.0),
+        "+ policy_loss, ratio per sequence": (lambda x, t: policy(x, t, "sequence"), 1.0, 2.0),
+        "token_kl": (lambda x, t: (fused_rl.token_kl(x, ref),), 2.0, 3.0),
+    }
+
+
+def others(wanted="all"):
+    """[(what, peer, run)] and why others are missing."""
+    found, missing = [], {}
+    for known in (peers.LOGPROBS, peers.KL):
+        running, absent = peers.find(known, "cpu", wanted, interpreted=True)
+        missing |= {f"{'token_kl' if known is peers.KL else 'token_logprobs'}: {n}": r for n, r in absent.items()}
+        for peer in running:
+            if known is peers.KL:
+                ref = torch.randn(SHAPE).to(torch.bfloat16)
+                found.append(("token_kl", peer, lambda x, t, call=peer.call, ref=ref: (call(x, ref),)))
+            elif peer.name != "Liger GRPO loss":
+                found.append(("token_logprobs", peer, peer.call))
+            else:
+                for level in ("token", "sequence"):
+                    found.append((f"GRPO loss, ratio per {level}", peer, liger_grpo(level)))
+    return found, missing
+
+
+def main(args):
+    interpreter.fix_numerics()
+    logits, targets = inputs()
+    rows, failed = [], False
+
+    def add(what, name, version, run, note="", most=None):
+        nonlocal failed
+        counts = count(lambda x: run(x, targets), logits)
+        forward, backward = sum(counts["forward"]), sum(counts["backward"])
+        if most is not None and (forward > most[0] + 0.01 or backward > most[1] + 0.01):
+            failed, note = True, f"MORE than {most[0]:.2f} / {most[1]:.2f}"
+        rows.append(
+            {
+                "op": what,
+                "implementation": name,
+                "version": version,
+                "forward": forward,
+                "backward": backward,
+                "read": [counts["forward"][0], counts["backward"][0]],
+                "written": [counts["forward"][1], counts["backward"][1]],
+                "note": note,
+            }
+        )
+
+    for what, (run, *most) in ours().items():
+        add(what, "fused_rl", fused_rl.__version__, run, most=most)
+    found, missing = others(args.peers)
+    for what, peer, run in found:
+        add(what, peer.name, peer.version, run, peer.note)
+    print(f"logits {SHAPE} bf16, multiples of {logits.numel() * 2 / 1e6:.2f} MB; read + written\n")
+    print(measure.table(
+        ["operation", "implementation", "version", "forward", "backward", "both", "note"],
+        [[r["op"], r["implementation"], r["version"], f"{r['forward']:.2f}", f"{r['backward']:.2f}",
+          f"{r['forward'] + r['backward']:.2f}", r["note"]] for r in rows],
+    ))  # fmt: skip
+    for name, reason in missing.items():
+        print(f"  not counted: {name}: {reason}")
+    args.device = "cpu"
+    measure.save(args, rows, not_run=missing, shape=list(SHAPE))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure.arguments(__doc__, "traffic")))
