@@ -35,6 +35,10 @@ $(VENV)/installed-bench: $(VENV)/installed
 demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: about 5 minutes
 	$(BIN)/python -m fused_rl.trainers.demo
 
+.PHONY: demo-reward
+demo-reward: $(VENV)/installed  ## train a reward model on preference pairs, on 2 CPU cores
+	$(BIN)/python -m fused_rl.trainers.demo_reward
+
 .PHONY: test
 test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
@@ -42,6 +46,18 @@ test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
 .PHONY: test-slow
 test-slow: $(VENV)/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+.PHONY: bench
+bench: $(VENV)/installed-bench  ## the benchmark suite, beside the peers that install here
+	$(BIN)/python -m bench
+
+# A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
+.PHONY: gpu
+gpu:  ## everything that needs a GPU: the gpu tests, then kernels and linear within a time budget
+	@for python in $(PYTHON) $(BIN)/python; do \
+	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	    exec $$python -m bench gpu; fi; done; \
+	$(MAKE) install && exec $(BIN)/python -m bench gpu
 
 .PHONY: lint
 lint: $(VENV)/installed  ## ruff: rules and formatting
