@@ -8,7 +8,7 @@ import torch
 from fused_rl.linear import LinearTokenLoss
 from fused_rl.logprobs import TokenLogprobs
 
-__all__ = ["linear_token_logprobs", "linear_token_loss", "token_logprobs"]
+__all__ = ["kl_estimate", "linear_token_logprobs", "linear_token_loss", "policy_loss", "token_logprobs"]
 
 
 def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
@@ -43,3 +43,82 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
     kept = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
     loss = token_loss(logprobs[kept], entropy[kept], *(values[kept] for values in per_token)).sum()
     return LinearTokenLoss(loss, logprobs.detach(), entropy.detach())
+
+
+def kl_estimate(logprobs, ref_logprobs, kl_estimator, *, old_logprobs):
+    """As `fused_rl.kl_estimate`, by the definitions: it overflows where they do, and cancels near 0 where they do."""
+    d, r = logprobs - ref_logprobs, (logprobs - old_logprobs).exp()
+    k1, k2, k3 = d, d**2 / 2, torch.exp(-d) - 1 + d
+    straight_through = {"k1+": k2 + (k1 - k2).detach(), "k3+": k2 + (k3 - k2).detach()}
+    return {"k1": k1, "k2": k2, "k3": k3, "k4": r * k1, "rk3": r * k3, **straight_through}[kl_estimator]
+
+
+def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
+    """The losses of one sequence, (n,) tensors, from the papers' equations (docs/losses.md)."""
+    log_r = lp - old
+    if ratio_level == "sequence":
+        log_r = log_r.mean() * torch.ones_like(lp)
+    elif ratio_level == "sequence-sum":
+        log_r = log_r.sum() * torch.ones_like(lp)
+    r, a = log_r.exp(), advantages
+    up = a >= 0
+    if surrogate == "clip":
+        bound = torch.where(up, (1 + clip_high) * a, (1 - clip_low) * a)
+        value = torch.minimum(r * a, bound)
+        return -value if delta is None else -torch.where(up, value, torch.maximum(value, delta * a))
+    if surrogate == "cispo":
+        return -r.detach().clip(1 - clip_low, 1 + clip_high) * a * lp
+    if surrogate == "sapo":
+        tau = torch.where(a > 0, 1.0, 1.05)
+        return -4 / (tau * (1 + torch.exp(-tau * (r - 1)))) * a
+    if surrogate == "vespo":
+        k, rate = torch.where(up, 2.0, 3.0), torch.where(up, 3.0, 2.0)
+        return -(r**k * torch.exp(rate * (1 - r))).detach() * a * lp
+    if surrogate == "geo-mean":
+        kept = torch.where(up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low))
+        return -a * kept.mean().exp()
+    return -a * lp
+
+
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    *,
+    sequence_ids,
+    ratio_level,
+    surrogate,
+    loss_agg,
+    clip_low=0.2,
+    clip_high=0.2,
+    delta=None,
+    num_tokens=None,
+    num_sequences=None,
+    max_length=None,
+    ref_logprobs=None,
+    kl_coef=0.0,
+    kl_estimator="rk3",
+):
+    """The loss of `fused_rl.policy_loss`, one sequence at a time; `advantages` (B, T), `sequence_ids` always given."""
+    lp = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    sequences, total, count = [i for i in sequence_ids.unique().tolist() if i >= 0], 0 * lp[mask].sum(), 0
+    for i in sequences:
+        at = mask & (sequence_ids == i)
+        n = int(at.sum())
+        if n == 0:
+            continue
+        losses = _surrogate(
+            lp[at], old_logprobs[at], advantages[at], ratio_level, surrogate, clip_low, clip_high, delta
+        )
+        if kl_coef:
+            losses = losses + kl_coef * kl_estimate(
+                lp[at], ref_logprobs[at], kl_estimator, old_logprobs=old_logprobs[at]
+            )
+        total = total + (losses.mean() if loss_agg == "seq-mean-token-mean" else losses.sum())
+        count += n
+    num_sequences = len(sequences) if num_sequences is None else num_sequences
+    length = mask.shape[1] if max_length is None else max_length
+    norm = length if loss_agg == "seq-mean-token-sum-norm" else 1
+    denominator = (count if num_tokens is None else num_tokens) if loss_agg == "token-mean" else num_sequences * norm
+    return total / denominator
