@@ -124,12 +124,11 @@ class Case:
         return torch.unravel_index(picked, self.scored) if len(self.scored) > 1 else (picked,)
 
     def inputs(self, peer) -> list:
-        """Leaves for it to run on: shared, unless its gradient overwrites them."""
-        return (
-            [x.clone().requires_grad_() for x in self.logits[:1]]
-            if peer.overwrites
-            else [x.detach().requires_grad_() for x in self.logits]
-        )
+        """Logits for it to run on: shared, unless its gradient overwrites them, which a leaf forbids."""
+        if not peer.overwrites:
+            return [x.detach().requires_grad_() for x in self.logits]
+        leaf = self.logits[0].clone().requires_grad_()
+        return [leaf.view_as(leaf)]
 
     def errors(self, peer) -> dict:
         """Largest error of outputs and gradient against fp64 on some rows, from the same rounded logits."""
