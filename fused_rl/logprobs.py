@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
@@ -69,6 +70,7 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
         backward, O(rows) are kept beyond the logits.
 
     Raises:
+        RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
         ValueError: a shape, dtype or device that does not fit; a temperature or softcap that is not positive and
             finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor (targets,
             per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability is NaN, and
@@ -77,6 +79,8 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     row_temperature = temperature if isinstance(temperature, Tensor) else None
     temperature = 1.0 if row_temperature is not None else temperature
     _check_arguments(logits, targets, temperature, row_temperature, mask, softcap, shift, inplace)
+    if torch.compiler.is_compiling() and row_temperature is None:  # as a tensor: a number would compile once per value
+        row_temperature, temperature = torch.ones((), dtype=torch.float32, device=logits.device) * temperature, 1.0
     rows = targets.shape if not shift else (targets.shape[0], max(targets.shape[1] - 1, 0))
     if row_temperature is not None:
         row_temperature = row_temperature.to(logits.device, torch.float32).expand(rows)
@@ -130,6 +134,8 @@ def _check_arguments(logits, targets, temperature, row_temperature, mask, softca
             raise ValueError(f"{name} is on {x.device}, the logits are on {logits.device}; move it there")
     if inplace:
         _check_inplace(logits)
+    if not torch.compiler.is_compiling():
+        _check_transforms(logits)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -169,6 +175,14 @@ def _check_inplace(logits):
         )
 
 
+def _check_transforms(logits):
+    if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
+        raise RuntimeError(
+            "token_logprobs supports neither torch.func transforms (grad, vmap, jvp, ...) nor forward-mode "
+            "differentiation; use torch.autograd, or fused_rl.reference.token_logprobs"
+        )
+
+
 def _check_values(targets, mask, row_temperature, vocab):
     """What only the values tell; the operator calls it, where reading them costs nothing or was asked for."""
     bad = (targets < 0) | (targets >= vocab)
@@ -198,7 +212,7 @@ def _one_stride(x):
 
 
 def _rows(x):
-    return None if x is None else x.reshape(-1)
+    return x if x is None or x.dim() == 1 else x.reshape(-1)
 
 
 def _inverse(temperature, row_temperature):
@@ -340,10 +354,11 @@ class _InplaceGradient(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dlogprobs, dentropy, dlse, *_):
         if dlogprobs is None and dentropy is None and dlse is None:
             return (None,) * 6
+        if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
+            raise RuntimeError("inplace=True leaves no logits to differentiate a second time; leave out create_graph")
         logits, targets, mask, entropy, m, rest, row_temperature = ctx.saved_tensors
         per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest)
         dlogits = logits.detach()
