@@ -69,10 +69,10 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
     if surrogate == "cispo":
         return -r.detach().clip(1 - clip_low, 1 + clip_high) * a * lp
     if surrogate == "sapo":
-        tau = torch.where(a > 0, 1.0, 1.05)
+        tau = 1.05 - 0.05 * (a > 0).to(a.dtype)
         return -4 / (tau * (1 + torch.exp(-tau * (r - 1)))) * a
     if surrogate == "vespo":
-        k, rate = torch.where(up, 2.0, 3.0), torch.where(up, 3.0, 2.0)
+        k, rate = torch.where(up, 2.0, 3.0), torch.where(up, 3.0, 2.0)  # exact in any dtype
         return -(r**k * torch.exp(rate * (1 - r))).detach() * a * lp
     if surrogate == "geo-mean":
         kept = torch.where(up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low))

@@ -38,6 +38,10 @@ RATIO_LEVELS = {"token": _token, "sequence": _sequence, "sequence-sum": _sequenc
 # Surrogate: (log_ratio, advantages, logprobs, sequences, options), tensors (B, T) -> (B, T) loss, lower is better.
 
 
+def _by_sign(positive, value, other, like):
+    return torch.full_like(like, other).masked_fill(positive, value)  # where() of two numbers would be fp32
+
+
 def _clip(log_ratio, advantages, logprobs, sequences, options):
     """PPO's pessimistic minimum (arXiv:1707.06347, eq. 7); `delta` bounds it for negative advantages (dual clip)."""
     ratio = tangent_exp(log_ratio)
@@ -55,14 +59,15 @@ def _cispo(log_ratio, advantages, logprobs, sequences, options):
 
 def _sapo(log_ratio, advantages, logprobs, sequences, options):
     """A sigmoid gate in place of the clip, steeper where the advantage is not positive (arXiv:2511.20347)."""
-    temperature = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    temperature = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages)
     return -4 / temperature * torch.sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
 
 
 def _vespo(log_ratio, advantages, logprobs, sequences, options):
     """REINFORCE weighted by phi(W) = W^k exp(lambda (1 - W)), detached, W the ratio (arXiv:2602.10693)."""
-    k = torch.where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg)
-    rate = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
+    up = advantages >= 0
+    k = _by_sign(up, options.vespo_k_pos, options.vespo_k_neg, advantages)
+    rate = _by_sign(up, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages)
     log_w = log_ratio.detach().clamp(math.log(1e-8), 20)
     return -torch.exp(k * log_w + rate * (1 - log_w.exp())) * advantages * logprobs
 
