@@ -26,20 +26,20 @@ class LinearTokenLoss(NamedTuple):
     entropy: torch.Tensor
 
 
-def _gather(weight):
-    """The whole weight: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
-    return weight.full_tensor() if _is_dtensor(weight) else weight
+def _gather(*parameters):
+    """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
+    return (p.full_tensor() if _is_dtensor(p) else p for p in parameters)
 
 
-def _scatter(dweight, weight):
-    """This rank's gradient of the whole weight as the weight's own kind; over shards the mean, as FSDP2 reduces."""
-    if dweight is None or not _is_dtensor(weight):
-        return dweight
+def _scatter(gradient, parameter):
+    """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
+    if gradient is None or not _is_dtensor(parameter):
+        return gradient
     from torch.distributed.tensor import DTensor, Partial
 
-    mesh = weight.device_mesh
-    partial = DTensor.from_local(dweight.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return partial.redistribute(placements=weight.placements)
+    mesh = parameter.device_mesh
+    partial = DTensor.from_local(gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return partial.redistribute(placements=parameter.placements)
 
 
 def _is_dtensor(tensor):
@@ -50,9 +50,8 @@ def _is_dtensor(tensor):
 class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
-        full = _gather(weight)
         ctx.options = inv_temperature, softcap, budget
-        logprobs, entropy, lse, m, rest = tiles.statistics(hidden, full, bias, targets, *ctx.options)
+        logprobs, entropy, lse, m, rest = tiles.statistics(hidden, *_gather(weight, bias), targets, *ctx.options)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, m, rest)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
@@ -64,9 +63,9 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         if all(d is None for d in upstream):
             return (None,) * 7
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad, upstream, hidden, _gather(weight), bias, targets, statistics, *ctx.options
+            ctx.needs_input_grad, upstream, hidden, *_gather(weight, bias), targets, statistics, *ctx.options
         ).take()
-        return dhidden, _scatter(dweight, weight), dbias, None, None, None, None
+        return dhidden, _scatter(dweight, weight), _scatter(dbias, bias), None, None, None, None
 
 
 def _token_gradients(token_loss, logprobs, entropy, per_token):
@@ -123,16 +122,16 @@ def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss,
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token):
-        full, needs = _gather(weight), ctx.needs_input_grad[:3]
+        head, needs = tuple(_gather(weight, bias)), ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
-            logprobs, entropy, *_ = tiles.statistics(hidden, full, bias, targets, *options)
+            logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
             return _token_gradients(token_loss, logprobs, entropy, per_token)[0], logprobs, entropy
-        form = _gradients_at_once if tiles.one_pass_rows(hidden, full.shape[0], needs, budget) else _gradients_in_two
-        loss, gradients, upstream, statistics = form(needs, hidden, full, bias, targets, options, token_loss, per_token)
+        form = _gradients_at_once if tiles.one_pass_rows(hidden, len(weight), needs, budget) else _gradients_in_two
+        loss, gradients, upstream, statistics = form(needs, hidden, *head, targets, options, token_loss, per_token)
         dhidden, dweight, dbias = gradients.take()
         logprobs, *statistics = statistics
-        ctx.gradients = dhidden, _scatter(dweight, weight), dbias
+        ctx.gradients = dhidden, _scatter(dweight, weight), _scatter(dbias, bias)
         ctx.save_for_backward(hidden, weight, bias, targets, *statistics, *upstream)
         ctx.options = options
         ctx.mark_non_differentiable(logprobs, statistics[0])
@@ -149,9 +148,9 @@ class _LinearTokenLoss(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, m, rest, dlogprobs, dentropy = ctx.saved_tensors
         upstream = (dlogprobs * dloss, dentropy * dloss, None)
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad, upstream, hidden, _gather(weight), bias, targets, (entropy, m, rest), *ctx.options
+            ctx.needs_input_grad, upstream, hidden, *_gather(weight, bias), targets, (entropy, m, rest), *ctx.options
         ).take()
-        return dhidden, _scatter(dweight, weight), dbias, *rest_of_inputs
+        return dhidden, _scatter(dweight, weight), _scatter(dbias, bias), *rest_of_inputs
 
 
 def _autocast(hidden, weight, bias):
@@ -245,7 +244,6 @@ def _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_m
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_head(hidden, weight, targets, bias)
     _check_options(targets, temperature, mask, softcap, workspace_mb)
-    budget = int(workspace_mb * 2**20)
     kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
     rows = _Rows((), kept, targets.shape)
     hidden, targets = rows.select(hidden), rows.select(targets).long()
@@ -253,8 +251,7 @@ def _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_m
     inv_temperature = 1.0 / temperature
     if isinstance(inv_temperature, torch.Tensor):
         inv_temperature = rows.select(inv_temperature.detach().float().expand(rows.shape)).contiguous()
-    if kept is not None:  # the rows that were copied out, and their gradient on its way back
-        budget = max(budget - 2 * hidden.numel() * hidden.element_size(), budget // 4)
+    budget = tiles.budget(workspace_mb, hidden, copied=kept is not None)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 

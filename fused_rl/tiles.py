@@ -2,9 +2,9 @@
 
 A tile is one GEMM; the row kernels turn it into statistics or, in place, into its gradient; two more GEMMs take that to
 the hidden states and to the weight. Statistics need whole rows, so forward tiles are blocks of rows. With the
-statistics known, a tile may be any rectangle. A block of columns with all rows gives its part of the weight's gradient
-in one GEMM, rounded once, and needs an fp32 sum of the (N, H) gradient alone; blocks of rows need one of the (V, H)
-gradient. `backward_tile` takes the smaller; a single tile needs none.
+statistics known, a tile may be any rectangle. Of 16-bit inputs, a block of columns with all rows gives its part of the
+weight's gradient in one GEMM, rounded once, and needs an fp32 sum of the (N, H) gradient alone; blocks of rows need one
+of the (V, H) gradient. `backward_tile` takes the smaller; a single tile needs none.
 """
 
 import torch
@@ -15,6 +15,15 @@ from fused_rl.logprobs import row_backend
 # that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.
 _ONE_PASS_ROWS = 512
 _PARTIAL_BYTES = 16 << 20  # at most, of one product on its way into an fp32 sum
+_CPU_ROWS_BYTES = 16 << 20  # what the row functions of `fused_rl.cpu` take at most for a tile
+
+
+def budget(workspace_mb, hidden, copied):
+    """Bytes for tiles and fp32 sums: without what the row functions take, nor the rows that a mask had copied out."""
+    total = int(workspace_mb * 2**20)
+    taken = 2 * hidden.numel() * hidden.element_size() if copied else 0  # and their gradient on its way back
+    taken += _CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
+    return max(total - taken, total // 2)
 
 
 def blocks(total: int, size: int):
@@ -88,8 +97,10 @@ def backward_tile(hidden, vocab, needs, budget):
     """(rows, columns) of a tile that recomputes logits, within the budget less the fp32 sum that several tiles need."""
     n, width = hidden.shape
     size = hidden.element_size()
-    if n * vocab * size <= budget:
-        return n, vocab
+    if n * vocab * size <= budget or size == 4:
+        # fp32 logits must come out of the product that the statistics came from, else exp(x - m) inherits the
+        # difference; rounding to 16 bits hides it
+        return forward_rows(hidden, vocab, budget), vocab
     by_columns = sum_bytes(n, width, size) if needs[0] else 0
     by_rows = sum_bytes(vocab, width, size) if needs[1] else 0
     tile_bytes = max(budget - min(by_columns, by_rows), budget // 4)  # a sum beyond the budget must not starve the GEMM
