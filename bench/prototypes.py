@@ -1,0 +1,219 @@
+"""Three ways to write the row statistics, to check on a GPU what counting instructions predicted; then our own kernels.
+
+    python bench/prototypes.py --shapes 8192x151936,8192x50257
+
+Each reads a row once and keeps (maximum, sum, weighted sum); they differ in what the maximum costs:
+obvious loop        one maximum per row: two reductions over the program and a barrier per tile, every load masked
+lane tile           one maximum per lane, merged once at the end; no mask and no barrier in the main loop
+integer reference   per lane again, but rounded to whole powers of two, so that rescaling needs no exponential
+The prediction is a model: instructions per element that one H200 (132 SMs, 4.3 TB/s copy) can issue while an element
+streams in, over those that the compiled loop holds (sm_90, V a multiple of 16). At most 100 %.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import triton
+import triton.language as tl
+
+import fused_rl
+from bench import measure
+
+SHAPES = [(8192, 151936), (8192, 50257)]
+LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e6)  # stands for -inf: differences stay finite, and small enough for MAGIC
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds an fp32 to the nearest integer
+
+
+@triton.jit
+def _store(logprobs_ptr, entropy_ptr, row, target, scale, m, total, weighted):
+    tl.store(logprobs_ptr + row, (target * scale - m - tl.log2(total)) * LN2)
+    tl.store(entropy_ptr + row, (tl.log2(total) - weighted / total) * LN2)
+
+
+@triton.jit
+def _merge(m, total, weighted):  # (LANES,) each -> the row's
+    top = tl.max(m, 0)
+    shift = m - top
+    factor = tl.exp2(shift)
+    return top, tl.sum(total * factor, 0), tl.sum((weighted + total * shift) * factor, 0)
+
+
+@triton.jit
+def obvious_loop(
+    logits_ptr,  # (N, V)
+    targets_ptr,  # (N,) int64
+    logprobs_ptr,  # (N,) fp32
+    entropy_ptr,  # (N,) fp32
+    stride,
+    vocab,
+    scale,  # log2(e) / temperature
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    columns = tl.arange(0, K * LANES)
+    m = tl.full((), LOWEST, tl.float32)
+    total, weighted = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    for start in range(0, vocab, K * LANES):
+        at = start + columns
+        x = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        y = tl.maximum(x * scale, LOWEST)
+        m_new = tl.maximum(m, tl.max(y, 0))
+        factor = tl.exp2(m - m_new)
+        s = y - m_new
+        p = tl.exp2(s)
+        weighted = (weighted + total * (m - m_new)) * factor + tl.sum(p * s, 0)
+        total = total * factor + tl.sum(p, 0)
+        m = m_new
+    target = tl.load(logits_ptr + tl.load(targets_ptr + row)).to(tl.float32)
+    _store(logprobs_ptr, entropy_ptr, row, target, scale, m, total, weighted)
+
+
+@triton.jit
+def _lane_step(x, scale, m, total, weighted):
+    x = tl.maximum(x, LOWEST)
+    m_new = tl.maximum(m, tl.max(x, 0) * scale)
+    shift = m - m_new
+    factor = tl.exp2(shift)
+    s = x * scale - m_new[None, :]
+    p = tl.exp2(s)
+    return m_new, total * factor + tl.sum(p, 0), (weighted + total * shift) * factor + tl.sum(p * s, 0)
+
+
+@triton.jit
+def _integer_step(x, scale, m, total, weighted):
+    # m carries MAGIC: its low bits are the integer itself, so 2^(m - m_new) is integer arithmetic on the exponent.
+    x = tl.maximum(x, LOWEST)
+    m_new = tl.maximum(m, tl.max(x, 0) * scale + MAGIC)
+    exponent = tl.maximum(m.to(tl.int32, bitcast=True) - m_new.to(tl.int32, bitcast=True) + 127, 0)
+    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    s = x * scale - (m_new - MAGIC)[None, :]
+    p = tl.exp2(s)
+    return m_new, total * factor + tl.sum(p, 0), (weighted + total * (m - m_new)) * factor + tl.sum(p * s, 0)
+
+
+@triton.jit
+def lanes(
+    logits_ptr,  # (N, V)
+    targets_ptr,  # (N,) int64
+    logprobs_ptr,  # (N,) fp32
+    entropy_ptr,  # (N,) fp32
+    stride,
+    vocab,
+    scale,  # log2(e) / temperature
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    columns = tl.arange(0, K)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    bias = MAGIC if INTEGER else 0.0
+    m = tl.full((LANES,), LOWEST, tl.float32) + bias
+    total, weighted = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    whole = vocab // (K * LANES) * (K * LANES)
+    for start in tl.range(0, whole, K * LANES, num_stages=1):
+        x = tl.load(logits_ptr + start + columns).to(tl.float32)
+        if INTEGER:
+            m, total, weighted = _integer_step(x, scale, m, total, weighted)
+        else:
+            m, total, weighted = _lane_step(x, scale, m, total, weighted)
+    if whole < vocab:
+        at = whole + columns
+        x = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        if INTEGER:
+            m, total, weighted = _integer_step(x, scale, m, total, weighted)
+        else:
+            m, total, weighted = _lane_step(x, scale, m, total, weighted)
+    top, total_row, weighted_row = _merge(m - bias, total, weighted)
+    target = tl.load(logits_ptr + tl.load(targets_ptr + row)).to(tl.float32)
+    _store(logprobs_ptr, entropy_ptr, row, target, scale, top, total_row, weighted_row)
+
+
+def launch(name, logits, targets, logprobs, entropy):
+    """One prototype on (N, V) logits; fills logprobs and entropy, (N,) fp32."""
+    lanes_of = 256 if name == "obvious loop" else 32 * 4 * (16 // logits.element_size())
+    tile = {"K": 8, "LANES": lanes_of, "num_warps": 4, "num_stages": 1}
+    arguments = (logits, targets, logprobs, entropy, logits.stride(0), logits.shape[1], LOG2E.value)
+    if name == "obvious loop":
+        obvious_loop[(len(logits),)](*arguments, **tile)
+    else:
+        lanes[(len(logits),)](*arguments, **tile, INTEGER=name == "integer reference")
+
+
+# Instructions per element of the compiled main loop (sm_90, triton 3.7.1): V a multiple of 16, and odd V
+COUNTED = {"obvious loop": (14.4, 17.5), "lane tile": (8.5, 9.2), "integer reference": (8.9, 9.6)}
+BUDGET = 13.8
+
+
+def predicted(name, vocab):
+    """% of the copy bandwidth that the model expects, or None for what was not counted here."""
+    if name not in COUNTED:
+        return None
+    return min(100.0, 100 * BUDGET / COUNTED[name][vocab % 16 != 0])
+
+
+def error(logits, targets, logprobs, entropy):
+    """Largest error in nats over some rows, against fp64."""
+    at = torch.linspace(0, len(logits) - 1, 6).long().to(logits.device)
+    logp = torch.log_softmax(logits[at].double(), -1)
+    chosen = logp.gather(-1, targets[at, None])[:, 0]
+    return max((logprobs[at] - chosen).abs().max(), (entropy[at] + (logp.exp() * logp).sum(-1)).abs().max()).item()
+
+
+def candidates(logits, targets):
+    """{name: (run, bytes)}; `run` returns what `error` checks, or None for a gradient."""
+    size = logits.numel() * logits.element_size()
+    out = [torch.empty(len(logits), device=logits.device) for _ in range(2)]
+
+    def prototype(name):
+        def run():
+            launch(name, logits, targets, *out)
+            return out
+
+        return run
+
+    leaf = logits.detach().requires_grad_()
+    ours = fused_rl.token_logprobs(leaf, targets)
+    upstream = [torch.ones_like(o) for o in ours[:2]]
+    found = {name: (prototype(name), size) for name in COUNTED}
+    found["fused_rl forward"] = (lambda: fused_rl.token_logprobs(logits, targets)[:2], size)
+    found["fused_rl backward"] = (
+        lambda: torch.autograd.grad(ours[:2], leaf, upstream, retain_graph=True) and None,
+        2 * size,
+    )
+    return found
+
+
+def main(args):
+    copy = measure.copy_bandwidth(args.device)
+    print(f"{measure.environment(args.device)['device']}: copy {copy / 1e9:.0f} GB/s")
+    rows = []
+    for n, vocab in args.shapes or SHAPES:
+        logits = torch.randn(n, vocab, device=args.device, dtype=torch.bfloat16).mul_(3)
+        targets = torch.randint(vocab, (n,), device=args.device)
+        for name, (run, size) in candidates(logits, targets).items():
+            outputs = run()
+            off = None if outputs is None else error(logits, targets, *outputs)
+            row = {"op": name, "shape": [n, vocab], "dtype": "bf16", "bytes": size, "error": off,
+                   "predicted_percent": predicted(name, vocab)}  # fmt: skip
+            if off is None or off < 1e-3:
+                samples = measure.phases_gpu(lambda _, run=run: run(), None, [None])["forward"]
+                row |= {"ms": measure.median(samples), "samples_ms": samples[:50]}
+                row["copy_percent"] = 100 * size / (1e-3 * row["ms"]) / copy
+            rows.append(row)
+        print(f"\n{n} x {vocab} bf16: 1 read forward, 1 read + 1 write backward")
+        print(measure.table(["kernel", "ms", "% of copy", "predicted %", "error"],
+                            [[r["op"], r.get("ms"), r.get("copy_percent"), r["predicted_percent"], r["error"]]
+                             for r in rows if r["shape"] == [n, vocab]]), flush=True)  # fmt: skip
+    measure.save(args, rows, copy_bytes_per_s=copy)
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure.arguments(__doc__, "prototypes")))
