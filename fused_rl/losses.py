@@ -234,17 +234,19 @@ def policy_token_loss(
     )
     if old is None and rollout is not None:
         raise ValueError("rollout_logprobs need old_logprobs: the policy's own, of the same tokens")
-    weights = _rollout_weights(old, rollout, batch.sequences, chosen)
-    weights = weights * batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
-    per_token = {"advantages": advantages, "weights": torch.where(batch.mask, weights, 0), "old": old, "ref": ref}
+    shares = torch.where(batch.mask, batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg), 0)
+    weights = (
+        None if rollout is None else _rollout_weights(old, rollout, batch.sequences, chosen) * torch.ones_like(old)
+    )
+    per_token = {"advantages": advantages, "shares": shares, "weights": weights, "old": old, "ref": ref}
     per_token = {name: tensor for name, tensor in per_token.items() if tensor is not None}
 
     def token_loss(logprobs, entropy, *tensors):
         given = dict(zip(per_token, tensors, strict=True))
         old = given.get("old", logprobs.detach())
         losses = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, None, chosen)
-        losses = losses * _entropy_gate(entropy, None, chosen)
-        return given["weights"] * (losses + _regularisers(logprobs, old, given.get("ref"), entropy, chosen))
+        losses = losses * given.get("weights", 1) * _entropy_gate(entropy, None, chosen)
+        return given["shares"] * (losses + _regularisers(logprobs, old, given.get("ref"), entropy, chosen))
 
     return token_loss, tuple(per_token.values())
 

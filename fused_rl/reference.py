@@ -8,7 +8,7 @@ import torch
 from fused_rl.linear import LinearTokenLoss
 from fused_rl.logprobs import TokenLogprobs
 
-__all__ = ["kl_estimate", "linear_token_logprobs", "linear_token_loss", "policy_loss", "token_logprobs"]
+__all__ = ["kl_estimate", "linear_token_logprobs", "linear_token_loss", "policy_loss", "token_kl", "token_logprobs"]
 
 
 def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
@@ -122,3 +122,22 @@ def policy_loss(
     norm = length if loss_agg == "seq-mean-token-sum-norm" else 1
     denominator = (count if num_tokens is None else num_tokens) if loss_agg == "token-mean" else num_sequences * norm
     return total / denominator
+
+
+def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
+    return (logp.exp() * torch.where(logp.isinf(), 0, logp - logq)).sum(-1)
+
+
+def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None):
+    """As `fused_rl.token_kl`, in the dtype of `logits`, for rows that are not -inf throughout."""
+    mask = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask
+    t = temperature[..., None] if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature
+    logp, logq = (torch.log_softmax(torch.where(mask[..., None], x, 0) / t, -1) for x in (logits, ref_logits))
+    if direction == "reverse":
+        return _kl(logp, logq).where(mask, 0)
+    if direction == "forward":
+        return _kl(logq, logp).where(mask, 0)
+    p, q = logp.exp(), logq.exp()
+    mean = torch.where((p + q) == 0, 1, (p + q) / 2).log()
+    logp, logq = (torch.where(z.isinf(), mean, z) for z in (logp, logq))
+    return ((p * (logp - mean) + q * (logq - mean)) / 2).sum(-1).where(mask, 0)

@@ -146,6 +146,8 @@ class PolicyLossOptions:
             check_choice("rollout_correction", self.rollout_correction, ROLLOUT_CORRECTIONS)
         if self.clip_low < 0 or self.clip_high < 0:
             raise ValueError(f"clip_low and clip_high are offsets >= 0, got {self.clip_low} and {self.clip_high}")
+        if self.delta is not None and self.surrogate in SURROGATES and self.surrogate != "clip":
+            raise ValueError(f'delta belongs to the surrogate "clip", not to {self.surrogate!r}')
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"delta must lie above 1 + clip_high = {1 + self.clip_high}, got {self.delta}")
         if self.sapo_temperature_pos <= 0 or self.sapo_temperature_neg <= 0:

@@ -1,4 +1,4 @@
-"""Losses: values and gradients in every cell against the papers' formulas, TRL's and Liger's, and their denominators."""
+"""Losses: values and gradients in every cell against the papers' formulas and TRL's; denominators, options, metrics."""
 
 import functools
 import itertools
@@ -189,3 +189,423 @@ def test_presets_are_the_papers(preset):
     same, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **fused_rl.PRESETS[preset].options)
     assert same == loss
     assert set(PAPERS) == set(fused_rl.PRESETS)
+
+
+def trl_loss(lp, old, advantages, mask, loss_type, level, o):
+    """TRL 1.16's GRPO losses, transcribed from its trainer: mask float, `o` its config and per-token inputs."""
+    a, mask = advantages[:, None], mask.to(lp.dtype)
+    log_w = lp - old
+    if level == "sequence":
+        log_w = (log_w * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    w = log_w.exp()
+    if loss_type == "cispo":
+        losses = -w.clamp(max=o["epsilon_high"]).detach() * a * lp
+    elif loss_type == "sapo":
+        tau = torch.where(a > 0, torch.tensor(1.0, dtype=F64), torch.tensor(1.05, dtype=F64))
+        losses = -torch.sigmoid(tau * (w - 1)) * 4 / tau * a
+    elif loss_type == "vespo":
+        log_sum = ((lp - old).detach() * mask).sum(1, keepdim=True)
+        k, rate = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
+        losses = -torch.exp(rate + k * log_sum - rate * log_sum.exp()) * a * lp
+    else:
+        capped = w if o.get("delta") is None else w.clamp(max=o["delta"])
+        losses = -torch.min(capped * a, w.clamp(1 - o["epsilon"], 1 + o["epsilon_high"]) * a)
+    if "off_policy_threshold" in o:
+        gap = ((old - lp.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        losses = losses * ((a >= 0) | (gap <= o["off_policy_threshold"]))
+    if "top_entropy" in o:
+        losses = losses * (o["entropy"] >= torch.quantile(o["entropy"][mask.bool()], 1 - o["top_entropy"]))
+    losses = losses * o.get("importance", 1)
+    if "beta" in o:
+        kl = torch.exp(o["ref"] - lp) - (o["ref"] - lp) - 1
+        losses = losses + o["beta"] * kl * (w if o.get("use_bias_correction_kl") else 1)
+    if loss_type in ("grpo", "sapo"):
+        return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    if loss_type == "luspo":
+        return (losses * mask).sum(1).mean()
+    if loss_type == "dr_grpo":
+        return (losses * mask).sum() / (len(mask) * o["max_completion_length"])
+    items = o["num_items_in_batch"] if loss_type in ("dapo", "cispo", "vespo") else mask.sum().clamp(min=1)
+    return (losses * mask).sum() / items
+
+
+def trl_feature(feature, old, generator):
+    """(TRL's inputs, ours) of one feature."""
+    if feature == "delta":
+        return {"delta": 1.5}, {"delta": 1.5}
+    if feature in ("k3", "rk3"):
+        ref = old + 0.3 * torch.randn(B, T, generator=generator, dtype=F64)
+        ours = {"kl_coef": 0.2, "kl_estimator": feature, "ref_logprobs": ref}
+        return {"beta": 0.2, "ref": ref, "use_bias_correction_kl": feature == "rk3"}, ours
+    if feature == "off-policy":
+        return {"off_policy_threshold": 0.05}, {"off_policy_threshold": 0.05}
+    if feature == "top-entropy":
+        entropy = torch.rand(B, T, generator=generator, dtype=F64)
+        return {"top_entropy": 0.4, "entropy": entropy}, {"top_entropy": 0.4, "entropy": entropy}
+    rollout = old + 0.5 * torch.randn(B, T, generator=generator, dtype=F64)
+    ours = {"rollout_logprobs": rollout, "rollout_correction": feature, "rollout_high": 1.3, "rollout_low": 0.6}
+    return {"rollout": rollout, "correction": feature}, ours
+
+
+def trl_importance(old, rollout, mask, correction):
+    level, how = correction.split("-")
+    difference = (old - rollout) * mask
+    ratio = (difference.sum(1, keepdim=True) if level == "sequence" else difference).exp()
+    return ratio.clamp(0.6, 1.3) if how == "truncate" else ratio.masked_fill((ratio < 0.6) | (ratio > 1.3), 0.0)
+
+
+TRL = {"grpo": "token", "bnpo": "token", "dr_grpo": "token", "dapo": "token", "gspo": "sequence", "cispo": "token"}
+TRL |= {"sapo": "token", "luspo": "sequence", "vespo": "token"}
+FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "top-entropy")
+FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("preset", TRL)
+def test_trl(preset, feature):
+    """Where ours must be TRL's; docs/losses.md lists where it is not, and why."""
+    if feature == "delta" and preset in ("cispo", "sapo", "vespo"):
+        with pytest.raises(ValueError, match="delta belongs to the surrogate"):
+            fused_rl.policy_loss(*torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5)
+        return
+    if feature == "rk3" and TRL[preset] == "sequence":
+        pytest.skip("TRL weights a token's KL by the sequence's ratio, ours by the token's")
+    if "-" in feature and preset == "vespo" and feature not in ("off-policy", "top-entropy"):
+        pytest.skip("TRL multiplies VESPO's W by the rollout ratio: pass old_logprobs=rollout_logprobs for that")
+    generator = torch.Generator().manual_seed(7)
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, generator=generator, dtype=F64).sub(3).requires_grad_()
+    old = logprobs.detach() + drift[0]
+    theirs, ours = trl_feature(feature, old, generator) if feature != "none" else ({}, {})
+    if "correction" in theirs:
+        theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
+    clip = fused_rl.PRESETS[preset].options
+    theirs |= {"epsilon": clip.get("clip_low", 0.2), "epsilon_high": clip.get("clip_high", 0.2)}
+    theirs |= {"epsilon_high": 5.0} if preset == "cispo" else {}  # TRL's is the bound itself, ours the offset from 1
+    theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
+    loss_type = "grpo" if preset == "gspo" else preset
+    want = trl_loss(logprobs, old, advantages, mask, loss_type, TRL[preset], theirs)
+    num_tokens = 40 if preset in ("dapo", "cispo", "vespo") else None
+    loss, _ = fused_rl.policy_loss(
+        logprobs, old, advantages, mask, preset=preset, num_tokens=num_tokens, max_length=9, **ours
+    )
+    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
+    upstream = torch.randn((), generator=generator, dtype=F64)
+    grads = [torch.autograd.grad(x, logprobs, upstream)[0] for x in (loss, want)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def micro_batches(parts, generator):
+    """A random split of the rows, each part cut to its own longest sequence."""
+    cuts = torch.randperm(B - 1, generator=generator)[: parts - 1].add(1).sort().values.tolist()
+    return [slice(i, j) for i, j in zip([0, *cuts], [*cuts, B], strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("loss_agg", LOSS_AGGS)
+def test_micro_batches_add_up(loss_agg, parts, dtype, tolerance):
+    """Loss, gradient and metrics of the parts, with global denominators, sum to those of the batch without any."""
+    generator = torch.Generator().manual_seed(parts)
+    for preset, kind in itertools.product(("grpo", "gspo", "vespo", "gmpo"), ("partial", "one-sequence-masked")):
+        mask, _, advantages, _, drift = batch(kind)
+        leaf = torch.randn(B, T, generator=generator, dtype=dtype).sub(3).requires_grad_()
+        tensors = {"ref_logprobs": leaf.detach() + drift[1], "entropy": torch.rand(B, T, generator=generator)}
+        old, options = leaf.detach() + drift[0], {"preset": preset, "loss_agg": loss_agg, "kl_coef": 0.1}
+        options["entropy_coef"] = 0.01
+        whole, metrics = fused_rl.policy_loss(leaf, old, advantages, mask, **tensors, **options)
+        options |= {"num_tokens": mask.sum(), "num_sequences": B, "max_length": T}
+        total, summed = 0, dict.fromkeys(metrics, 0)
+        for rows in micro_batches(parts, generator):
+            length = max(1, int((mask[rows].any(0) * torch.arange(1, T + 1)).max()))
+            at = (rows, slice(0, length))
+            extra = {name: tensor[at] for name, tensor in tensors.items()}
+            loss, part = fused_rl.policy_loss(leaf[at], old[at], advantages[rows], mask[at], **extra, **options)
+            total = total + loss
+            summed = {name: summed[name] + part[name] for name in part}
+        want, got = (torch.autograd.grad(x, leaf)[0] for x in (whole, total))
+        torch.testing.assert_close(total, whole, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
+        del metrics["val/ratio_var"], summed["val/ratio_var"]  # around each part's own mean
+        torch.testing.assert_close(summed, metrics, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_aggregations_of_a_worked_example():
+    losses = torch.tensor([[1.0, 1, 7, 7], [3, 3, 3, 3]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    for loss_agg, value in zip(LOSS_AGGS, (14 / 6, 2.0, 7.0, 0.875), strict=True):
+        torch.testing.assert_close(aggregate(losses, mask, loss_agg, max_length=8).item(), value)
+    per_sequence = {"num_tokens": 12, "num_sequences": 4, "max_length": 8}  # twice as many in the whole step
+    for loss_agg, value in zip(LOSS_AGGS, (14 / 12, 1.0, 3.5, 0.4375), strict=True):
+        torch.testing.assert_close(aggregate(losses, mask, loss_agg, **per_sequence).item(), value)
+
+
+def test_padding_changes_no_loss_and_no_metric():
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, dtype=F64) - 3
+    tensors = {"old_logprobs": logprobs + drift[0], "ref_logprobs": logprobs + drift[1], "entropy": drift[0].abs()}
+    options = {"advantages": advantages, "kl_coef": 0.1, "entropy_coef": 0.01, "top_entropy": 0.5, "max_length": T}
+
+    def pad(tensor, fill):
+        return torch.nn.functional.pad(tensor, (0, 100), value=fill)
+
+    for preset in PAPERS:
+        want = fused_rl.policy_loss(logprobs, mask=mask, preset=preset, **tensors, **options)
+        padded = {name: pad(tensor, torch.nan) for name, tensor in tensors.items()}
+        got = fused_rl.policy_loss(pad(logprobs, 1.0), mask=pad(mask, False), preset=preset, **padded, **options)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+def test_packing_changes_no_loss_and_no_metric():
+    """Four sequences in rows of their own, and the same in one row, in another order of ids."""
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, dtype=F64) - 3
+    old, ids = logprobs + drift[0], torch.tensor([2, 0, 3, 1])[:, None].expand(B, T)
+    packed_advantages = advantages[torch.tensor([1, 3, 0, 2])]
+    for preset, loss_agg in itertools.product(PAPERS, LOSS_AGGS):
+        options = {"preset": preset, "loss_agg": loss_agg, "max_length": 7}
+        want = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
+        rows = [t.reshape(1, B * T) for t in (logprobs, old, mask)]
+        got = fused_rl.policy_loss(*rows[:2], packed_advantages, rows[2], sequence_ids=ids.reshape(1, -1), **options)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
+def test_truncated_responses_count_as_masked():
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, dtype=F64) - 3
+    cut = torch.tensor([False, True, False, False])
+    for preset in PAPERS:
+        want = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask & ~cut[:, None], preset=preset)
+        got = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask, preset=preset, truncated=cut)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("preset", PAPERS)
+def test_far_from_the_old_policy_nothing_overflows(preset):
+    """100 nats either way, where exp() is inf in fp32: finite, and a ratio that must fall still has a gradient."""
+    logprobs = torch.tensor([[-100.0, -1, -2], [-1, -100, -0.5]], requires_grad=True)
+    old = torch.tensor([[-1.0, -100, -2.5], [-100, -2, -90]])
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    options = {"ref_logprobs": old, "kl_coef": 0.1, "rollout_logprobs": -old, "preset": preset}
+    for advantages in (torch.tensor([1.0, -1]), torch.tensor([-1.0, 1])):
+        loss, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
+        (grad,) = torch.autograd.grad(loss, logprobs)
+        assert loss.isfinite() and grad.isfinite().all() and all(m.isfinite() for m in metrics.values())
+    if preset in ("ppo", "grpo"):
+        loss, _ = fused_rl.policy_loss(logprobs, old, -torch.ones(2), mask, preset=preset)
+        (grad,) = torch.autograd.grad(loss, logprobs)
+        assert (grad[logprobs - old > 0] > 0).all()
+
+
+def test_an_empty_batch_keeps_the_graph():
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    for preset in PAPERS:
+        loss, metrics = fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, preset=preset)
+        assert loss == 0 and all(m == 0 for m in metrics.values())
+        assert (torch.autograd.grad(loss, logprobs)[0] == 0).all()
+
+
+def test_a_surrogate_of_ones_own_and_per_token_advantages():
+    mask, ids, _, _, drift = batch("partial")
+    logprobs = (torch.randn(B, T, dtype=F64) - 3).requires_grad_()
+    advantages = drift[1]
+    loss, _ = fused_rl.policy_loss(
+        logprobs,
+        logprobs.detach(),
+        advantages,
+        mask,
+        surrogate=lambda log_ratio, advantages, *_: log_ratio * advantages,
+    )
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=0)
+
+
+def test_one_pass_with_every_option_it_has():
+    """policy_token_loss summed is policy_loss, with rollout weights, truncation, a threshold and an entropy bonus."""
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = (torch.randn(B, T) - 3).requires_grad_()
+    entropy = torch.rand(B, T).requires_grad_()
+    options = {"ref_logprobs": logprobs.detach() + drift[1], "kl_coef": 0.1, "entropy_coef": 0.05, "preset": "grpo"}
+    options |= {"rollout_logprobs": logprobs.detach() - drift[1], "rollout_correction": "sequence-truncate"}
+    options |= {"truncated": torch.tensor([False, True, False, False]), "entropy_threshold": 0.3}
+    for old in (logprobs.detach() + drift[0], None):
+        if old is None:
+            options["rollout_logprobs"] = None
+        want, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)
+        token_loss, per_token = policy_token_loss(old, advantages, mask, **options)
+        loss = token_loss(logprobs[mask], entropy[mask], *(tensor[mask] for tensor in per_token)).sum()
+        torch.testing.assert_close(loss, want)
+        grads = [torch.autograd.grad(x, (logprobs, entropy)) for x in (loss, want)]
+        torch.testing.assert_close(*grads)
+
+
+def test_metrics_of_a_worked_example():
+    """Two sequences of 2 and 1 tokens; ratios 1.5, 1, 0.5; advantages 1, 1, -1; d to the reference 1, 0, -1."""
+    ratio = torch.tensor([[1.5, 1.0], [0.5, 9.0]], dtype=F64)
+    old = torch.full((2, 2), -2.0, dtype=F64)
+    logprobs = old + ratio.log()
+    ref = logprobs - torch.tensor([[1.0, 0.0], [-1.0, 5.0]], dtype=F64)
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    entropy = torch.tensor([[0.3, 0.6], [0.9, 9.0]], dtype=F64)
+    loss, metrics = fused_rl.policy_loss(
+        logprobs, old, torch.tensor([1.0, -1.0]), mask, preset="ppo", ref_logprobs=ref, entropy=entropy
+    )
+    e = torch.tensor(1.0, dtype=F64).exp().item()
+    log2 = ratio.log().square() / 2
+    want = {
+        "loss/policy_avg": (-1.2 - 1 + 0.8) / 3,
+        "policy/approxkl_avg": (log2[0, 0] + log2[1, 0]).item() / 3,
+        "policy/clipfrac_avg": 2 / 3,
+        "policy/entropy_avg": 0.6,
+        "val/ratio": 1.0,
+        "val/ratio_var": 0.5 / 3,
+        "objective/kl": (1.5 * (1 / e) + 0.5 * (e - 2)) / 2,  # rk3, a sum per sequence, averaged over two
+        "objective/kl1_avg": 0.0,
+        "objective/kl2_avg": 0.5,
+        "objective/kl3_avg": (1 / e + e - 2) / 2,
+        "objective/kl4_avg": (1.5 - 0.5) / 2,
+    }
+    assert set(metrics) == set(want)
+    for name, value in want.items():
+        torch.testing.assert_close(metrics[name].item(), value, rtol=1e-9, atol=1e-12, msg=name)
+        assert not metrics[name].requires_grad
+    torch.testing.assert_close(loss, metrics["loss/policy_avg"])
+
+
+def test_importance_ratio_by_level():
+    logprobs = torch.tensor([[0.1, 0.3, 5.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    for level, want in (("token", [0.1, 0.3]), ("sequence", [0.2, 0.2]), ("sequence-sum", [0.4, 0.4])):
+        ratio = fused_rl.importance_ratio(logprobs, torch.zeros(1, 3), mask, ratio_level=level)
+        torch.testing.assert_close(ratio[0, :2], torch.tensor(want).exp())
+        assert torch.autograd.grad(ratio[mask].sum(), logprobs)[0][0, 2] == 0
+
+
+def test_entropy_bonus():
+    entropy = torch.tensor([[0.5, 1.5, torch.nan], [2.0, torch.nan, torch.nan]], requires_grad=True)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    loss, metrics = fused_rl.entropy_bonus(entropy, mask, 0.1, loss_agg="seq-mean-token-mean")
+    torch.testing.assert_close(loss.item(), -0.15)
+    torch.testing.assert_close(metrics["policy/entropy_avg"].item(), 4 / 3)
+    (grad,) = torch.autograd.grad(loss, entropy)
+    torch.testing.assert_close(grad, torch.tensor([[-0.025, -0.025, 0], [-0.05, 0, 0]]))
+
+
+def test_value_loss():
+    one = torch.ones(1, 1)
+    loss, metrics = fused_rl.value_loss(one, 0 * one, 2 * one, one.bool(), value_clip=0.2)
+    torch.testing.assert_close(loss.item(), 1.62)
+    assert metrics["val/clipfrac_avg"] == 1
+    generator = torch.Generator().manual_seed(0)
+    old, returns, noise = torch.randn(3, B, T, generator=generator, dtype=F64)
+    values = (old + 0.3 * noise).requires_grad_()
+    mask = batch("partial")[0]
+    for value_clip, num_tokens in itertools.product((0.2, None), (None, 77)):
+        per_token = (values - returns) ** 2
+        if value_clip is not None:
+            near = torch.minimum(torch.maximum(values, old - value_clip), old + value_clip)
+            per_token = torch.maximum(per_token, (near - returns) ** 2)
+        want = 0.5 * per_token[mask].sum() / (num_tokens or mask.sum())
+        poison = torch.where(mask, 0, torch.nan)
+        loss, metrics = fused_rl.value_loss(
+            values + poison, old + poison, returns + poison, mask, value_clip=value_clip, num_tokens=num_tokens
+        )
+        torch.testing.assert_close(loss, want)
+        torch.testing.assert_close(metrics["loss/value_avg"], want.detach())
+        torch.testing.assert_close(*(torch.autograd.grad(x, values)[0] for x in (loss, want)))
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, [0.693147, 0.313262, 1.313262, 0.006715]),
+        ({"margin": 1.0}, [1.313262, 0.693147, 2.126928, 0.018150]),
+        ({"label_smoothing": 0.1}, [0.693147, 0.413262, 1.213262, 0.506715]),  # .9 l(d) + .1 l(-d)
+        ({"centering": 0.01}, [0.693147, 0.323262, 1.323262, 0.256715]),  # + .01 (chosen + rejected)^2
+    ],
+)
+def test_preference_loss(options, want):
+    for lead, value in zip((0.0, 1.0, -1.0, 5.0), want, strict=True):
+        loss, _ = fused_rl.preference_loss(torch.tensor([lead]), torch.zeros(1), **options)
+        torch.testing.assert_close(loss.item(), value, rtol=0, atol=1.5e-6)
+    leads = torch.tensor([0.0, 1.0, -1.0, 5.0], dtype=F64, requires_grad=True)
+    loss, metrics = fused_rl.preference_loss(leads, torch.zeros(4, dtype=F64), **options)
+    torch.testing.assert_close(loss.item(), sum(want) / 4, rtol=0, atol=1.5e-6)
+    halves = [
+        fused_rl.preference_loss(leads[i:j], torch.zeros(2), num_sequences=4, **options)[0] for i, j in ((0, 2), (2, 4))
+    ]
+    torch.testing.assert_close(sum(halves), loss)
+    assert torch.autograd.gradcheck(
+        lambda x, y: fused_rl.preference_loss(x, y, **options)[0], (leads, leads.detach().flip(0).requires_grad_())
+    )
+    assert metrics["train/rm/accuracy"] == 0.5 and metrics["train/rm/reward_margin"] == 1.25
+    assert metrics["train/rm/min_reward"] == -1 and metrics["train/rm/max_reward"] == 5
+
+
+def test_k1_as_a_loss_warns_and_says_what_to_use():
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.warns(UserWarning, match="expected gradient is zero.*rk3"):
+        fused_rl.policy_loss(x, x, torch.ones(1), mask, ref_logprobs=x, kl_coef=0.1, kl_estimator="k1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "grop"}, "preset must be one of ppo, grpo.*got 'grop'"),
+        ({"clip": 0.2}, "option must be one of .*clip_low, clip_high.*got 'clip'"),
+        ({"ratio_level": "row"}, "ratio_level must be one of token, sequence, sequence-sum"),
+        ({"loss_agg": "mean"}, "loss_agg must be one of token-mean"),
+        ({"surrogate": "ppo"}, "surrogate must be one of clip"),
+        ({"kl_estimator": "k9"}, "kl_estimator must be one of"),
+        ({"rollout_correction": "clip"}, "rollout_correction must be one of"),
+        ({"kl_coef": 0.1}, "needs ref_logprobs"),
+        ({"entropy_coef": 0.1}, "need entropy"),
+        ({"delta": 1.1}, r"delta must lie above 1 \+ clip_high"),
+        ({"clip_low": -0.1}, "offsets >= 0"),
+        ({"top_entropy": 2.0}, "fraction"),
+        ({"mask": torch.ones(2, 3)}, "mask must be .* bool, got .*float32; use mask.bool"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"\(2, 4\)"),
+        ({"advantages": torch.ones(3)}, r"advantages must have the shape of the mask, \(2, 3\), got \(3,\)"),
+        ({"old_logprobs": torch.ones(2, 1)}, "old_logprobs must have the shape"),
+        ({"logprobs": torch.ones(2, 3, 4)}, r"losses take \(B, T\) floating point tensors"),
+        ({"sequence_ids": torch.ones(2, 3)}, "sequence_ids must be .* int64"),
+    ],
+)
+def test_bad_arguments_say_what_came_and_what_is_expected(changes, message):
+    x = torch.zeros(2, 3)
+    arguments = {"logprobs": x, "old_logprobs": x, "advantages": torch.ones(2), "mask": x == 0, **changes}
+    with pytest.raises(ValueError, match=message):
+        fused_rl.policy_loss(**arguments)
+
+
+def test_group_advantages():
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
+
+    def pair(**options):
+        values = fused_rl.group_advantages(rewards, 8, **options)
+        return [values[0].item(), values[1].item()]
+
+    torch.testing.assert_close(pair(), [1.207381, -0.724429], rtol=0, atol=5e-6)
+    torch.testing.assert_close(pair(normalize=False), [0.625, -0.375], rtol=0, atol=1e-6)
+    leave_one_out = pair(normalize=False, baseline="leave-one-out")
+    torch.testing.assert_close(leave_one_out, [0.714286, -0.428571], rtol=0, atol=1e-6)
+    # no variance means equal rewards: 0.1 has no exact mean in fp32, and a small deviation is still one
+    groups = torch.tensor([0.1] * 6 + [1.0, 1.0 + 1e-6, 1.0, 1.0, 1.0, 1.0])
+    advantages = fused_rl.group_advantages(groups, 6, eps=0.0)
+    assert (advantages[:6] == 0).all() and advantages[7] > 1.5
+    with pytest.raises(ValueError, match="do not divide into groups of group_size=3"):
+        fused_rl.group_advantages(rewards, 3)
+
+
+def test_the_losses_of_the_documentation_run(monkeypatch):
+    """Every Python block of docs/losses.md, one after the other, in one namespace."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    text = (Path(__file__).parent.parent / "docs" / "losses.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    namespace = {}
+    exec("\n".join(blocks), namespace)
+    loss, advantages, ratio = (namespace[name] for name in ("loss", "advantages", "ratio"))
+    want = (torch.tanh(ratio - 1) * -advantages[:, None])[namespace["mask"]].mean()
+    torch.testing.assert_close(loss, want)
