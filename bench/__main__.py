@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("kernels", "linear", "traffic", "codegen", "numerics", "growth", "trainers")
+DIMENSIONS = {"kernels": 2, "linear": 3}  # of a shape: rows x vocabulary, rows x hidden x vocabulary
 INTERPRETED = {"traffic": "1", "codegen": "0", "numerics": None}  # TRITON_INTERPRET; others: as the device needs
 
 
@@ -50,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--group", default=None, help=f"comma-separated: {', '.join(GROUPS)} (default: all)")
     parser.add_argument("--out", default=None, help="folder for the JSON results (default: bench/results)")
+    parser.add_argument("--shapes", default=None, help="NxV for kernels, NxHxV for linear, comma-separated")
     args, options = parser.parse_known_args()
     groups = args.group.split(",") if args.group else [g for g in GROUPS if (ROOT / "bench" / f"{g}.py").exists()]
     unknown = [g for g in groups if g not in GROUPS]
@@ -57,14 +59,19 @@ def main() -> int:
         parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
     # A run of chosen shapes, dtypes or peers does not replace the whole results unless it says where to.
     out = args.out or (
-        None if {"--shapes", "--dtype", "--peers"} & {o.split("=")[0] for o in options} else "bench/results"
+        None if args.shapes or {"--dtype", "--peers"} & {o.split("=")[0] for o in options} else "bench/results"
     )
     options += ["--out", out] if out else []
     outcome = {}
     for group in groups:
         print(f"\n== {group} ==", flush=True)
         started = time.perf_counter()
-        outcome[group] = f"{run_group(group, options)}, {time.perf_counter() - started:.0f} s"
+        shapes = [s for s in (args.shapes or "").split(",") if s.count("x") + 1 == DIMENSIONS.get(group)]
+        if args.shapes and group in DIMENSIONS and not shapes:
+            print(f"no shape of {DIMENSIONS[group]} dimensions in --shapes {args.shapes}")
+            continue
+        given = options + (["--shapes", ",".join(shapes)] if shapes else [])
+        outcome[group] = f"{run_group(group, given)}, {time.perf_counter() - started:.0f} s"
     print("\n" + "\n".join(f"{group}: {what}" for group, what in outcome.items()))
     return int(any(not what.startswith("ok") for what in outcome.values()))
 

@@ -177,10 +177,16 @@ def main(args):
     interpreter.fix_numerics()
     logits, targets = inputs()
     rows, failed = [], False
+    found, missing = others(args.peers)
 
     def add(what, name, version, run, note="", most=None):
         nonlocal failed
-        counts = count(lambda x: run(x, targets), logits)
+        try:
+            counts = count(lambda x: run(x, targets), logits)
+        except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as reason:
+            missing[f"{what}: {name}"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
+            failed = failed or name == "fused_rl"
+            return
         forward, backward = sum(counts["forward"]), sum(counts["backward"])
         if most is not None and (forward > most[0] + 0.01 or backward > most[1] + 0.01):
             failed, note = True, f"MORE than {most[0]:.2f} / {most[1]:.2f}"
@@ -199,7 +205,6 @@ def main(args):
 
     for what, (run, *most) in ours().items():
         add(what, "fused_rl", fused_rl.__version__, run, most=most)
-    found, missing = others(args.peers)
     for what, peer, run in found:
         add(what, peer.name, peer.version, run, peer.note)
     print(f"logits {SHAPE} bf16, multiples of {logits.numel() * 2 / 1e6:.2f} MB; read + written\n")
