@@ -1,0 +1,206 @@
+"""Which KL estimator tells the truth: all of them beside the exact KL, for a worked example or for two models.
+
+    fused-rl kl-report
+    fused-rl kl-report --model runs/grpo/model --reference runs/sft/model --prompts problems.jsonl
+
+The example has five tokens, so that every expectation is a sum: what the table says of an estimator is what a run with
+it converges to. For models the tokens are sampled, from the model or (`--behaviour`) from a third one, and the exact KL
+is that of the next-token distributions at the same positions. Left out: several processes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import fused_rl
+from fused_rl.trainers import cli, data
+from fused_rl.trainers.rollout import generate, make_batch
+
+ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
+POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)
+REFERENCE = (0.1, 0.4, -0.2, 0.3, -0.6)
+BEHAVIOUR = (0.3, -0.1, 0.5, -0.6, 0.0)
+
+
+@dataclass
+class KLReportConfig:
+    """All KL estimators beside the exact KL: of a worked example, or of two causal language models on prompts."""
+
+    model: str | None = None
+    """The policy: a Hub name or a local folder. None prints the worked example."""
+    reference: str | None = None
+    """The reference model, with the same vocabulary."""
+    behaviour: str | None = None
+    """The model that samples the responses; None is the policy itself."""
+    prompts: str | None = None
+    """A .jsonl or .parquet file, or a Hub dataset, with prompts."""
+    prompt_column: str | None = None
+    """Text or messages; None takes prompt, messages or question, whichever is there."""
+    raw_prompt: bool = False
+    """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
+    num_prompts: int = 32
+    """How many of the prompts to use, from the first on."""
+    samples: int = 4
+    """Responses per prompt."""
+    max_new_tokens: int = 64
+    """Longer responses are cut."""
+    temperature: float = 1.0
+    """Of sampling and of every probability."""
+    batch_size: int = 8
+    """Responses at a time."""
+    seed: int = 1
+    """Of sampling."""
+
+    def __post_init__(self):
+        cli.check_positive(self, "num_prompts", "samples", "max_new_tokens", "temperature", "batch_size")
+        given = {name: getattr(self, name) for name in ("model", "reference", "prompts")}
+        missing = [f"--{name}" for name, value in given.items() if value is None]
+        if missing and len(missing) < len(given):
+            raise cli.InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
+
+
+def exact(direction: str = "reverse") -> tuple[float, torch.Tensor]:
+    """KL(policy || reference) of the example, "forward" KL(reference || policy); and its gradient (5,) on the logits."""
+    logits = torch.tensor(POLICY, dtype=torch.float64, requires_grad=True)
+    logp, ref = logits.log_softmax(0), torch.tensor(REFERENCE, dtype=torch.float64).log_softmax(0)
+    first, second = (logp, ref) if direction == "reverse" else (ref, logp)
+    kl = (first.exp() * (first - second)).sum()
+    return kl.item(), torch.autograd.grad(kl, logits)[0]
+
+
+def expected(kl_estimator: str, *, on_policy: bool) -> tuple[float, torch.Tensor]:
+    """The example's expected value of an estimator, and the expected gradient (5,) of it as a loss."""
+    logits = torch.tensor(POLICY, dtype=torch.float64, requires_grad=True)
+    logp, ref = logits.log_softmax(0), torch.tensor(REFERENCE, dtype=torch.float64).log_softmax(0)
+    old = logp.detach() if on_policy else torch.tensor(BEHAVIOUR, dtype=torch.float64).log_softmax(0)
+    loss = (old.exp() * fused_rl.kl_estimate(logp, ref, kl_estimator, old_logprobs=old)).sum()
+    return loss.item(), torch.autograd.grad(loss, logits)[0]
+
+
+def verdict(gradient: torch.Tensor) -> str:
+    """What an expected gradient (5,) of the example is, in words."""
+    if gradient.abs().max() < 1e-12:
+        return "all zero"
+    for name, direction in (("the KL's", "reverse"), ("that of KL(ref||policy)", "forward")):
+        if (gradient - exact(direction)[1]).abs().max() < 1e-9:
+            return name
+    return f"cosine with the KL's {torch.cosine_similarity(gradient, exact()[1], 0):+.3f}"
+
+
+def example_rows() -> list[list[str]]:
+    """Per estimator: expected value and gradient, on-policy, then off-policy."""
+    rows = []
+    for name in ESTIMATORS:
+        (on, on_gradient), (off, off_gradient) = expected(name, on_policy=True), expected(name, on_policy=False)
+        rows.append([name, f"{on:.6f}", verdict(on_gradient), f"{off:.6f}", verdict(off_gradient)])
+    return rows
+
+
+def example() -> str:
+    """The report of the worked example."""
+    lines = ["KL of a categorical over 5 tokens, by enumeration; every estimator as a loss."]
+    for name, direction in (("KL(policy||ref)", "reverse"), ("KL(ref||policy)", "forward")):
+        value, gradient = exact(direction)
+        lines.append(f"{name} = {value:.6f}, gradient [{', '.join(f'{g:.6f}' for g in gradient.tolist())}]")
+    header = ["as a loss", "E on-policy", "E[gradient] on-policy", "E off-policy", "E[gradient] off-policy"]
+    return "\n".join([*lines, "", table([header, *example_rows()])])
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows as aligned columns, the first one a header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def load(name: str, option: str):
+    """A causal LM without its own sampling defaults, in fp32 on a CPU and bf16 on a GPU."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    cuda = torch.cuda.is_available()
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if cuda else torch.float32)
+    except OSError as error:
+        raise cli.InputError(
+            f"{option}={name!r} is neither a local folder with a model nor on the Hub: {error}"
+        ) from error
+    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    return lm.to("cuda" if cuda else "cpu").eval()
+
+
+@torch.no_grad()
+def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """All estimates and the exact KL, each (tokens,) fp32 nats; and the responses' lengths."""
+    torch.manual_seed(config.seed)
+    policy, reference = load(config.model, "model"), load(config.reference, "reference")
+    behaviour = policy if config.behaviour is None else load(config.behaviour, "behaviour")
+    sizes = {lm.get_output_embeddings().weight.shape[0] for lm in (policy, reference, behaviour)}
+    if len(sizes) > 1:
+        raise cli.InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
+    tokenizer = data.load_tokenizer(config.model)
+    rows = data.load_rows(config.prompts)
+    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
+    count = min(config.num_prompts, len(rows))
+    prompts = [encoder.prompt(rows, i, config.prompt_column) for i in range(count) for _ in range(config.samples)]
+    responses = generate(
+        behaviour,
+        prompts,
+        stop_ids=data.stop_ids(tokenizer, behaviour.saved_generation_config),
+        pad_id=tokenizer.pad_token_id,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        batch_size=config.batch_size,
+    )
+    parts = []
+    for i in range(0, len(prompts), config.batch_size):
+        part = slice(i, i + config.batch_size)
+        batch = make_batch(prompts[part], responses[part], tokenizer.pad_token_id, policy.device)
+        parts.append(estimates(config, batch, policy, reference, behaviour))
+    merged = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return merged, torch.tensor([len(response) for response in responses])
+
+
+def estimates(config: KLReportConfig, batch, policy, reference, behaviour) -> dict[str, torch.Tensor]:
+    """Of each response token in the batch, (tokens,)."""
+
+    def score(lm):
+        logits = lm(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][batch.response_mask]
+        targets = batch.input_ids[:, 1:][batch.response_mask]
+        return logits, fused_rl.token_logprobs(logits, targets, temperature=config.temperature).logprobs
+
+    (logits, logprobs), (ref_logits, ref_logprobs) = score(policy), score(reference)
+    old = logprobs if behaviour is policy else score(behaviour)[1]
+    values = {"exact": fused_rl.token_kl(logits, ref_logits, temperature=config.temperature)}
+    return values | {k: fused_rl.kl_estimate(logprobs, ref_logprobs, k, old_logprobs=old) for k in ESTIMATORS}
+
+
+def report(config: KLReportConfig) -> str:
+    """The report of two models."""
+    values, lengths = collect(config)
+    tokens, responses = len(values["exact"]), len(lengths)
+    sampled_by = config.model if config.behaviour is None else config.behaviour
+    lines = [
+        f"KL({config.model} || {config.reference}) in nats, {tokens} tokens in {responses} responses by {sampled_by}",
+        "",
+    ]
+    rows = [["estimator", "mean per token", "standard error", "sum per response", "smallest token", "largest token"]]
+    for name, kl in values.items():
+        kl = kl.double()
+        error = kl.std() / tokens**0.5
+        cells = [kl.mean(), error, kl.sum() / responses, kl.min(), kl.max()]
+        rows.append([name, *(f"{cell.item():.6f}" for cell in cells)])
+    return "\n".join([*lines, table(rows)])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `fused-rl kl-report`."""
+    import sys
+
+    config = cli.parse(KLReportConfig, sys.argv[1:] if argv is None else argv, "fused-rl kl-report")
+    try:
+        print(example() if config.model is None else report(config))
+    except cli.InputError as error:
+        sys.exit(f"fused-rl kl-report: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
