@@ -1,0 +1,395 @@
+"""Log-probability, entropy and log-sum-exp of rows of logits: one read forward, one read and one write backward.
+
+Forward (2 bytes per bf16 logit): a program per row streams tiles of K * LANES columns through the lanes of `online.py`
+and reduces them once at the end. Backward (4 bytes): with p_j = softmax(x)_j and x = logits / temperature,
+
+    dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature  =  2^d_j (a + b d_j)
+
+off the target, where d_j is the forward's distance to the maximum in log2 units and a, b are constants of the row.
+
+A row's result has the same bits in any batch, at any stride and alignment, and split over programs or not:
+- which columns meet in a lane, and in which order, follows from the column's number alone. The main loop reads windows
+  aligned to 16 bytes wherever the row begins; a row that begins `head` elements into a window has its lanes rotated by
+  `head`, and the `head` lanes that wrap around take each element one window later (the row they start is not theirs);
+- SEGMENT tiles make a segment: V alone says how many; they merge lane by lane, in order, in one program or in many;
+- the reduction of the lanes is free of order.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, reference, start, step, tanh, widen
+
+THREADS = 128  # per program
+K = 8  # windows per tile: one rescaling per K elements of a lane
+TAIL = tl.constexpr(2)  # the same in the masked end of a row, where registers go into addresses
+SEGMENT = 4  # tiles
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def load_lanes(ptr, LANES: tl.constexpr, alive=True):
+    """(LANES,) fp32 from `ptr` on, which is aligned to 16 bytes; 0, and nothing read, where not `alive` (a scalar)."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, LANES // 2), mask=alive, other=0)
+        return widen(words)
+    else:  # noqa: RET505
+        return tl.load(ptr + tl.arange(0, LANES), mask=alive, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cap(x, softcap):
+    return x if softcap is None else softcap * tanh(x / softcap)
+
+
+@triton.jit
+def segment_state(
+    x_ptr, head, carry, segment, vocab, scale, softcap, K: tl.constexpr, LANES: tl.constexpr, SEGMENT: tl.constexpr
+):
+    """Lane states over one segment, and the last window read; the row begins `head` elements after `x_ptr`."""
+    TILE: tl.constexpr = K * LANES
+    lane = tl.arange(0, LANES)
+    m, ref, rest, t = start(scale, LANES)
+    first = segment * SEGMENT
+    # tiles whose windows, the next one included, lie in the row wherever it begins
+    inside = tl.maximum(vocab - LANES, 0) // TILE
+    whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
+    if head == 0:
+        for i in tl.range(first, whole, num_stages=1):
+            xs = ()
+            for k in tl.static_range(K):
+                xs = xs + (cap(load_lanes(x_ptr + (i * TILE + k * LANES), LANES), softcap),)
+            m, ref, rest, t = step(m, ref, rest, t, xs, scale, K)
+    else:
+        for i in tl.range(first, whole, num_stages=1):
+            xs = ()
+            for k in tl.static_range(K):
+                x = cap(load_lanes(x_ptr + (i * TILE + (k + 1) * LANES), LANES), softcap)
+                xs = xs + (tl.where(lane < head, x, carry),)
+                carry = x
+            m, ref, rest, t = step(m, ref, rest, t, xs, scale, K)
+    stop = tl.minimum((first + SEGMENT) * TILE, vocab)
+    held = (head > 0) & (lane >= head)  # what the last carry holds of the first window here
+    for begin in tl.range(whole * TILE, stop, TAIL * LANES, num_stages=1):  # the rest of the row, element by element
+        xs = ()
+        for k in tl.static_range(TAIL):
+            column = begin + k * LANES + ((lane - head) & (LANES - 1))
+            reuse = held & (begin == inside * TILE) & (k == 0)
+            x = tl.load(x_ptr + (head + column), mask=(column < vocab) & ~reuse, other=0.0).to(tl.float32)
+            x = tl.where(reuse, carry, cap(x, softcap))
+            xs = xs + (tl.where(column < vocab, x, float("-inf")),)
+        m, ref, rest, t = step(m, ref, rest, t, xs, scale, TAIL)
+    return (m, ref, rest, t), carry
+
+
+@triton.jit
+def row_scale(inv_t_ptr, row, inv_t, scale):
+    """1 / temperature and log2(e) / temperature of a row; the caller's two numbers where all rows share them."""
+    if inv_t_ptr is not None:
+        inv_t = tl.load(inv_t_ptr + row)
+        scale = inv_t * 1.4426950408889634
+    return inv_t, scale
+
+
+@triton.jit
+def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, softcap):
+    """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
+    m, rest, t = reduce_lanes(state[0], state[1], state[2], state[3], scale)
+    banned = (m <= NEG) & (rest == rest)  # nothing but -inf
+    target = tl.load(target_ptr + row)
+    known = (target >= 0) & (target < vocab)
+    x = cap(tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32), softcap)
+    log1 = log1p(rest)
+    logprob = (tl.minimum(x, m, propagate_nan=NAN) - m) * inv_t - log1
+    logprob = tl.where(banned, float("-inf"), logprob)
+    tl.store(outputs[0] + row, tl.where(known, logprob, float("nan")))
+    tl.store(outputs[1] + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
+    tl.store(outputs[2] + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
+    tl.store(outputs[3] + row, tl.where(banned, float("-inf"), m))
+    tl.store(outputs[4] + row, tl.where(banned, 0.0, rest))
+
+
+@triton.jit
+def store_zeros(outputs, row):
+    for i in tl.static_range(5):
+        tl.store(outputs[i] + row, 0.0)
+
+
+@triton.jit(do_not_specialize=["shift", "vocab", "inv_t", "scale", "softcap"], do_not_specialize_on_alignment=["x_ptr"])
+def logprob_fwd_kernel(
+    x_ptr,  # (N, V) bf16, fp16 or fp32
+    target_ptr,  # (N,) int64
+    mask_ptr,  # (N,) bool, or None
+    inv_t_ptr,  # (N,) fp32, or None: inv_t and scale hold for all rows
+    logprob_ptr,  # (N,) fp32, as the next four
+    entropy_ptr,
+    lse_ptr,
+    m_ptr,
+    rest_ptr,
+    lanes_ptr,  # (N, segments, 4, LANES) fp32: a program per segment leaves its lanes there; None: a program per row
+    shift,  # elements from a 16-byte boundary to x_ptr
+    vocab,
+    x_stride: tl.int64,
+    inv_t,
+    scale,
+    softcap,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,  # elements in 16 bytes
+    SEGMENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
+    if mask_ptr is not None:  # noqa: SIM102 (the load must not be traced where the pointer is None)
+        if tl.load(mask_ptr + row) == 0:
+            if lanes_ptr is None:
+                store_zeros(outputs, row)
+            return
+    inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
+    offset = shift + row * x_stride
+    head = (offset % VEC).to(tl.int32)
+    window_ptr = tl.multiple_of(x_ptr - shift, 16) + offset // VEC * VEC
+    lane = tl.arange(0, LANES)
+    begin = tl.program_id(1) * SEGMENT * K * LANES
+    mine = (head > 0) & (lane >= head) & (begin + lane - head < vocab)  # below `head` the row has not begun
+    mine = mine & (begin <= tl.maximum(vocab - LANES, 0))
+    carry = cap(tl.load(window_ptr + (begin + lane), mask=mine, other=0.0).to(tl.float32), softcap)
+    if lanes_ptr is not None:
+        segment = tl.program_id(1)
+        state, carry = segment_state(window_ptr, head, carry, segment, vocab, scale, softcap, K, LANES, SEGMENT)
+        at = lanes_ptr + (row * tl.num_programs(1) + segment) * 4 * LANES + lane
+        for i in tl.static_range(4):
+            tl.store(at + i * LANES, state[i])
+    else:
+        m, ref, rest, t = start(scale, LANES)
+        for segment in tl.range(0, tl.cdiv(vocab, SEGMENT * K * LANES), num_stages=1):
+            part, carry = segment_state(window_ptr, head, carry, segment, vocab, scale, softcap, K, LANES, SEGMENT)
+            m, ref, rest, t = merge(m, ref, rest, t, part[0], part[1], part[2], part[3], scale)
+        row_ptr = x_ptr + row * x_stride
+        store_row(outputs, row, row_ptr, target_ptr, (m, ref, rest, t), vocab, inv_t, scale, softcap)
+
+
+@triton.jit(
+    do_not_specialize=["vocab", "segments", "inv_t", "scale", "softcap"], do_not_specialize_on_alignment=["x_ptr"]
+)
+def logprob_merge_kernel(
+    x_ptr,  # (N, V) bf16, fp16 or fp32
+    target_ptr,  # (N,) int64
+    mask_ptr,  # (N,) bool, or None
+    inv_t_ptr,  # (N,) fp32, or None
+    logprob_ptr,  # (N,) fp32, as the next four
+    entropy_ptr,
+    lse_ptr,
+    m_ptr,
+    rest_ptr,
+    lanes_ptr,  # (N, segments, 4, LANES) fp32
+    segments,
+    vocab,
+    x_stride: tl.int64,
+    inv_t,
+    scale,
+    softcap,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
+    if mask_ptr is not None:  # noqa: SIM102
+        if tl.load(mask_ptr + row) == 0:
+            store_zeros(outputs, row)
+            return
+    inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
+    m, ref, rest, t = start(scale, LANES)
+    for segment in tl.range(0, segments, num_stages=1):
+        at = lanes_ptr + (row * segments + segment) * 4 * LANES + tl.arange(0, LANES)
+        m2, ref2, rest2, t2 = tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), tl.load(at + 3 * LANES)
+        m, ref, rest, t = merge(m, ref, rest, t, m2, ref2, rest2, t2, scale)
+    row_ptr = x_ptr + row * x_stride
+    store_row(outputs, row, row_ptr, target_ptr, (m, ref, rest, t), vocab, inv_t, scale, softcap)
+
+
+@triton.jit
+def gradient(x, ref, scale, a, b, softcap):
+    """2^d (a + b d), through the soft cap."""
+    y = cap(x, softcap)
+    d = tl.fma(y, scale, -ref)
+    if b is None:
+        g = tl.exp2(d) * a
+    else:
+        d = tl.maximum(d, NEG, propagate_nan=NAN)  # 0 * -inf
+        g = tl.exp2(d) * tl.fma(b, d, a)
+    return g if softcap is None else g * tl.fma(-y / softcap, y / softcap, 1.0)
+
+
+@triton.jit
+def upstream(ptr, row, alive):
+    return 0.0 if ptr is None else tl.load(ptr + row, mask=alive, other=0.0)
+
+
+@triton.jit
+def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap):
+    """The gradient of the target's logit x, with 1 - p = rest / (1 + rest) exactly where x is the maximum."""
+    y = tl.minimum(cap(x, softcap), m, propagate_nan=NAN)
+    p_m = 1.0 / (1.0 + rest)
+    s = tl.maximum((y - m) * inv_t, NEG, propagate_nan=NAN)
+    p = tl.where(y == m, p_m, tl.exp2(s * 1.4426950408889634) * p_m)
+    one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)
+    g = inv_t * (dlogprob * one_minus_p + p * (dlse - dentropy * (s - log1p(rest) + entropy)))
+    return g if softcap is None else g * tl.fma(-y / softcap, y / softcap, 1.0)
+
+
+@triton.jit(
+    do_not_specialize=["x_shift", "dx_shift", "vocab", "inv_t", "scale", "softcap"],
+    do_not_specialize_on_alignment=["x_ptr", "dx_ptr"],
+)
+def logprob_bwd_kernel(
+    dlogprob_ptr,  # (N,) fp32 or None, as the next two
+    dentropy_ptr,
+    dlse_ptr,
+    x_ptr,  # (N, V) bf16, fp16 or fp32
+    target_ptr,  # (N,) int64
+    mask_ptr,  # (N,) bool, or None
+    entropy_ptr,  # (N,) fp32, as the next two
+    m_ptr,
+    rest_ptr,
+    inv_t_ptr,  # (N,) fp32, or None: inv_t and scale hold for all rows
+    dx_ptr,  # (N, V), may be x
+    x_shift,  # elements from a 16-byte boundary to x_ptr
+    dx_shift,
+    vocab,
+    x_stride: tl.int64,
+    dx_stride: tl.int64,
+    inv_t,
+    scale,
+    softcap,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,  # elements in 16 bytes
+):
+    TILE: tl.constexpr = 4 * LANES
+    row = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    x_row, dx_row = x_ptr + row * x_stride, dx_ptr + row * dx_stride
+    inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
+    m = tl.load(m_ptr + row)
+    alive = m != float("-inf")
+    if mask_ptr is not None:
+        alive = alive & (tl.load(mask_ptr + row) != 0)
+
+    # of a dead row nothing else is read, so that its constants are 0, and its gradient
+    m, scale = tl.where(alive, m, 0.0), tl.where(alive, scale, 0.0)
+    rest = tl.load(rest_ptr + row, mask=alive, other=0.0)
+    entropy = tl.load(entropy_ptr + row, mask=alive, other=0.0)
+    dlogprob, dlse = upstream(dlogprob_ptr, row, alive), upstream(dlse_ptr, row, alive)
+    dentropy = upstream(dentropy_ptr, row, alive)
+    ref, delta = reference(m, scale)
+    norm = tl.where(alive, tl.exp2(-delta) / (1.0 + rest) * inv_t, 0.0)
+    a = norm * (dlse - dlogprob - dentropy * (entropy - log1p(rest) - delta * LN2))
+    b = None if dentropy_ptr is None else norm * dentropy * -LN2
+
+    # whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the columns around
+    x_offset, dx_offset = x_shift + row * x_stride, dx_shift + row * dx_stride
+    lead = tl.minimum((VEC - x_offset % VEC) % VEC, vocab).to(tl.int32)
+    tiles = tl.where(x_offset % VEC == dx_offset % VEC, (vocab - lead) // TILE, 0)
+    first, last = part * tiles // parts, (part + 1) * tiles // parts
+    around = vocab - tiles * TILE
+
+    target = tl.load(target_ptr + row)
+    index = target - lead
+    owner = (index >= first * TILE) & (index < last * TILE)
+    index = tl.where(target < lead, target, target - tiles * TILE)
+    if (target < lead) | (target >= lead + tiles * TILE):
+        owner = index // LANES % parts == part
+    owner = owner & alive & (target >= 0) & (target < vocab)
+    x_target = tl.load(x_row + target, mask=owner, other=0.0).to(tl.float32)
+    if dlogprob_ptr is not None:
+        tl.debug_barrier()  # dx may be x: every thread has the target's logit before one overwrites it
+
+    x_window = tl.multiple_of(x_ptr - x_shift, 16) + (x_offset + (VEC - 1)) // VEC * VEC
+    dx_window = tl.multiple_of(dx_ptr - dx_shift, 16) + (dx_offset + (VEC - 1)) // VEC * VEC
+    for i in tl.range(first, last, num_stages=1):
+        g = gradient(load_lanes(x_window + i * TILE, TILE, alive), ref, scale, a, b, softcap)
+        tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
+    for begin in tl.range(part * LANES, around, parts * LANES, num_stages=1):
+        column = begin + tl.arange(0, LANES)
+        inside = column < around
+        read = column < tl.where(alive, around, 0)
+        column += tl.where(column < lead, 0, tiles * TILE)
+        x = tl.load(x_row + column, mask=read, other=0.0).to(tl.float32)
+        tl.store(dx_row + column, gradient(x, ref, scale, a, b, softcap).to(dx_ptr.dtype.element_ty), mask=inside)
+    if dlogprob_ptr is not None:
+        tl.debug_barrier()
+        g = target_gradient(x_target, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
+        tl.store(dx_row + target, g.to(dx_ptr.dtype.element_ty), mask=owner)
+
+
+def _launch(x):
+    """Compile-time arguments and options of a launch over the rows of x."""
+    vec = 16 // x.element_size()
+    warp = 64 if torch.version.hip else 32
+    return {"LANES": THREADS * vec, "VEC": vec, "num_warps": THREADS // warp, "num_stages": 1}
+
+
+def _shift(x):
+    return x.data_ptr() % 16 // x.element_size()
+
+
+def _temperature(inv_temperature):
+    if isinstance(inv_temperature, torch.Tensor):
+        return inv_temperature.contiguous(), 0.0, 0.0
+    return None, float(inv_temperature), inv_temperature * _LOG2E
+
+
+def _programs_per_row(x, lanes):
+    """More than one where there are fewer rows than multiprocessors: one per segment."""
+    segments = triton.cdiv(x.shape[1], SEGMENT * K * lanes)
+    return segments if x.shape[0] < multiprocessors(x.device) else 1
+
+
+def multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _on(device):
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
+    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> logprobs, entropy, lse, m, rest, each (N,) fp32."""
+    n, vocab = logits.shape
+    outputs = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(5)]
+    if n == 0:
+        return tuple(outputs)
+    launch, softcap = _launch(logits), None if softcap is None else float(softcap)
+    inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
+    targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
+    parts, lanes = _programs_per_row(logits, launch["LANES"]), None
+    if parts > 1:
+        lanes = torch.empty(n, parts, 4, launch["LANES"], dtype=torch.float32, device=logits.device)
+    rows = (logits, targets, mask, inv_t_ptr, *outputs, lanes)
+    scalars = (vocab, logits.stride(0), inv_t, scale, softcap)
+    with _on(logits.device):
+        logprob_fwd_kernel[(n, parts)](*rows, _shift(logits), *scalars, K=K, SEGMENT=SEGMENT, **launch)
+        if parts > 1:
+            del launch["VEC"]
+            logprob_merge_kernel[(n,)](*rows, parts, *scalars, **launch)
+    return tuple(outputs)
+
+
+def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
+    """Gradient of the logits, (N, V) in their dtype; upstream gradients (N,) fp32 or None; `out` may be the logits."""
+    n, vocab = logits.shape
+    out = torch.empty_like(logits) if out is None else out
+    if n == 0:
+        return out
+    launch, softcap = _launch(logits), None if softcap is None else float(softcap)
+    inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
+    rows = [dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_t_ptr]
+    rows = [r if r is None or r is logits else r.contiguous() for r in rows]
+    strides = (logits.stride(0), out.stride(0))
+    grid = (n, _programs_per_row(logits, launch["LANES"]))
+    with _on(logits.device):
+        logprob_bwd_kernel[grid](
+            *rows, out, _shift(logits), _shift(out), vocab, *strides, inv_t, scale, softcap, **launch
+        )
+    return out

@@ -1,0 +1,152 @@
+"""Online softmax statistics of one row, spread over lanes: the step, the merge, and a sum that no order can change.
+
+A lane carries, over the elements x that it has seen,
+
+    m     their maximum, itself held out of the two sums (a second element equal to m is in them)
+    ref   fl(m * scale), in log2 units: what the sums are relative to; scale = log2(e) / temperature
+    rest  sum of 2^d          with d = x * scale - ref, rounded once (fma)
+    t     sum of 2^d * d
+
+Holding the maximum out keeps sum(exp(x - m)) - 1 right to the last bits when one token has all the mass, and costs a
+minimum per element: max(m, x) stays in the lane, min(m, x) goes into the sums. A reference of its own per lane needs no
+communication until the row's end. ref is off by delta = m * scale - ref, which fma gives exactly and `reduce_lanes`
+takes out again, so that a constant added to all logits cancels.
+
+An element of -inf adds nothing; a lane that saw nothing else has m = NEG. NaN reaches rest and stays there.
+"""
+
+import triton
+import triton.language as tl
+
+NEG = tl.constexpr(-1.0e30)  # finite, also times any scale: no inf - inf. Logits below it count as banned (-inf)
+LN2 = tl.constexpr(0.6931471805599453)
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def widen(words):
+    """(n,) int32, each two bf16 -> (2n,) fp32 in memory order: one instruction per element instead of 1.5."""
+    return tl.interleave((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def reference(m, scale):
+    """ref = fl(m * scale), and what the rounding took, bounded so that 2^delta is finite."""
+    ref = tl.fma(m, scale, 0.0)  # an fma, because ptxas would contract a product into the differences that follow
+    return ref, tl.minimum(tl.maximum(tl.fma(m, scale, -ref), -100.0), 100.0)
+
+
+@triton.jit
+def start(scale, LANES: tl.constexpr):
+    """A lane that has seen nothing: (m, ref, rest, t), each (LANES,) fp32."""
+    zero = tl.zeros((LANES,), tl.float32)
+    m = zero + NEG
+    ref, _ = reference(m, scale)
+    return m, ref, zero, zero
+
+
+@triton.jit
+def step(m, ref, rest, t, xs, scale, K: tl.constexpr):
+    """The state after K more elements per lane; xs: tuple of K tensors (LANES,) fp32."""
+    lows = ()
+    for k in tl.static_range(K):
+        lows = lows + (tl.minimum(m, xs[k], propagate_nan=NAN),)
+        m = tl.maximum(m, xs[k])
+    old = ref
+    ref, _ = reference(m, scale)
+    rest, t = rescale(rest, t, old - ref)
+    for k in tl.static_range(K):
+        rest, t = add(rest, t, tl.fma(lows[k], scale, -ref))
+    return m, ref, rest, t
+
+
+@triton.jit
+def add(rest, t, d):
+    """One more element at distance d (log2 units) from the reference."""
+    d = tl.maximum(d, NEG, propagate_nan=NAN)  # 2^-inf * -inf would be NaN
+    p = tl.exp2(d)
+    return rest + p, tl.fma(p, d, t)
+
+
+@triton.jit
+def rescale(rest, t, d):
+    """The sums relative to a reference that is -d higher."""
+    a = tl.exp2(d)
+    return rest * a, tl.fma(rest, d, t) * a
+
+
+@triton.jit
+def merge(m, ref, rest, t, m2, ref2, rest2, t2, scale):
+    """Lane by lane, the state over the elements of both."""
+    low = tl.minimum(m, m2)
+    m = tl.maximum(m, m2)
+    new = tl.maximum(ref, ref2)
+    rest, t = rescale(rest, t, ref - new)
+    rest2, t2 = rescale(rest2, t2, ref2 - new)
+    d = tl.minimum(tl.fma(low, scale, -new), 1.0)  # the rounding of new, where both are NEG, is far from 0
+    rest, t = add(rest + rest2, t + t2, d)
+    return m, new, rest, t
+
+
+@triton.jit
+def reduce_lanes(m, ref, rest, t, scale):
+    """(LANES,) states -> scalars: the row's maximum, rest = sum(exp(s)) - 1 and t = sum(exp(s) * s), s = (x - m) / T.
+
+    Every reduction is free of order, so lanes may be permuted and split over programs without changing a bit.
+    """
+    _, delta = reference(m, scale)
+    rest, t = rescale(rest, t, -delta)
+    t = tl.minimum(t, 0.0, propagate_nan=NAN)
+    top = tl.max(m, 0)
+    d = (m - top) * scale
+    w = tl.exp2(d)
+    below = m < top  # one of the lanes at the top holds the row's maximum out; what the others hold out are ties
+    rest_top = tl.where(below, w * (rest + 1.0), rest)
+    t_top = tl.where(below, w * tl.fma(d, rest + 1.0, t), t)
+    ties = tl.sum((m == top).to(tl.int32), 0) - 1
+    return top, exact_sum(rest_top) + ties.to(tl.float32), -LN2 * exact_sum(-t_top)
+
+
+@triton.jit
+def exact_sum(x):
+    """Sum of x >= 0 in 64-bit fixed point, 40 bits below the largest: the same bits in any order; NaN if any is NaN."""
+    largest = tl.max(tl.where(x < float("inf"), x, float("inf")), 0)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -80), 80)
+    up = ((127 + 40 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((127 - 40 + exponent) << 23).to(tl.float32, bitcast=True)
+    total = tl.sum((x * up).to(tl.int64), 0).to(tl.float32) * down
+    return tl.where(largest < float("inf"), total, float("nan"))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0 to an ulp, small x included (the device's log is an approximation; as fdlibm's log1pf)."""
+    u = 1.0 + x
+    # u = 2^k (1 + f) with 1 + f in [0.7, 1.4); below that range x itself is f, and no bit of it is lost in u
+    k = ((u.to(tl.int32, bitcast=True) - 0x3F3504F3) >> 23).to(tl.float32)
+    f = (u.to(tl.int32, bitcast=True) - (k.to(tl.int32) << 23)).to(tl.float32, bitcast=True) - 1.0
+    lost = tl.where(k > 0, tl.where(x >= 1.0, 1.0 - (u - x), x - (u - 1.0)) / u, 0.0)
+    f = tl.where(k > 0, f, x)
+    s = f / (2.0 + f)
+    z = s * s
+    series = z * tl.fma(z, tl.fma(z, tl.fma(z, 0.24279078841, 0.28498786688), 0.40000972152), 0.66666662693)
+    half = 0.5 * f * f
+    y = f - (half - (s * (half + series) + tl.fma(k, 9.0580006145e-06, lost)))
+    y = tl.fma(k, 6.9313812256e-01, y)
+    return tl.where(x < float("inf"), y, x)  # inf, NaN
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few ulp, small x included; the core language has none."""
+    small = tl.abs(x) < 0.55
+    z = tl.where(small, x * x, 0.0)
+    odd = tl.fma(
+        z,
+        tl.fma(z, tl.fma(z, tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), -5.37397155531e-2), 1.33314422036e-1),
+        -3.33332819422e-1,
+    )
+    big = 1.0 - 2.0 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * 1.4426950408889634)) + 1.0)
+    big = tl.where(x < 0, -big, big)
+    return tl.where(small, tl.fma(x * z, odd, x), tl.where(x == x, big, x))
