@@ -34,10 +34,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
     with torch.no_grad():
         m, rest, t = _merge(*_statistics(logits.detach(), rows, inv_t.float(), softcap), inv_t)
-    x = logits[rows, targets[rows]].double()
-    x = x if softcap is None else _cap(x.float(), softcap).double()
-    # a capped logit recomputed alone may lie an ulp above the maximum
-    s = ((x - _finite(m)) * inv_t).clamp_(max=0)
+    x = _capped(logits[rows, targets[rows]], softcap, out=torch.empty(rows.numel())).double()
+    s = ((x - _finite(m)) * inv_t).clamp_(max=0)  # a capped logit computed alone may lie an ulp above the maximum
     log1p = rest.log1p()
     found = s - log1p, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
     if mask is None:
@@ -60,12 +58,11 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     # The column of the target, apart: 1 - p there is exact also when p is next to 1.
     at = live.nonzero()[:, 0]
     column = targets[at]
-    x = logits[at, column].float()
-    capped = x if softcap is None else _cap(x, softcap)
-    s = ((capped.double() - m[at]) * inv_t[at]).clamp_(_FLAT, 0)
+    x = _capped(logits[at, column], softcap, out=torch.empty(at.numel())).double()
+    s = ((x - m[at]) * inv_t[at]).clamp_(_FLAT, 0)
     logp = s - log1p[at]
     d = dlp[at] * -logp.expm1() + logp.exp() * (dlse[at] - dh[at] * (s - mean[at]))
-    d *= inv_t[at] if softcap is None else inv_t[at] * (1 - (capped.double() / softcap).square())
+    d *= inv_t[at] if softcap is None else inv_t[at] * (1 - (x / softcap).square())
 
     with torch.no_grad():
         _gradient(logits.detach(), out.detach(), live, per_row, softcap)
@@ -73,17 +70,13 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     return out
 
 
-def _cap(x, softcap):
-    return softcap * torch.tanh(x / softcap)
-
-
 def _finite(m):
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def _block_statistics(x, inv_t, softcap=None):
-    """(R, blocks, width), (R,) -> maximum, ties with it, the others' sum of exp(s), sum of exp(s) s: (R, blocks) each."""
-    x = x.float() if softcap is None else _cap(x.float(), softcap)
+def _selected_statistics(x, rows, inv_t):
+    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (R, blocks) fp32 each."""
+    x = x[rows].float()
     m = x.amax(-1)
     s = ((x - _finite(m)[..., None]) * inv_t[:, None, None]).clamp(min=_FLAT)
     p = s.exp()
@@ -91,26 +84,61 @@ def _block_statistics(x, inv_t, softcap=None):
     return m, top.float().sum(-1), torch.where(top, 0.0, p).sum(-1), (p * s).sum(-1)
 
 
-def _row_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap=None):
+def _row_gradient(x, out, live, m, inv_t, scale, mean, a, b):
     """out = p (a - b (s - mean)), p = exp(s) scale; rows that are not live become 0."""
-    x = x.float() if softcap is None else _cap(x.float(), softcap)
-    s = ((x - m[:, None]) * inv_t[:, None]).clamp(min=_FLAT)
+    s = ((x.float() - m[:, None]) * inv_t[:, None]).clamp(min=_FLAT)
     g = s.exp() * scale[:, None] * (a[:, None] - b[:, None] * (s - mean[:, None]))
-    g = g if softcap is None else g * (1 - (x / softcap).square())
     out.copy_(torch.where(live[:, None], g, 0.0))
-
-
-def _selected_statistics(x, rows, inv_t):
-    return _block_statistics(x[rows], inv_t)
 
 
 def _inplace_gradient(x, *per_row):
     _row_gradient(x, x, *per_row)
 
 
+def _chunked_statistics(x, rows, inv_t, softcap):
+    """As `_selected_statistics`, in eager mode: every pass writes to memory that is warm already."""
+    step = max(1, _CHUNK // x[0].numel())
+    every = rows.numel() == x.shape[0]
+    found = torch.empty(4, rows.numel(), x.shape[1])
+    work = torch.empty(3, min(step, rows.numel()), *x.shape[1:])
+    for c in (slice(i, i + step) for i in range(0, rows.numel(), step)):
+        m, ties, others, t = found[:, c]
+        s, p, top = work[:, : m.shape[0]]
+        _capped(x[c] if every else x[rows[c]], softcap, out=s)
+        torch.amax(s, -1, out=m)
+        s.sub_(_finite(m)[..., None]).mul_(inv_t[c, None, None]).clamp_(min=_FLAT)
+        torch.sum(torch.eq(s, 0, out=top), -1, out=ties)
+        torch.sum(torch.exp(s, out=p).sub_(top), -1, out=others)  # exp(0) = 1: leaves out every tie
+        torch.sum(p.mul_(s), -1, out=t)
+    return found
+
+
+def _chunked_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap):
+    """As `_row_gradient`, in eager mode."""
+    step = max(1, _CHUNK // x.shape[1])
+    work = torch.empty(2, min(step, x.shape[0]), x.shape[1])
+    for c in (slice(i, i + step) for i in range(0, x.shape[0], step)):
+        s, p = work[:, : m[c].shape[0]]
+        _capped(x[c], softcap, out=s)
+        slope = None if softcap is None else 1 - (s / softcap).square()
+        s.sub_(m[c, None]).mul_(inv_t[c, None]).clamp_(min=_FLAT)
+        torch.exp(s, out=p).mul_(scale[c, None])
+        p.mul_(s.sub_(mean[c, None]).mul_(-b[c, None]).add_(a[c, None]))
+        if slope is not None:
+            p.mul_(slope)
+        out[c] = p.masked_fill_(~live[c, None], 0)
+
+
+def _capped(x, softcap, out):
+    out.copy_(x)
+    if softcap is not None:
+        out.div_(softcap).tanh_().mul_(softcap)
+    return out
+
+
 def _statistics(logits, rows, inv_t, softcap):
-    """Of the rows: maximum, ties, the others' sum and the entropy's sum per block, (R, blocks) fp32 each."""
-    n, vocab = logits.shape
+    """Of these rows, per block: maximum, ties with it, the others' sum, the entropy's sum; (R, blocks) fp32 each."""
+    vocab = logits.shape[1]
     tail = vocab % _BLOCK
     parts = []
     if vocab >= _BLOCK:
@@ -124,16 +152,8 @@ def _statistics(logits, rows, inv_t, softcap):
     return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
 
 
-def _chunked_statistics(blocks, rows, inv_t, softcap):
-    step = max(1, _CHUNK // blocks[0].numel())
-    every = rows.numel() == blocks.shape[0]
-    chunks = [slice(i, i + step) for i in range(0, max(rows.numel(), 1), step)]
-    parts = [_block_statistics(blocks[c] if every else blocks[rows[c]], inv_t[c], softcap) for c in chunks]
-    return [torch.cat(columns) for columns in zip(*parts, strict=True)]
-
-
 def _merge(m, ties, others, t, inv_t):
-    """Partial states (R, blocks) fp32, (R,) fp64 -> of a row: maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
+    """Partial states, inverse temperatures (R,) fp64 -> maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
     top = m.amax(1, keepdim=True)
     d = ((m.double() - _finite(top)) * inv_t[:, None]).clamp(min=1e3 * _FLAT)
     alpha, mass = d.exp(), ties + others.double()
@@ -143,17 +163,12 @@ def _merge(m, ties, others, t, inv_t):
 
 
 def _gradient(logits, out, live, per_row, softcap):
-    n, vocab = logits.shape
-    same = out.data_ptr() == logits.data_ptr()
-    if _compile_pays(n, vocab, softcap):
-        if same:
-            _compiled(_inplace_gradient)(out, live, *per_row)
-        else:
-            _compiled(_row_gradient)(logits, out, live, *per_row)
-        return
-    step = max(1, _CHUNK // vocab)
-    for c in (slice(i, i + step) for i in range(0, n, step)):
-        _row_gradient(logits[c], out[c], live[c], *(x[c] for x in per_row), softcap)
+    if not _compile_pays(*logits.shape, softcap):
+        _chunked_gradient(logits, out, live, *per_row, softcap)
+    elif out.data_ptr() == logits.data_ptr():
+        _compiled(_inplace_gradient)(out, live, *per_row)
+    else:
+        _compiled(_row_gradient)(logits, out, live, *per_row)
 
 
 def _compile_pays(rows, vocab, softcap):
