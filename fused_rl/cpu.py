@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 _BLOCK = 512  # columns whose exponentials are summed in fp32: few enough for 1e-7, enough to hide the merge
-_CHUNK = 3 << 18  # elements that eager passes over again and again: fp32 copies of them fit into the cache
+_CHUNK = 1 << 18  # elements that eager passes over again and again, in the cache
 _WORTH_COMPILING = 1 << 24  # elements; below, a hundred calls do not earn the compilation back
 _FLAT = -200.0  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tokens
 
@@ -75,7 +75,7 @@ def _finite(m):
 
 
 def _selected_statistics(x, rows, inv_t):
-    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (R, blocks) fp32 each."""
+    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (R, blocks) fp32."""
     x = x[rows].float()
     m = x.amax(-1)
     s = ((x - _finite(m)[..., None]) * inv_t[:, None, None]).clamp(min=_FLAT)
@@ -107,8 +107,9 @@ def _chunked_statistics(x, rows, inv_t, softcap):
         _capped(x[c] if every else x[rows[c]], softcap, out=s)
         torch.amax(s, -1, out=m)
         s.sub_(_finite(m)[..., None]).mul_(inv_t[c, None, None]).clamp_(min=_FLAT)
-        torch.sum(torch.eq(s, 0, out=top), -1, out=ties)
-        torch.sum(torch.exp(s, out=p).sub_(top), -1, out=others)  # exp(0) = 1: leaves out every tie
+        torch.floor(torch.exp(s, out=p), out=top)  # 1 for every tie with the maximum, 0 elsewhere
+        torch.sum(top, -1, out=ties)
+        torch.sum(p.sub_(top), -1, out=others)
         torch.sum(p.mul_(s), -1, out=t)
     return found
 
@@ -126,7 +127,8 @@ def _chunked_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap):
         p.mul_(s.sub_(mean[c, None]).mul_(-b[c, None]).add_(a[c, None]))
         if slope is not None:
             p.mul_(slope)
-        out[c] = p.masked_fill_(~live[c, None], 0)
+        out[c] = p
+    out.index_fill_(0, (~live).nonzero()[:, 0], 0)
 
 
 def _capped(x, softcap, out):
