@@ -1,0 +1,498 @@
+"""The reward trainer: its data, its loss, and runs that do not depend on how they were split or interrupted."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import fused_rl
+from fused_rl.trainers import cli, data, preferences, reward
+from fused_rl.trainers.reward_model import RewardModel, RewardScorer
+from tests.distributed import run_distributed
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+TRAIN_KEYS = {
+    "train/rm/loss",
+    "train/rm/accuracy",
+    "train/rm/reward_margin",
+    "train/rm/chosen_rewards",
+    "train/rm/rejected_rewards",
+    "train/rm/min_reward",
+    "train/rm/mean_reward",
+    "train/rm/max_reward",
+}
+EVAL_KEYS = {key.replace("train", "eval") for key in TRAIN_KEYS}
+OTHER_KEYS = {"step", "lr", "optim/grad_norm", "perf/tokens_per_second", "time/train", "time/save"}
+
+
+def make_model(folder: Path, *, chat: bool = False, pad_is_eos: bool = False) -> str:
+    """A Llama of two layers and a tokenizer of characters, in the Hub format."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    characters = sorted({*"abcdefghijklmnopqrstuvwxyz0123456789 :=+?!\n<>"})
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>" if pad_is_eos else "<pad>", unk_token="<unk>"
+    )
+    fast.chat_template = TEMPLATE if chat else None
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=1,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def write_pairs(path: Path, count: int = 20) -> str:
+    """Chosen answers repeat the question's letter, rejected ones another; of many lengths, some with a margin."""
+    letters = "abcdefghij"
+    rows = []
+    for i in range(count):
+        letter, other = letters[i % 10], letters[(i + 3) % 10]
+        row = {"prompt": letter * (1 + i % 4) + "=", "chosen": letter * (1 + i % 5), "rejected": other * (1 + i % 3)}
+        rows.append({**row, "margin": 0.5} if i % 3 == 0 else row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConfig:
+    settings = {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "pairs.jsonl"),
+        "output_dir": str(folder / name),
+        "eval_size": 4,
+        "steps": 4,
+        "batch_size": 8,
+        "micro_batch_size": 8,
+        "lr": 1e-3,
+        "zero_stage": 0,
+        "dtype": "float32",
+        "eval_every": 2,
+        "save_every": 0,
+        "stage3_param_persistence_threshold": 0,  # else ZeRO 3 would not partition so small a model
+        "label_smoothing": 0.05,
+        "centering": 0.01,
+        "normalize_pairs": 6,
+    }
+    return reward.RewardConfig(**{**settings, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward")
+    make_model(folder / "model")
+    write_pairs(folder / "pairs.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """One finished run: its config and its metrics."""
+    import os
+
+    os.environ["TRITON_INTERPRET"] = "0"
+    config = make_config(folder)
+    reward.train(config)
+    return config, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_loss_values_and_gradients():
+    lead, zero = torch.tensor([0.0, 1, -1, 5]), torch.zeros(1)
+    expected = {None: [0.693147, 0.313262, 1.313262, 0.006715], 1.0: [1.313262, 0.693147, 2.126928, 0.018150]}
+    for margin, values in expected.items():
+        found = [fused_rl.preference_loss(d[None], zero, margin=margin)[0].item() for d in lead]
+        assert found == pytest.approx(values, abs=1e-6)
+
+    chosen, rejected, margin = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        scores = [t.to(dtype).requires_grad_() for t in (chosen, rejected)]
+        options = {"margin": margin.to(dtype), "label_smoothing": 0.1, "centering": 0.3, "num_sequences": 9}
+        loss, _ = fused_rl.preference_loss(*scores, **options)
+        exact = [t.double().requires_grad_() for t in (chosen, rejected)]
+        d = exact[0] - exact[1] - margin.double()
+        terms = 0.9 * torch.log1p(torch.exp(-d)) + 0.1 * torch.log1p(torch.exp(d)) + 0.3 * (exact[0] + exact[1]) ** 2
+        formula = terms.sum() / 9
+        torch.testing.assert_close(loss.double(), formula, atol=tolerance, rtol=0)
+        for a, b in zip(torch.autograd.grad(loss, scores), torch.autograd.grad(formula, exact), strict=True):
+            torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=0)
+
+
+# Each form of the Hub: (row, what the model must read as prompt and chosen response, with a chat template or without)
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+OTHER = {"role": "assistant", "content": "no"}
+TURNS = [USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+FORMS = {
+    "text, prompt as text": ({"prompt": "hi", "chosen": "yo", "rejected": "no"}, "hi", "yo<eos>", False),
+    "text, prompt as text, chat": (
+        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "text, prompt as messages": (
+        {"prompt": TURNS, "chosen": "yo", "rejected": "no"},
+        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "text without prompt": (
+        {"chosen": "human: hi assistant: yo", "rejected": "human: hi assistant: no"},
+        "",
+        "human: hi assistant: yo<eos>",
+        False,
+    ),
+    "text without prompt, chat": ({"chosen": "hi yo", "rejected": "hi no"}, "", "hi yo<eos>", True),
+    "text that spells out its EOS": ({"chosen": "hi yo<eos>", "rejected": "hi no<eos>"}, "", "hi yo<eos>", False),
+    "messages, prompt as text": (
+        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "messages, prompt as text, no chat": (
+        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "hi",
+        "yo<eos>",
+        False,
+    ),
+    "messages, prompt as messages": (
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "messages without prompt": (
+        {"chosen": [*TURNS, ASSISTANT], "rejected": [*TURNS, OTHER]},
+        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "messages that repeat the prompt": (
+        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
+    row, prompt, response, chat = FORMS[form]
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row) + "\n\n" + json.dumps({**row, "margin": 2}) + "\n")
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path)
+    tokenizer = data.load_tokenizer(make_model(tmp_path / "model", chat=chat))
+    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(data.load_rows(str(path)))
+    assert [p.margin for p in pairs] == [0, 2]
+    assert pairs[1].where == f"{path}, " + ("line 3" if suffix == "jsonl" else "row 2")
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for pair in pairs:
+        assert pair.chosen == (ids(prompt), ids(response))
+        assert pair.rejected == (ids(prompt), ids(response.replace("yo", "no")))
+        assert pair.chosen[1][-1] == pair.rejected[1][-1] == tokenizer.eos_token_id
+
+
+def test_a_beginning_of_sequence_is_written_once(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = data.load_tokenizer(make_model(tmp_path / "model"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
+    rows = [{"prompt": "hi", "chosen": "yo", "rejected": "no"}, {"chosen": "hi yo", "rejected": "hi no"}]
+    for pair in encoder.pairs(data.Rows(rows, "x")):
+        whole = [*pair.chosen[0], *pair.chosen[1]]
+        assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
+
+
+BAD_ROWS = {
+    "a missing column": ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing.*--rejected_column"),
+    "a number": ({"prompt": "a", "chosen": 3, "rejected": "b"}, "column 'chosen' must be text, or messages"),
+    "the user's turn last": (
+        {"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT, USER]},
+        "column 'rejected' must be text, or messages that end with the assistant's",
+    ),
+    "a turn without its prompt": ({"chosen": [ASSISTANT], "rejected": [OTHER]}, "column 'prompt' is missing"),
+    "a margin that is none": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
+        "column 'margin' must be a number, got 'much'",
+    ),
+    "a prompt that has its answer": (
+        {"prompt": [USER, ASSISTANT], "chosen": "b", "rejected": "c"},
+        "column 'prompt' ends with the assistant's turn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_names_file_line_and_column(case, tmp_path):
+    row, message = BAD_ROWS[case]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
+    tokenizer = data.load_tokenizer(make_model(tmp_path / "model", chat=True))
+    with pytest.raises(cli.InputError, match=f"data.jsonl, line 2: {message}"):
+        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(data.load_rows(str(path)))
+
+
+def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
+    rows = [
+        {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many
+        {"prompt": "a", "chosen": "bcde", "rejected": "c"},  # 5: fits
+        {"prompt": "a", "chosen": "bcdef", "rejected": "bcdeg"},  # cut, its sides are the same
+        {"prompt": "abcdefgh", "chosen": "b", "rejected": "c"},  # the prompt does not fit, and is never cut
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+    ]
+    tokenizer = data.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))
+    limits = {"max_prompt_length": 7, "max_response_length": 5}
+
+    def responses(too_long):
+        encoder = preferences.PairEncoder(make_config(tmp_path, too_long=too_long, **limits), tokenizer)
+        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(data.Rows(rows, "x"))]
+
+    assert responses("drop") == ["bcde<eos>"]
+    told = capsys.readouterr().out
+    assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in told
+    assert "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens" in told
+    assert responses("truncate") == ["bcde<eos>", "bcde<eos>"]
+    told = capsys.readouterr().out
+    assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in told
+    assert "cut 3 of 10 responses to max_response_length" in told
+
+
+def test_more_tokens_than_positions_are_refused(folder):
+    with pytest.raises(cli.InputError, match=r"long.jsonl, line 20: \d+ tokens, but the model has 64 positions"):
+        rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+        rows[-1]["prompt"] = "a" * 63
+        (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        reward.train(make_config(folder, "refused", dataset=str(folder / "long.jsonl")))
+
+
+def test_metrics_have_exactly_these_names(run):
+    config, metrics = run
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
+    assert set(metrics[0]) == {"step"} | EVAL_KEYS
+    assert set(metrics[1]) == set(metrics[3]) == TRAIN_KEYS | OTHER_KEYS
+    assert set(metrics[2]) == set(metrics[4]) == TRAIN_KEYS | OTHER_KEYS | EVAL_KEYS
+    assert all(math.isfinite(value) for m in metrics for value in m.values())
+    made = {path.name for path in Path(config.output_dir).iterdir()}
+    assert {"curves.png", "scores.png", "evaluation.json", "samples.jsonl", "tensorboard", "model"} <= made
+
+
+def held_out_pairs(config) -> list[preferences.Pair]:
+    tokenizer = data.load_tokenizer(config.model)
+    return preferences.PairEncoder(config, tokenizer).pairs(data.load_train_eval(config)[1])
+
+
+def test_the_scorer_gives_the_trainers_scores(run):
+    """From another folder, in other batches, other order: what PPO sees is what was trained."""
+    config, metrics = run
+    pairs, last = held_out_pairs(config), metrics[-1]
+    model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
+    sides = [side for p in pairs for side in (p.rejected, p.chosen)]
+    rejected, chosen = RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides]).view(-1, 2).T
+    constants = json.loads((Path(config.output_dir) / "evaluation.json").read_text())["normalization"]
+    assert constants["after"] == [model.score_mean, model.score_std]
+    chosen, rejected = (
+        (s.double() * model.score_std + model.score_mean - constants["before"][0]) / constants["before"][1]
+        for s in (chosen, rejected)
+    )  # undone: metrics are in the scale of the training loss
+    assert chosen.mean().item() == pytest.approx(last["eval/rm/chosen_rewards"], abs=1e-5)
+    assert rejected.mean().item() == pytest.approx(last["eval/rm/rejected_rewards"], abs=1e-5)
+    both = torch.cat([chosen, rejected])
+    assert both.min().item() == pytest.approx(last["eval/rm/min_reward"], abs=1e-5)
+    assert both.max().item() == pytest.approx(last["eval/rm/max_reward"], abs=1e-5)
+    assert (chosen > rejected).double().mean().item() == last["eval/rm/accuracy"]
+    assert (chosen - rejected).mean().item() == pytest.approx(last["eval/rm/reward_margin"], abs=1e-5)
+
+
+def test_the_saved_model_is_normalised_on_the_reference_set(run):
+    config, _ = run
+    tokenizer = data.load_tokenizer(config.model)
+    pairs = preferences.PairEncoder(config, tokenizer).pairs(data.load_train_eval(config)[0])[: config.normalize_pairs]
+    model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
+    sides = [side for p in pairs for side in (p.chosen, p.rejected)]
+    scores = RewardScorer(model)([p for p, _ in sides], [r for _, r in sides])
+    assert scores.mean().item() == pytest.approx(0, abs=1e-5) and scores.std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_calibration_by_margin():
+    margin = torch.tensor([0.1, -0.1, 0.3, 3.0, -3.5, 3.2, 3.0, 50.0])
+    rows = reward.calibration(torch.stack([margin + 7, torch.full_like(margin, 7)], 1))
+    assert [(r["low"], r["high"], r["pairs"]) for r in rows] == [
+        (0, 0.25, 2),
+        (0.25, 0.5, 1),
+        (2, 4, 4),
+        (4, math.inf, 1),
+    ]
+    assert [r["observed"] for r in rows] == [0.5, 1, 0.75, 1]
+    wanted = [torch.sigmoid(torch.tensor(d)).mean().item() for d in ([0.1, 0.1], [0.3], [3, 3.5, 3.2, 3.0], [50.0])]
+    assert [r["predicted"] for r in rows] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
+    lm.save_pretrained(tmp_path / "model")
+    tokenizer = data.load_tokenizer(str(folder / "model"))
+    with torch.no_grad():
+        lm.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("z")] = math.inf
+    lm.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = (folder / "pairs.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    config = make_config(tmp_path, normalize_pairs=3, save_every=1, steps=20)
+    with pytest.raises(
+        cli.InputError, match=r"1 of 8 rows .* pairs.jsonl, line 7: \[-?[\d.]+, nan\]".replace(" pairs", ".*pairs")
+    ):
+        reward.train(config)
+    # It stopped before the step that would have spoilt the weights: the last checkpoint is finite.
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    assert not latest.exists() or all(
+        p.isfinite().all()
+        for k, p in torch.load(
+            tmp_path / "run" / "checkpoints" / latest.read_text() / "mp_rank_00_model_states.pt", weights_only=False
+        )["module"].items()
+        if "embed" not in k
+    )
+
+
+def test_it_learns(folder):
+    config = make_config(folder, "learns", steps=60, lr=3e-3, eval_every=60, normalize_pairs=0, label_smoothing=0.0)
+    reward.train(config)
+    metrics = [json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["eval/rm/accuracy"] <= 0.75 and metrics[-1]["eval/rm/accuracy"] == 1
+    assert metrics[-1]["train/rm/loss"] < 0.3
+
+
+def test_dry_run(folder, capsys):
+    yaml = folder / "config.yaml"
+    yaml.write_text(
+        "batch_size: 8\n" + f"model: {folder}/model\ndataset: {folder}/pairs.jsonl\noutput_dir: {folder}/dry\n"
+    )
+    reward.main(["--config", str(yaml), "--lr", "1e-4", "--micro_batch_size", "6", "--dry_run"])
+    shown = capsys.readouterr().out
+    assert "lr: 0.0001" in shown and "micro-batches per process and step: 3 of 3 pairs = 6 sequences" in shown
+    assert not (folder / "dry").exists()
+    with pytest.raises(SystemExit):
+        reward.main(["--config", str(yaml), "--lerning_rate", "1"])
+    assert "lerning_rate" in capsys.readouterr().err
+
+
+def weights(config) -> dict[str, torch.Tensor]:
+    return RewardModel.from_pretrained(Path(config.output_dir) / "model").state_dict()
+
+
+def comparable(config) -> list[dict]:
+    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "perf"))} for line in lines]
+
+
+def leave_out_figures():
+    """Half the time of a run this small goes into drawing."""
+    import matplotlib.figure
+
+    matplotlib.figure.Figure.savefig = lambda self, path, **_: Path(path).touch()
+
+
+def resume_bit_for_bit(rank, world, folder):
+    """In one process for all stages: an uninterrupted run against runs resumed in mid-epoch and at an epoch's end."""
+    leave_out_figures()
+    for stage in (0, 1, 2, 3):
+        # 16 training pairs: 8 per step make an epoch of 2 steps
+        options = {"zero_stage": stage, "save_every": 1, "keep_checkpoints": 9}
+        config = make_config(folder, f"whole-{stage}-{world}", **options)
+        reward.train(config)
+        for step in (1, 2, 4)[: 2 if stage else 3]:  # in mid-epoch, at its end, and when nothing is left to do
+            name = f"resumed-{stage}-{world}-{step}"
+            if rank == 0:
+                shutil.copytree(config.output_dir, folder / name)
+                checkpoints = folder / name / "checkpoints"
+                (checkpoints / "latest").write_text(f"step-{step}")
+                shutil.rmtree(folder / name / "model")
+            torch.distributed.barrier()
+            resumed = dataclasses.replace(config, output_dir=str(folder / name), resume=True)
+            reward.train(resumed)
+            assert comparable(resumed) == comparable(config), (stage, step)
+            expected, found = weights(config), weights(resumed)
+            assert all(torch.equal(found[key], expected[key]) for key in expected), (stage, step)
+            saved = [json.loads((Path(c.output_dir) / "model" / "config.json").read_text()) for c in (config, resumed)]
+            assert saved[0]["score_std"] == saved[1]["score_std"] and saved[0]["score_mean"] == saved[1]["score_mean"]
+
+
+def train_splits(rank, world, folder, splits):
+    leave_out_figures()
+    found = {}
+    for stage, micro_batch_size in splits:
+        name = f"split-{world}-{stage}-{micro_batch_size}"
+        config = make_config(folder, name, zero_stage=stage, micro_batch_size=micro_batch_size, eval_every=9)
+        reward.train(config)
+        found[stage, micro_batch_size] = (
+            {key: value.double().numpy() for key, value in weights(config).items()},
+            comparable(config),
+            json.loads((Path(config.output_dir) / "evaluation.json").read_text())["normalization"],
+        )
+    return found
+
+
+def check_agreement(folder, one, two):
+    one = run_distributed(train_splits, 1, folder, one, timeout=600)[0]
+    two = run_distributed(train_splits, 2, folder, two, timeout=600)[0]
+    weights, metrics, constants = one[0, 8]
+    for (stage, size), (other_weights, other_metrics, other_constants) in [*one.items(), *two.items()]:
+        for key in weights:
+            assert abs(weights[key] - other_weights[key]).max() < 1e-6, (stage, size, key)
+        for a, b in zip(metrics, other_metrics, strict=True):
+            assert a == pytest.approx(b, abs=1e-5), (stage, size)
+        assert other_constants["after"] == pytest.approx(constants["after"], abs=1e-5)
+
+
+def test_resume_bit_for_bit(folder):
+    run_distributed(resume_bit_for_bit, 1, folder, timeout=300)
+
+
+@pytest.mark.slow
+def test_resume_bit_for_bit_two_processes(folder):
+    run_distributed(resume_bit_for_bit, 2, folder, timeout=300)
+
+
+def test_processes_micro_batches_and_zero_stages_agree(folder):
+    # With two processes a micro-batch of 8 sequences is all that a rank has; 1 is one pair at a time.
+    check_agreement(folder, [(0, 8), (2, 4), (3, 1)], [(0, 1), (1, 4), (2, 2), (3, 8)])
+
+
+@pytest.mark.slow
+def test_every_split_agrees(folder):
+    every = [(stage, size) for stage in (0, 1, 2, 3) for size in (8, 4, 2, 1)]
+    check_agreement(folder, every, every)

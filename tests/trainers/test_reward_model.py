@@ -1,0 +1,270 @@
+"""The score is that of the last attended token, whatever the padding, and a reward is one number."""
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    Qwen2Config,
+)
+
+from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite
+
+VOCAB, EOS, PAD = 61, 2, 1
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": EOS}
+ROPE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None}
+CONFIGS = {
+    "llama": LlamaConfig(**ROPE),
+    "qwen2": Qwen2Config(**ROPE),
+    # 24 absolute positions for rows of up to 12 tokens and 8 pads; dropout on, as the Hub's checkpoints have it
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=24, eos_token_id=EOS, bos_token_id=EOS
+    ),
+    "opt": OPTConfig(**SMALL, ffn_dim=48, max_position_embeddings=24, word_embed_proj_dim=32, layerdrop=0.5),
+}
+ABSENT = {  # causal models for which transformers has no sequence classifier
+    "granite": GraniteConfig(**ROPE),
+    "mamba": MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=EOS),
+}
+PADDINGS = ("none", "right", "left", "middle", "middle + right")
+
+
+def reward_model(name: str) -> RewardModel:
+    torch.manual_seed(3)
+    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
+    config.num_labels = 1
+    model = RewardModel(AutoModelForSequenceClassification.from_config(config))
+    for parameter in model.parameters():  # the stock start (std 0.02) hides wrong positions: they hardly count
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    model.reset_head()
+    return model.train()  # as the trainer uses it: dropout and layer drop must be off all the same
+
+
+def texts(count: int = 5) -> list[list[int]]:
+    """Rows of 3 to 12 tokens that end in EOS and contain one elsewhere too, as conversations of several turns do."""
+    generator = torch.Generator().manual_seed(4)
+    rows = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (12, 3, 7, 9, 4)[:count]]
+    return [[*row[:-1], EOS] if len(row) < 7 else [*row[:2], EOS, *row[3:-1], EOS] for row in rows]
+
+
+def padded(rows: list[list[int]], padding: str, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows with up to 8 pads each, placed as told; (input_ids, attention_mask)."""
+    width = max(map(len, rows)) + 8
+    ids, mask = [], []
+    for row in rows:
+        fill, half = width - len(row), len(row) // 2
+        left, middle = {"right": (0, 0), "left": (fill, 0), "middle": (0, fill), "middle + right": (0, fill // 2)}[
+            padding
+        ]
+        parts = (
+            [(pad_id, 0)] * left + [(t, 1) for t in row[:half]] + [(pad_id, 0)] * middle + [(t, 1) for t in row[half:]]
+        )
+        parts += [(pad_id, 0)] * (width - len(parts))
+        ids.append([t for t, _ in parts])
+        mask.append([m for _, m in parts])
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def stock_score(model: RewardModel, row: list[int]) -> torch.Tensor:
+    """By the stock classifier, of one row without padding: nothing is left there to get wrong."""
+    return model.classifier(input_ids=torch.tensor([row])).logits[0, 0].float()
+
+
+@pytest.mark.parametrize("pad_id", [PAD, EOS], ids=["pad", "pad=eos"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_changes_no_score_and_no_gradient(name, pad_id):
+    model, rows = reward_model(name), texts()
+    upstream = torch.randn(len(rows), generator=torch.Generator().manual_seed(5))
+    expected = torch.stack([stock_score(model, row) for row in rows])
+    wanted = torch.autograd.grad(expected @ upstream, list(model.parameters()))
+    assert expected.std() > 0.1  # else the comparison could not fail
+    for padding in PADDINGS:
+        if padding == "none":
+            scores = torch.cat([model(torch.tensor([row]), torch.ones(1, len(row))) for row in rows])
+        else:
+            scores = model(*padded(rows, padding, pad_id))
+        assert scores.shape == (len(rows),) and scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0, msg=lambda m, p=padding: f"{p}: {m}")
+        found = torch.autograd.grad(scores @ upstream, list(model.parameters()))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pad_id", [PAD, EOS], ids=["pad", "pad=eos"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_padding_in_bf16(name, pad_id):
+    model, rows = reward_model(name).bfloat16(), texts()
+    expected = torch.cat([model(torch.tensor([row]), torch.ones(1, len(row))) for row in rows])
+    for padding in PADDINGS[1:]:
+        scores = model(*padded(rows, padding, pad_id))
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected, atol=2e-2, rtol=0)
+
+
+@torch.no_grad()
+def test_a_row_is_never_read_at_its_pads():
+    model, rows = reward_model("llama"), texts()
+    ids, mask = padded(rows, "middle + right", PAD)
+    for fill in (0, VOCAB - 1, VOCAB + 7, -100):  # a pad token that was added to the tokenizer has no embedding
+        assert torch.equal(model(torch.where(mask.bool(), ids, fill), mask), model(ids, mask))
+    assert torch.equal(model(ids, mask.bool()), model(ids, mask.float()))
+
+
+def test_arguments_are_checked():
+    model = reward_model("llama")
+    ids = torch.ones(3, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"rows \[1\] have no attended token"):
+        model(ids, torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]))
+    with pytest.raises(ValueError, match=r"\(3, 4\) and \(3, 3\)"):
+        model(ids, torch.ones(3, 3))
+
+
+def test_the_head_starts_with_the_stated_deviation(tmp_path):
+    config = GPT2Config(vocab_size=8, n_embd=768, n_layer=1, n_head=1, n_positions=8, n_inner=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    draws = torch.stack([RewardModel.from_pretrained(tmp_path).classifier.score.weight[0] for _ in range(8)])
+    # 6144 draws: the deviation is known to 1 %, the mean to 0.0005
+    assert 1 / math.sqrt(769) == pytest.approx(0.03606, abs=5e-6)
+    assert draws.std().item() == pytest.approx(0.03606, rel=0.03)
+    assert abs(draws.mean().item()) < 0.0015
+
+
+# peft has no adapters for Mamba's projections
+@pytest.mark.parametrize(
+    ("name", "lora_rank"), [(n, r) for n in [*CONFIGS, *ABSENT] for r in (0, 4) if (n, r) != ("mamba", 4)]
+)
+@torch.no_grad()
+def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
+    torch.manual_seed(6)
+    base = AutoModelForCausalLM.from_config({**CONFIGS, **ABSENT}[name])
+    base.save_pretrained(tmp_path / "base")
+    model = RewardModel.from_pretrained(tmp_path / "base", lora_rank=lora_rank)
+    trained = [key for key, p in model.named_parameters() if p.requires_grad]
+    if lora_rank:
+        assert "classifier.score.weight" in trained and all("lora_" in k or "score" in k for k in trained)
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.2)
+    else:
+        assert len(trained) == len(list(model.parameters()))
+    ids = torch.randint(3, VOCAB, (4, 9))
+    raw = model(ids, torch.ones_like(ids))
+    model.set_normalization(0.25, 3.0)
+    model.save_pretrained(tmp_path / "reward")
+
+    again = RewardModel.from_pretrained(tmp_path / "reward")
+    assert (again.score_mean, again.score_std) == (0.25, 3.0)
+    torch.testing.assert_close(again(ids, torch.ones_like(ids)), (raw - 0.25) / 3, atol=1e-5, rtol=0)
+    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    assert stock.config.num_labels == 1
+    if name != "mamba":  # its stock forward pass looks for a key-value cache, which Mamba does not have
+        logits = torch.cat([stock(ids[i : i + 1]).logits for i in range(4)])
+        assert logits.shape == (4, 1)
+        torch.testing.assert_close(logits[:, 0], raw, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["in the config", "only in the weights"])
+def test_two_labels_are_refused_with_the_remedy(says_so, tmp_path):
+    config = type(CONFIGS["llama"]).from_dict(CONFIGS["llama"].to_dict())
+    stock = AutoModelForSequenceClassification.from_config(config)  # the default: two labels
+    with pytest.raises(ValueError, match="num_labels must be 1"):
+        RewardModel(stock)
+    stock.save_pretrained(tmp_path / "two")
+    if not says_so:
+        stock.config.num_labels = 1
+        stock.config.save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match="num_labels must be 1.*ignore_mismatched_sizes=True") as error:
+        RewardModel.from_pretrained(tmp_path / "two")
+    # The remedy in the message, word for word, works.
+    call = str(error.value).partition("new head: ")[2].partition(", and train")[0]
+    folder = str(tmp_path / "one")
+    eval(call, {"AutoModelForSequenceClassification": AutoModelForSequenceClassification, "folder": folder})
+    ids = torch.randint(3, VOCAB, (2, 5))
+    assert RewardModel.from_pretrained(folder)(ids, torch.ones_like(ids)).shape == (2,)
+
+
+def test_what_is_not_a_causal_model_is_refused(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    with pytest.raises(ValueError, match="neither a local folder"):
+        RewardModel.from_pretrained(str(tmp_path / "nothing"))
+    small = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    BertModel(BertConfig(**small)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="BertForSequenceClassification has no linear head"):
+        RewardModel.from_pretrained(tmp_path / "bert")
+    # A reward model whose head is gone must not come back with a random one.
+    model = reward_model("llama")
+    model.save_pretrained(tmp_path / "headless", {k: v for k, v in model.state_dict().items() if "score" not in k})
+    with pytest.raises(ValueError, match="lacks weights.*score.weight"):
+        RewardModel.from_pretrained(tmp_path / "headless")
+
+
+@torch.no_grad()
+def test_normalisation_composes_and_survives_saving(tmp_path):
+    model, rows = reward_model("qwen2"), texts()
+    ids, mask = padded(rows, "right", PAD)
+    raw = model(ids, mask)
+    model.normalize(raw[:3])
+    model.normalize(model(ids, mask))  # again, on another reference set
+    scores = model(ids, mask)
+    assert scores.mean().abs() < 1e-6 and abs(scores.std() - 1) < 1e-6
+    torch.testing.assert_close(scores, (raw - raw.mean()) / raw.std(), atol=1e-5, rtol=0)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(RewardModel.from_pretrained(tmp_path)(ids, mask), scores)
+    with pytest.raises(ValueError, match="cannot be normalised"):
+        model.normalize(torch.ones(5))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_the_scorer_gives_the_same_scores_in_any_batch(name):
+    model, rows = reward_model(name), texts()
+    model.set_normalization(0.5, 2.0)
+    expected = torch.stack([(stock_score(model, row) - 0.5) / 2 for row in rows])
+    for batch_size in (1, 2, 3, 16):
+        for cut in (0, 1, 2):  # where the prompt ends changes nothing
+            scores = RewardScorer(model, batch_size)([row[:cut] for row in rows], [row[cut:] for row in rows])
+            torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+    assert RewardScorer(model, 2)([], []).shape == (0,)
+    with pytest.raises(ValueError, match="5 prompts and 4 responses"):
+        RewardScorer(model)(rows, rows[:4])
+
+
+@torch.no_grad()
+def test_a_score_that_is_not_finite_names_its_rows():
+    model, rows = reward_model("llama"), texts()
+    model.classifier.model.embed_tokens.weight[rows[3][0]] = math.inf
+    hit = [i for i, row in enumerate(rows) if rows[3][0] in row]
+    with pytest.raises(ValueError, match=f"{len(hit)} of 5 rows .*row 3: nan"):
+        RewardScorer(model, 2)(rows, [[] for _ in rows])
+    with pytest.raises(ValueError, match=r"2 of 3 rows .*a: \[1.0, inf\]; c: \[nan, 1.0\]"):
+        check_finite(torch.tensor([[1, math.inf], [0, 0], [math.nan, 1]]), ["a", "b", "c"])
+
+
+def test_gemma_scales_its_embeddings_and_still_agrees():
+    """A backbone with its own scaling, sliding windows and norms: nothing of it is repeated here."""
+    torch.manual_seed(8)
+    config = Gemma3TextConfig(
+        **ROPE, head_dim=8, sliding_window=4, num_labels=1, layer_types=["sliding_attention", "full_attention"]
+    )
+    model, rows = RewardModel(AutoModelForSequenceClassification.from_config(config)), texts()
+    expected = torch.stack([stock_score(model, row) for row in rows])
+    for padding in PADDINGS[1:]:
+        torch.testing.assert_close(model(*padded(rows, padding, PAD)), expected, atol=1e-5, rtol=0)

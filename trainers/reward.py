@@ -1,0 +1,284 @@
+"""A reward model from preferences: the Bradley-Terry loss of pairs of responses, one scalar per response.
+
+    fused-rl reward --config recipes/reward.yaml
+    torchrun --nproc-per-node 2 -m fused_rl.trainers.reward --model ... --dataset ... --output_dir ...
+
+Scores are read as PPO and GRPO read them (`RewardScorer`): of the token ids of a prompt followed by those of a response
+that ends in EOS. Left out: rankings of more than two, process rewards, ensembles.
+"""
+
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import fused_rl
+from fused_rl.trainers import checkpoint, cli, data, engine
+from fused_rl.trainers.metrics import Logger
+from fused_rl.trainers.preferences import Pair, PairEncoder, check_lengths
+from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
+
+__all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
+
+COLUMNS = {
+    "loss": "train/rm/loss",
+    "accuracy": "train/rm/accuracy",
+    "margin": "train/rm/reward_margin",
+    "held-out": "eval/rm/accuracy",
+    "tokens/s": "perf/tokens_per_second",
+}
+CURVES = {
+    "loss": ["train/rm/loss", "eval/rm/loss"],
+    "accuracy": ["train/rm/accuracy", "eval/rm/accuracy"],
+    "scores": ["train/rm/chosen_rewards", "train/rm/rejected_rewards"],
+}
+MARGIN_BINS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, math.inf)
+
+
+@dataclass
+class RewardConfig(cli.RunConfig):
+    """A scalar reward model from pairs of a chosen and a rejected response."""
+
+    prompt_column: str = "prompt"
+    """Text or messages that both responses answer; rows without it hold whole conversations."""
+    chosen_column: str = "chosen"
+    """The better response, or the conversation that ends with it: text or messages."""
+    rejected_column: str = "rejected"
+    """The worse one."""
+    margin_column: str = "margin"
+    """How far the chosen score should lead, at least; rows without it: 0."""
+    max_response_length: int = 512
+    """Of each response, in tokens, EOS included."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """A pair with a longer response is dropped, or the response is cut and still ends in EOS."""
+    batch_size: int = 32
+    """Pairs per optimizer step, over all ranks."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong."""
+    centering: float = 0.0
+    """Weight of (chosen + rejected)^2, which keeps scores around 0."""
+    normalize_pairs: int = 128
+    """The scores of this many reference pairs get mean 0 and std 1, before training and again after; 0 for neither."""
+    reference_dataset: str | None = None
+    """File or Hub name of the reference pairs; None takes the first training pairs."""
+
+
+def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
+    """How the batch divides; raises on what does not."""
+    cli.check_positive(config, "steps", "batch_size", "micro_batch_size", "max_prompt_length", "max_response_length")
+    if config.batch_size % world:
+        raise cli.InputError(f"batch_size={config.batch_size} does not divide over {world} processes")
+    if config.loss_from != "linear":
+        raise cli.InputError("loss_from has no meaning for a reward model: it never forms logits")
+    local, size = config.batch_size // world, _pairs_at_once(config)
+    return {
+        "processes": world,
+        "pairs per step": f"{config.batch_size} = {world} processes x {local}",
+        "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
+        "pairs in the run": config.steps * config.batch_size,
+        "optimizer steps": config.steps,
+    }
+
+
+def _pairs_at_once(config: RewardConfig) -> int:
+    return max(1, config.micro_batch_size // 2)  # chosen and rejected go through one forward pass
+
+
+def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, float]:
+    """One optimizer step on `pairs`, the whole step's; this rank takes its share of them."""
+    share = range(engine.rank(), len(pairs), engine.world_size())
+    share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    device, size = next(model.parameters()).device, _pairs_at_once(config)
+    options = {"label_smoothing": config.label_smoothing, "centering": config.centering}
+    model.train()
+    for start in range(0, len(share), size):
+        indices = share[start : start + size]
+        both = [[*p, *r] for side in ("chosen", "rejected") for p, r in (getattr(pairs[i], side) for i in indices)]
+        chosen, rejected = model(*collate(both, device)).chunk(2)
+        margin = torch.tensor([pairs[i].margin for i in indices], device=device)
+        loss, _ = fused_rl.preference_loss(chosen, rejected, margin=margin, num_sequences=len(pairs), **options)
+        model.backward(loss * engine.world_size())
+        scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
+    scores = engine.global_sum(scores)
+    check_finite(scores, [pair.where for pair in pairs])  # before the step: the weights are still good
+    model.step()
+    return pair_metrics(scores, pairs, config)
+
+
+def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig) -> dict[str, float]:
+    """`train/rm/*` of scores (N, 2), chosen and rejected."""
+    margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
+    options = {"label_smoothing": config.label_smoothing, "centering": config.centering}
+    _, metrics = fused_rl.preference_loss(scores[:, 0], scores[:, 1], margin=margin, **options)
+    return {key: value.item() for key, value in metrics.items()}
+
+
+def score_pairs(model, pairs: list[Pair], config: RewardConfig) -> torch.Tensor:
+    """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
+    mine = [side for pair in pairs[engine.rank() :: engine.world_size()] for side in (pair.chosen, pair.rejected)]
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    mine = RewardScorer(model, config.micro_batch_size).unchecked([p for p, _ in mine], [r for _, r in mine])
+    scores[engine.rank() :: engine.world_size()] = mine.double().view(-1, 2)
+    scores = engine.global_sum(scores)
+    check_finite(scores, [pair.where for pair in pairs])
+    return scores
+
+
+def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
+    """By bins of the margin |chosen - rejected|: how often the higher score is right, and how often it should be.
+
+    Args:
+        scores: (N, 2) of chosen and rejected, in the scale of the training loss.
+
+    Returns:
+        One row per bin that holds a pair: its bounds, pairs, mean predicted probability, observed accuracy.
+    """
+    margin = (scores[:, 0] - scores[:, 1]).double()
+    rows = []
+    for low, high in zip(MARGIN_BINS, MARGIN_BINS[1:], strict=False):
+        inside = margin[(margin.abs() >= low) & (margin.abs() < high)]
+        if len(inside):
+            predicted, observed = inside.abs().sigmoid().mean().item(), (inside > 0).double().mean().item()
+            rows.append({"low": low, "high": high, "pairs": len(inside), "predicted": predicted, "observed": observed})
+    return rows
+
+
+def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
+    """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
+    scores = score_pairs(model, pairs, config)
+    metrics = pair_metrics(scores, pairs, config)
+    return scores, {key.replace("train/", "eval/"): value for key, value in metrics.items()}
+
+
+def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], constants: dict) -> None:
+    """Write evaluation.json and scores.png: where the scores lie, and how far a margin can be trusted."""
+    bins = calibration(scores)
+    error = sum(row["pairs"] * abs(row["predicted"] - row["observed"]) for row in bins) / len(scores)
+    summary = {**metrics, "calibration": bins, "calibration_error": error, "normalization": constants}
+    checkpoint.write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2, default=str) + "\n")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    histogram, reliability = figure.subplots(1, 2)
+    edges = torch.linspace(scores.min().item(), scores.max().item() + 1e-6, 41).tolist()
+    for column, side in enumerate(("chosen", "rejected")):
+        histogram.hist(scores[:, column].tolist(), bins=edges, alpha=0.6, label=side)
+    histogram.set(title="held-out scores", xlabel="score", ylabel="responses")
+    reliability.plot([0.5, 1], [0.5, 1], color="grey", linewidth=1)
+    reliability.plot([r["predicted"] for r in bins], [r["observed"] for r in bins], marker="o")
+    reliability.set(title="calibration by margin", xlabel="predicted", ylabel="observed: chosen scores higher")
+    histogram.legend()
+    figure.savefig(folder / "scores.tmp.png", dpi=120)
+    (folder / "scores.tmp.png").replace(folder / "scores.png")
+
+
+def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:
+    """A few held-out pairs as text, with their scores."""
+    return [
+        {
+            "prompt": tokenizer.decode(pair.chosen[0]),
+            "chosen": tokenizer.decode(pair.chosen[1]),
+            "score": round(chosen, 3),
+            "rejected": tokenizer.decode(pair.rejected[1]),
+            "its score": round(rejected, 3),
+        }
+        for pair, (chosen, rejected) in zip(pairs[:count], scores[:count].tolist(), strict=True)
+    ]
+
+
+def normalize(model, pairs: list[Pair], config: RewardConfig) -> list[float]:
+    """Give the reference pairs' scores mean 0 and std 1; returns the model's constants, mean and std."""
+    reward_model = model.module
+    if pairs:
+        reward_model.normalize(score_pairs(model, pairs, config).flatten())
+    return [reward_model.score_mean, reward_model.score_std]
+
+
+def train(config: RewardConfig) -> str:
+    """Run the whole training; returns the folder of the trained model."""
+    device = engine.setup(config.seed)
+    arithmetic(config, engine.world_size())
+    folder = checkpoint.open_run(config)
+    tokenizer = data.load_tokenizer(config.model)
+    encoder = PairEncoder(config, tokenizer)
+    pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
+    reference = pairs if config.reference_dataset is None else encoder.pairs(data.load_rows(config.reference_dataset))
+    reference = reference[: config.normalize_pairs]
+    sampler = data.Sampler(len(pairs), config.batch_size, config.seed)
+    model = RewardModel.from_pretrained(
+        config.model, dtype=engine.torch_dtype(config), lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+    ).to(device)
+    check_lengths([*pairs, *held_out, *reference], model)
+    if config.gradient_checkpointing:
+        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    model = engine.initialize(model, config, config.steps)
+    start, constants = 0, {}
+    if config.resume:
+        state = checkpoint.load(model, folder)
+        start, sampler.position, constants = state["step"], state["position"], state["normalization"]
+        model.module.set_normalization(*constants["before"])
+    else:
+        constants["before"] = normalize(model, reference, config)
+    logger = Logger(config, "reward", COLUMNS, start)
+    if not start and held_out:
+        logger.log(0, evaluate(model, held_out, config)[1])
+    saver = checkpoint.Saver(model, folder, config, sampler, lambda: {"normalization": constants})
+    stopped = False
+    with checkpoint.Interruption() as interruption:
+        for step in range(start + 1, config.steps + 1):
+            began = time.monotonic()
+            batch = [pairs[i] for i in next(sampler)]
+            metrics = train_step(model, batch, config) | engine.optimizer_metrics(model)
+            metrics["time/train"] = time.monotonic() - began
+            metrics["time/save"] = saver.seconds
+            metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
+            if held_out and (step % config.eval_every == 0 or step == config.steps):
+                scores, found = evaluate(model, held_out, config)
+                metrics |= found
+                logger.samples(step, sample_table(tokenizer, held_out, scores))
+            logger.log(step, metrics)
+            stopped = saver.after(step, interruption)
+            if stopped:
+                break
+    logger.close(CURVES)
+    if stopped:
+        raise KeyboardInterrupt
+    if held_out:
+        scores, found = evaluate(model, held_out, config)  # in the scale of the training loss, which calibration needs
+    constants["after"] = normalize(model, reference, config)
+    if held_out and engine.rank() == 0:
+        report(folder, scores, found, constants)
+    save(model, tokenizer, folder / "model")
+    return str(folder / "model")
+
+
+def save(model, tokenizer, folder: Path) -> None:
+    """Write reward model and tokenizer, complete or not at all."""
+    state = model._zero3_consolidated_16bit_state_dict() if model.zero_optimization_stage() == 3 else None
+    if engine.rank() == 0:
+        config = model.module.classifier.config
+        if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
+            config.pad_token_id = tokenizer.pad_token_id
+        unfinished = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.module.save_pretrained(str(unfinished), state)
+        tokenizer.save_pretrained(str(unfinished))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    if engine.world_size() > 1:
+        torch.distributed.barrier()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`fused-rl reward`."""
+    cli.run("reward", "RewardConfig", argv)
+
+
+if __name__ == "__main__":
+    main()
