@@ -131,25 +131,16 @@ def environment(tmp_path):
     packages = site / "packages"
     packages.mkdir()
     for entry in Path(pytest.__file__).parent.parent.iterdir():
-        if "fused_rl" not in entry.name and not entry.name.startswith("_") and entry.suffix != ".pth":
+        if "fused_rl" not in entry.name and entry.suffix != ".pth":
             (packages / entry.name).symlink_to(entry)
     (site / "packages.pth").write_text(f"{packages}\n")
     return python
 
 
 def pip_install(python, *arguments):
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    subprocess.run([*command, *map(str, arguments)], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("editable_mode", [None, "lenient", "strict"], ids=["wheel", "editable", "editable-strict"])
