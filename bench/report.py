@@ -121,7 +121,7 @@ def draw_kernels(result, kind):
     shown = {name: [r for r in rows if "ms" in r] for name, rows in cases(result).items()}
     shown = {name: rows for name, rows in shown.items() if rows}
     names = list(dict.fromkeys(r["implementation"] for rows in shown.values() for r in rows))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.36 * len(shown)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 2 + 0.36 * len(shown)), layout="constrained")
     for i, name in enumerate(names):
         colour, marker = LOOKS[i % len(LOOKS)]
         points = [(r["gb_per_s"]["both"], y) for y, rows in enumerate(shown.values()) for r in rows
@@ -135,7 +135,7 @@ def draw_kernels(result, kind):
     axes.set_yticks(range(len(shown)), list(shown), fontsize=8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="useful GB/s, forward + backward (right is faster)")
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=5)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(DOCS / f"benchmarks-{kind}.png", dpi=120)
     plt.close(figure)
@@ -263,9 +263,10 @@ def linear(result, kind) -> str:
         for row in rows:
             ours = row["implementation"].startswith("fused_rl")
             label = f"**{row['implementation']}**" if ours else f"{row['implementation']} {row['version'] or ''}"
-            lines.append([label, row["ms"].get("forward"), row["ms"].get("both"), row.get("over_gemms"),
-                          row.get("over_ours"), (row.get("extra_bytes") or 0) / 1e6, *(row["error"].get(e) for e in ("loss", "dhidden", "dweight")),
-                          row["note"]])  # fmt: skip
+            errors = [row["error"].get(e) for e in ("loss", "dhidden", "dweight")]
+            extra = (row.get("extra_bytes") or 0) / 1e6
+            times = [row["ms"].get("forward"), row["ms"].get("both"), row.get("over_gemms"), row.get("over_ours")]
+            lines.append([label, *times, extra, *errors, row["note"]])
         text += table(["implementation", "forward ms", "both ms", "/ GEMMs", "/ ours", "extra MB",
                        "loss error", "dhidden error", "dweight error", "note"], lines)  # fmt: skip
     return text + not_run(result)
