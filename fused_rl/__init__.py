@@ -7,7 +7,7 @@ if not (_Path(__path__[0]) / "kernels").is_dir():
     __path__.append(str(_Path(__path__[0]).parent))
 
 from fused_rl.advantages import group_advantages
-from fused_rl.kl import kl_estimate
+from fused_rl.kl import kl_estimate, token_kl
 from fused_rl.linear import LinearTokenLoss, linear_token_logprobs, linear_token_loss
 from fused_rl.logprobs import TokenLogprobs, token_logprobs
 from fused_rl.losses import (
@@ -39,6 +39,7 @@ __all__ = [
     "policy_loss",
     "policy_token_loss",
     "preference_loss",
+    "token_kl",
     "token_logprobs",
     "value_loss",
     "whiten",

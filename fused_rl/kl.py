@@ -1,10 +1,14 @@
 """KL divergence: per-token estimates from log-probabilities, and the exact KL of two logits tensors."""
 
 import math
+import os
 
 import torch
+from torch import Tensor
 
-__all__ = ["kl_estimate"]
+from fused_rl.logprobs import _check_row_temperature, _described, _positive
+
+__all__ = ["kl_estimate", "token_kl"]
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 _LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
@@ -93,3 +97,174 @@ def kl_estimate(
         return k2 + ((d if kl_estimator == "k1+" else _k3(d)) - k2).detach()
     old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
     return tangent_exp(logprobs - old) * (d if kl_estimator == "k4" else _k3(d))
+
+
+DIRECTIONS = ("reverse", "forward", "jensen-shannon")
+
+
+def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None):
+    """Exact divergence between policy and reference, row by row over the whole vocabulary, in nats.
+
+    With pi = softmax(logits / temperature) and ref = softmax(ref_logits / temperature): "reverse" is KL(pi || ref),
+    "forward" KL(ref || pi), "jensen-shannon" the mean of KL(pi || mean) and KL(ref || mean), at most log 2. No value is
+    negative; equal logits give exactly 0, and so do logits that differ by a constant when that difference is exact.
+    Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats.
+
+    A column where both logits are -inf adds nothing. Where the second distribution of a KL is -inf and the first is
+    not, that KL is inf, however small the probability; such a row gets a gradient of exactly 0, as no step along it
+    would make the KL finite. A row whose first distribution is -inf throughout gives 0. NaN or +inf in an unmasked row
+    makes it NaN. Logits of -1e20 and below count as -inf.
+
+    Args:
+        logits: (..., V), bf16, fp16 or fp32, of the policy. Any strides; copied only when a stride of the last
+            dimension is not 1, or when more than three dimensions do not merge.
+        ref_logits: like logits, same shape and device; detach it (or compute it under no_grad) to save its gradient.
+        direction: "reverse", "forward" or "jensen-shannon".
+        temperature: a number > 0, or a tensor broadcastable to (...), one > 0 per row (not differentiated). It divides
+            both logits.
+        mask: (...) bool, True where a row counts. Any other row is not read, returns 0 and gets a gradient of 0.
+
+    Returns:
+        (...) fp32, differentiable once with respect to logits, and to ref_logits where it requires grad.
+
+    Raises:
+        ValueError: a direction, shape, dtype or device that does not fit; a temperature that is not positive.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    row_temperature = temperature if isinstance(temperature, Tensor) else None
+    temperature = 1.0 if row_temperature is not None else temperature
+    check_logits_pair(logits, ref_logits, temperature, row_temperature, mask)
+    rows = logits.shape[:-1]
+    if row_temperature is not None:
+        row_temperature = row_temperature.to(logits.device, torch.float32).expand(rows)
+    first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
+    op = torch.ops.fused_rl.token_kl.default
+    return op(first, second, mask, float(temperature), row_temperature, direction == "jensen-shannon")[0]
+
+
+def check_logits_pair(logits, ref_logits, temperature, row_temperature, mask):
+    for name, x in (("logits", logits), ("ref_logits", ref_logits)):
+        if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {_described(x)}; convert it first")
+    if logits.dim() < 1 or logits.shape[-1] == 0 or logits.shape != ref_logits.shape:
+        raise ValueError(
+            f"logits and ref_logits must be (..., V) of one shape with V >= 1, got {tuple(logits.shape)} and "
+            f"{tuple(ref_logits.shape)}"
+        )
+    if logits.dtype != ref_logits.dtype or logits.device != ref_logits.device:
+        raise ValueError(
+            f"logits and ref_logits must share dtype and device, got {logits.dtype} on {logits.device} and "
+            f"{ref_logits.dtype} on {ref_logits.device}; convert one of them"
+        )
+    rows = tuple(logits.shape[:-1])
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != rows):
+        raise ValueError(f"mask must be a bool tensor {rows}, True where a row counts, got {_described(mask)}")
+    if row_temperature is None:
+        _positive("temperature", temperature, "it divides both logits")
+        return
+    _check_row_temperature(row_temperature, rows)
+    if row_temperature.device.type == "cpu" and not bool((row_temperature > 0).all()):
+        raise ValueError(f"every temperature must be > 0, the smallest is {row_temperature.min().item()}")
+
+
+def kl_backend(device: torch.device):
+    """The module whose `kl_fwd`, `js_fwd` and `kl_bwd` serve tensors of this device."""
+    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        from fused_rl.kernels import kl
+
+        return kl
+    from fused_rl import cpu_kl
+
+    return cpu_kl
+
+
+def as_rows(x, y, mask, temperature, row_temperature):
+    """What a backend takes: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
+    x, y = (z if z.stride(-1) == 1 or z.shape[-1] == 1 else z.contiguous() for z in (x, y))
+    if x.dim() != 3:
+        shape = (-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+        x, y = (x[None], y[None]) if x.dim() == 2 else (x.reshape(shape), y.reshape(shape))
+    mask = None if mask is None else mask.reshape(-1)
+    return x, y, mask, 1 / temperature if row_temperature is None else 1 / row_temperature.reshape(-1)
+
+
+@torch.library.custom_op("fused_rl::token_kl", mutates_args=())
+def _token_kl(
+    x: Tensor,  # (..., V)
+    y: Tensor,  # (..., V)
+    mask: Tensor | None,  # (...) bool
+    temperature: float,
+    row_temperature: Tensor | None,  # (...) fp32; replaces temperature
+    js: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
+    rows = as_rows(x, y, mask, temperature, row_temperature)
+    backend = kl_backend(x.device)
+    divergence, state = backend.kl_fwd(*rows)
+    sums = backend.js_fwd(*rows, state) if js else state.new_empty(3, 0)
+    divergence = sums[0].clone() if js else divergence
+    return divergence.view(x.shape[:-1]), state, sums
+
+
+@_token_kl.register_fake
+def _token_kl_fake(x, y, mask, temperature, row_temperature, js):
+    divergence = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    n = divergence.numel()
+    return divergence, divergence.new_empty(9, n), divergence.new_empty(3, n if js else 0)
+
+
+@torch.library.custom_op("fused_rl::token_kl_backward", mutates_args=())
+def _token_kl_backward(
+    g: Tensor,  # (...) fp32
+    x: Tensor,  # (..., V)
+    y: Tensor,  # (..., V)
+    mask: Tensor | None,  # (...) bool
+    divergence: Tensor,  # (...) fp32
+    state: Tensor,  # (9, N) fp32
+    sums: Tensor,  # (3, N) fp32, or (3, 0) for KL
+    temperature: float,
+    row_temperature: Tensor | None,
+    js: bool,
+    wants_dx: bool,
+    wants_dy: bool,
+) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
+    arguments = as_rows(x, y, mask, temperature, row_temperature)
+    g, divergence = g.reshape(-1).contiguous(), divergence.reshape(-1)
+    gradients = kl_backend(x.device).kl_bwd(g, *arguments, divergence, state, sums if js else None, wants_dx, wants_dy)
+    return tuple(x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
+
+
+@_token_kl_backward.register_fake
+def _token_kl_backward_fake(g, x, y, *arguments):
+    wants_dx, wants_dy = arguments[-2:]
+    shapes = (x.shape if wants_dx else (0,), x.shape if wants_dy else (0,))
+    return tuple(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
+
+
+def _token_kl_context(ctx, inputs, output):
+    x, y, mask, ctx.temperature, row_temperature, ctx.js = inputs
+    divergence, state, sums = output
+    ctx.save_for_backward(x, y, mask, row_temperature, divergence, state, sums)
+    ctx.mark_non_differentiable(state, sums)
+    ctx.set_materialize_grads(False)
+
+
+def _token_kl_gradient(ctx, g, *_):
+    if g is None:
+        return (None,) * 6
+    x, y, mask, row_temperature, divergence, state, sums = ctx.saved_tensors
+    wants = ctx.needs_input_grad[:2]
+    gradients = torch.ops.fused_rl.token_kl_backward(
+        g, x, y, mask, divergence, state, sums, ctx.temperature, row_temperature, ctx.js, *wants
+    )
+    return *(d if wanted else None for d, wanted in zip(gradients, wants, strict=True)), None, None, None, None
+
+
+_token_kl.register_autograd(_token_kl_gradient, setup_context=_token_kl_context)
+
+
+def _no_second_derivative(ctx, *_):
+    raise RuntimeError("token_kl is differentiable once; for second derivatives use fused_rl.reference.token_kl")
+
+
+_token_kl_backward.register_autograd(_no_second_derivative)

@@ -3,6 +3,8 @@
 Nothing here is fast or small in memory. What is masked is computed from zeros and then dropped.
 """
 
+import math
+
 import torch
 
 from fused_rl.linear import LinearTokenLoss
@@ -16,16 +18,18 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     if shift:
         logits, targets = logits[:, :-1], targets[:, 1:]
     mask = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
-    mask = mask & (logits.detach() > -torch.inf).any(-1) if softcap is None else mask
-    x = torch.where(mask[..., None], logits, 0)
+    banned = (logits.detach() == -torch.inf).all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
+    live = mask & ~banned
+    x = torch.where(live[..., None], logits, 0)
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     x = x / (temperature[..., None] if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
     logp = torch.log_softmax(x, -1)
     # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
-    entropy = -(logp.exp() * torch.where(logp.isinf(), 0, logp)).sum(-1)
-    chosen = logp.gather(-1, torch.where(mask, targets, 0)[..., None])[..., 0]
-    outputs = (chosen, entropy, torch.logsumexp(x, -1))
-    return TokenLogprobs(*(torch.where(mask, o, 0) for o in outputs))
+    entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
+    chosen = logp.gather(-1, torch.where(live, targets, 0).long()[..., None])[..., 0]
+    nothing = torch.where(mask & banned, -torch.inf, 0.0).to(x.dtype)
+    outputs = torch.where(live, chosen, nothing), torch.where(live, entropy, 0), torch.logsumexp(x, -1)
+    return TokenLogprobs(*outputs[:2], torch.where(live, outputs[2], nothing))
 
 
 def linear_token_logprobs(
@@ -137,7 +141,8 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
         return _kl(logp, logq).where(mask, 0)
     if direction == "forward":
         return _kl(logq, logp).where(mask, 0)
-    p, q = logp.exp(), logq.exp()
-    mean = torch.where((p + q) == 0, 1, (p + q) / 2).log()
-    logp, logq = (torch.where(z.isinf(), mean, z) for z in (logp, logq))
-    return ((p * (logp - mean) + q * (logq - mean)) / 2).sum(-1).where(mask, 0)
+    none = logp.isinf() & logq.isinf()  # columns without p and q: where() on the input, against 0 * inf in the gradient
+    logp_or_0, logq_or_0 = (torch.where(none, 0, z) for z in (logp, logq))
+    log_mean = torch.logaddexp(logp_or_0, logq_or_0) - math.log(2)
+    p_a, q_b = (z.exp() * torch.where(z.isinf(), 0, z - log_mean) for z in (logp, logq))
+    return ((p_a + q_b) / 2).sum(-1).where(mask, 0)

@@ -1,0 +1,441 @@
+"""Exact KL(P || Q) of rows of logits x, y in one sweep over both, their Jensen-Shannon divergence, and the gradients.
+
+With w = exp((x - m) / T), W = sum w, d = x - y, c = sum(w d) / (W T) the mean of d / T under P, and u = d / T - c,
+
+    KL(P || Q) = log E_P[exp(-u)] = log1p(F / W),    F = sum w (exp(-u) - 1 + u),
+
+for any two rows, however far apart. Every term of F is >= 0, so KL >= 0, and it is 0 when all d are equal; nothing
+cancels when P and Q are close: the relative error is that of the terms. c is known at the end only, so partial sums
+move from their own mean to the common one, h = c_new - c, as the variance does in Welford's algorithm:
+
+    F(c_new) = exp(h) F(c) + W (exp(h) - 1 - h),    again a sum of terms >= 0.
+
+exp(-u) overflows, so F is kept as f = scale F with scale = exp((m - n) / T - c), n = max y: what a column adds to f is
+at most exp((y - n) / T), and that is what it adds where P is 0. E_P[exp(-u)] >= 1, so W scale <= number of columns.
+
+Gradients, with p, q the probabilities, delta = log(p / q) = u + k where k = KL, a = log(p / mean(p, q)),
+b = log(q / mean(p, q)) and g the upstream gradient:
+
+    KL              dx = g p u / T                    dy = g (q - p) / T = g p expm1(-delta) / T
+    Jensen-Shannon  dx = g p (a - sum(p a)) / (2 T)   dy = g q (b - sum(q b)) / (2 T)
+
+Bytes: KL reads both rows once; a gradient reads both and writes what is asked for. The terms of Jensen-Shannon need
+both normalisers first, so it sweeps twice: two more reads forward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from fused_rl.kernels.online import log1p
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+BANNED = tl.constexpr(-1e20)  # stands for -inf, and for whatever is below: differences stay finite
+FLOOR = tl.constexpr(-5e19)  # the maximum of nothing: exp2(BANNED - FLOOR) is 0
+TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
+ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+THREADS = 128  # each holds the state of its own columns; 16-byte loads, 32 columns a step
+COLUMNS = 32
+
+# What the forward leaves per row, one (N,) fp32 row each of `state`.
+STATE = ("m", "w", "w_all", "offset", "c", "n", "f", "s", "k")
+
+
+@triton.jit
+def _max(v):  # over the columns of a thread
+    return tl.max(tl.max(v, 2), 0)
+
+
+@triton.jit
+def _sum(v):
+    return tl.sum(tl.sum(v, 2), 0)
+
+
+@triton.jit
+def _excess(u):  # exp(-u) - 1 + u for |u| <= 1 by a polynomial (Chebyshev fit, 1.2e-7 relative): exp would cancel
+    p = tl.fma(u, 2.5358644e-05, -2.0329202e-04)
+    p = tl.fma(u, p, 1.3885394e-03)
+    p = tl.fma(u, p, -8.3308844e-03)
+    p = tl.fma(u, p, 4.1666735e-02)
+    p = tl.fma(u, p, -1.6666697e-01)
+    return u * u * tl.fma(u, p, 0.5)
+
+
+@triton.jit
+def _scale(w, m, c, n, offset, k):
+    """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
+    return tl.where(w > 0, tl.exp2(((m - n) - offset) * k - c * LOG2E), 0.0)
+
+
+@triton.jit
+def _moved(own, w, scale, h, some):
+    """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`."""
+    near = w * scale * _excess(-h)
+    return tl.where(tl.abs(h) < tl.where(some, 1.0, -1.0), near, own - w * scale * (1 + h))
+
+
+@triton.jit
+def _load(x_ptr, y_ptr, cols, V, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(x_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+        y = tl.load(y_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + cols).to(tl.float32)
+        y = tl.load(y_ptr + cols).to(tl.float32)
+    return tl.maximum(x, BANNED, propagate_nan=ALL_NAN), tl.maximum(y, BANNED, propagate_nan=ALL_NAN)
+
+
+@triton.jit
+def _difference(x, y, offset, EXACT: tl.constexpr):
+    """x - y - offset; fp32 logits with what x - y rounds off (Knuth's TwoSum), which bf16 logits do not have."""
+    d = x - y
+    if not EXACT:
+        return d - offset
+    back = d - x
+    return (d - offset) + ((x - (d - back)) - (y + back))
+
+
+@triton.jit
+def _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT: tl.constexpr):
+    """One tile of x and y, (K, threads, VEC), into the state of each thread, (threads,)."""
+    k = inv_t * LOG2E
+    m_new = tl.maximum(m, _max(x))
+    n_new = tl.maximum(n, _max(y))
+    a = tl.exp2((m - m_new) * k)
+    p = tl.exp2((x - m_new[None, :, None]) * k)
+    w_all = w_all * a + _sum(p)
+    p = tl.where(y > BANNED, p, 0.0)
+    d = _difference(x, y, offset, EXACT)
+    d_max = tl.maximum(d_max, _max(d))
+    # the tile about its own mean
+    w_t = _sum(p)
+    some = w_t > TINY
+    c_t = tl.where(some, _sum(p * d) / w_t * inv_t, 0.0)
+    w_t = tl.where(some, w_t, 0.0)
+    scale = _scale(w_t, m_new, c_t, n_new, offset, k)
+    u = tl.fma(d, inv_t, -c_t[None, :, None])
+    near = tl.abs(u) < tl.where(some, 1.0, -1.0)[None, :, None]
+    e_y = _sum(tl.where(near, 0.0, tl.exp2((y - n_new[None, :, None]) * k)))
+    f_t = e_y + scale * _sum(p * tl.where(near, _excess(u), u - 1))
+    # both about their common mean
+    own = tl.where(w > 0, w * tl.exp2(((m - n_new) - offset) * k - c * LOG2E), 0.0)
+    own_t = w_t * scale
+    w = w * a
+    w_new = w + w_t
+    some = w_new > TINY
+    c_new = tl.where(some, c + (c_t - c) * (w_t / w_new), 0.0)
+    w_new = tl.where(some, w_new, 0.0)
+    scale = _scale(w_new, m_new, c_new, n_new, offset, k)
+    f = f * tl.exp2((n - n_new) * k) + f_t
+    f += _moved(own, w, scale, c_new - c, some) + _moved(own_t, w_t, scale, c_new - c_t, some)
+    return m_new, w_new, w_all, c_new, n_new, f, d_max
+
+
+@triton.jit
+def _merge(m, w, w_all, c, n, f, d_max, offset, inv_t):
+    """The states of all threads, (threads,), into that of the row."""
+    k = inv_t * LOG2E
+    m_row = tl.max(m, 0)
+    n_row = tl.max(n, 0)
+    a = tl.exp2((m - m_row) * k)
+    own = tl.where(w > 0, w * tl.exp2(((m - n_row) - offset) * k - c * LOG2E), 0.0)
+    w = w * a
+    w_row = tl.sum(w, 0)
+    some = w_row > TINY
+    c_row = tl.where(some, tl.sum(w * c, 0) / w_row, 0.0)
+    w_row = tl.where(some, w_row, 0.0)
+    scale = _scale(w_row, m_row, c_row, n_row, offset, k)
+    f = tl.sum(f * tl.exp2((n - n_row) * k) + _moved(own, w, scale, c_row - c, some), 0)
+    return m_row, w_row, tl.sum(w_all * a, 0), c_row, n_row, f, tl.max(d_max, 0), f + scale * w_row
+
+
+@triton.jit
+def _divergence(m, w, c, n, f, offset, inv_t):
+    """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none."""
+    z = ((n - m) + offset) * (inv_t * LOG2E) + c * LOG2E
+    r = tl.where(w > 0, f / w, 1.0)
+    far = z * LN2 + tl.log(tl.where(r > 0, r, 1.0))
+    return tl.where(w > 0, tl.where(z > 40, far, log1p(r * tl.exp2(tl.minimum(z, 40.0)))), 0.0)
+
+
+@triton.jit
+def _is_masked(mask_ptr, row):
+    return False if mask_ptr is None else tl.load(mask_ptr + row) == 0
+
+
+@triton.jit
+def _row(row, T, stride_b, stride_t):
+    row = row.to(tl.int64)
+    return (row // T) * stride_b + (row % T) * stride_t
+
+
+@triton.jit
+def kl_fwd_kernel(
+    x_ptr,  # (B, T, V)
+    y_ptr,  # (B, T, V)
+    mask_ptr,  # (N,) bool or None, N = B T
+    inv_t_ptr,  # (N,) fp32 or None
+    kl_ptr,  # (N,) fp32
+    state_ptr,  # (9, N) fp32, see STATE
+    N,
+    T,
+    V,
+    stride_xb,
+    stride_xt,
+    stride_yb,
+    stride_yt,
+    inv_t,
+    THREADS: tl.constexpr,
+    K: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if _is_masked(mask_ptr, row):
+        tl.store(kl_ptr + row, 0.0)
+        return
+    if inv_t_ptr is not None:
+        inv_t = tl.load(inv_t_ptr + row)
+    x_ptr += _row(row, T, stride_xb, stride_xt)
+    y_ptr += _row(row, T, stride_yb, stride_yt)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    cols = (
+        tl.arange(0, K)[:, None, None] * (THREADS * VEC)
+        + tl.arange(0, THREADS)[None, :, None] * VEC
+        + tl.arange(0, VEC)[None, None, :]
+    )
+    # a constant between the rows leaves here, once, so that it costs c and u no bits
+    x_0, y_0 = _load(x_ptr, y_ptr, 0, V, False)
+    offset = tl.where((x_0 > BANNED) & (y_0 > BANNED), x_0 - y_0, 0.0)
+    m = tl.full((THREADS,), FLOOR, tl.float32)
+    n = tl.full((THREADS,), FLOOR, tl.float32)
+    w = tl.zeros((THREADS,), tl.float32)
+    w_all = tl.zeros((THREADS,), tl.float32)
+    c = tl.zeros((THREADS,), tl.float32)
+    f = tl.zeros((THREADS,), tl.float32)
+    d_max = tl.zeros((THREADS,), tl.float32)
+    full = V // (THREADS * K * VEC) * (THREADS * K * VEC)
+    for start in tl.range(0, full, THREADS * K * VEC, num_stages=1):
+        x, y = _load(x_ptr, y_ptr, start + cols, V, False)
+        m, w, w_all, c, n, f, d_max = _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT)
+    if full < V:
+        x, y = _load(x_ptr, y_ptr, full + cols, V, True)
+        m, w, w_all, c, n, f, d_max = _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT)
+    m, w, w_all, c, n, f, d_max, s = _merge(m, w, w_all, c, n, f, d_max, offset, inv_t)
+    kl = _divergence(m, w, c, n, f, offset, inv_t)
+    lone = d_max > -0.5 * BANNED  # Q bans a column that P does not, however little its mass
+    nan = (w_all - w_all) + (s - s)  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
+    tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
+    state_ptr += row
+    tl.store(state_ptr, m)
+    tl.store(state_ptr + N, w)
+    tl.store(state_ptr + 2 * N, w_all)
+    tl.store(state_ptr + 3 * N, offset)
+    tl.store(state_ptr + 4 * N, c)
+    tl.store(state_ptr + 5 * N, n)
+    tl.store(state_ptr + 6 * N, f)
+    tl.store(state_ptr + 7 * N, s)
+    tl.store(state_ptr + 8 * N, kl + tl.where(w > 0, tl.log(w / w_all), 0.0))  # delta = u + k
+
+
+@triton.jit
+def _p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT: tl.constexpr):
+    """p, q, u, delta = u + k = log(p / q) of a tile, and expm1(-delta) where |delta| < 1."""
+    p = tl.exp2((x - m) * (inv_t * LOG2E)) * tl.where(w_all == 0, 0.0, 1 / w_all)
+    q = tl.exp2((y - n) * (inv_t * LOG2E)) * tl.where(s == 0, 0.0, 1 / s)
+    u = tl.fma(_difference(x, y, offset, EXACT), inv_t, -c)
+    delta = u + k
+    return p, q, u, delta, _excess(delta) - delta
+
+
+@triton.jit
+def _js_logs(delta, expm1):
+    """a = log(p / mean(p, q)), b = log(q / mean(p, q)) and |r| = |p - q| / (p + q)."""
+    ratio = tl.exp2(-tl.abs(delta) * LOG2E)  # of the smaller to the larger
+    r = tl.where(tl.abs(delta) < 1, tl.abs(expm1) / (2 + expm1), (1 - ratio) / (1 + ratio))
+    larger = log1p(r)
+    smaller = larger - tl.abs(delta)
+    return tl.where(delta > 0, larger, smaller), tl.where(delta > 0, smaller, larger), r
+
+
+@triton.jit
+def _state(state_ptr, row, N):
+    state_ptr += row
+    m = tl.load(state_ptr)
+    w_all = tl.load(state_ptr + 2 * N)
+    offset = tl.load(state_ptr + 3 * N)
+    c = tl.load(state_ptr + 4 * N)
+    n = tl.load(state_ptr + 5 * N)
+    s = tl.load(state_ptr + 7 * N)
+    k = tl.load(state_ptr + 8 * N)
+    return m, w_all, offset, c, n, s, k
+
+
+@triton.jit
+def js_kernel(
+    x_ptr,  # (B, T, V)
+    y_ptr,  # (B, T, V)
+    mask_ptr,  # (N,) bool or None
+    inv_t_ptr,  # (N,) fp32 or None
+    state_ptr,  # (9, N) fp32, see STATE
+    sums_ptr,  # (3, N) fp32: the divergence, sum p a, sum q b
+    N,
+    T,
+    V,
+    stride_xb,
+    stride_xt,
+    stride_yb,
+    stride_yt,
+    inv_t,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    sums_ptr += row
+    if _is_masked(mask_ptr, row):
+        tl.store(sums_ptr, 0.0)
+        return
+    if inv_t_ptr is not None:
+        inv_t = tl.load(inv_t_ptr + row)
+    x_ptr += _row(row, T, stride_xb, stride_xt)
+    y_ptr += _row(row, T, stride_yb, stride_yt)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    m, w_all, offset, c, n, s, k = _state(state_ptr, row, N)
+    js = tl.zeros((BLOCK,), tl.float32)
+    p_sum = tl.zeros((BLOCK,), tl.float32)
+    q_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=1):
+        x, y = _load(x_ptr, y_ptr, start + tl.arange(0, BLOCK), V, True)
+        p, q, u, delta, expm1 = _p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
+        a, b, r = _js_logs(delta, expm1)
+        # mean(p, q) [(1 + r) log(1 + r) + (1 - r) log(1 - r)] / 2 in powers of r, |r| < 0.47: 4e-8 relative
+        z = r * r
+        j = tl.fma(z, tl.fma(z, tl.fma(z, tl.fma(z, 1 / 240, 1 / 182), 1 / 132), 1 / 90), 1 / 56)
+        j = z * tl.fma(z, tl.fma(z, tl.fma(z, j, 1 / 30), 1 / 12), 0.5) * p * (1 + 0.5 * expm1)
+        js += tl.where(tl.abs(delta) < 1, j, 0.5 * (p * a + q * b))
+        p_sum += p * a
+        q_sum += q * b
+    tl.store(sums_ptr, tl.sum(js, 0))
+    tl.store(sums_ptr + N, tl.sum(p_sum, 0))
+    tl.store(sums_ptr + 2 * N, tl.sum(q_sum, 0))
+
+
+@triton.jit
+def _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS: tl.constexpr, EXACT: tl.constexpr):
+    m, w_all, offset, c, n, s, k = state
+    p, q, u, delta, expm1 = _p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
+    if JS:
+        a, b, r = _js_logs(delta, expm1)
+        return 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
+    return g * p * u, g * tl.where(tl.abs(delta) < 1, p * expm1, q - p)
+
+
+@triton.jit
+def _store(dx_ptr, dy_ptr, dx, dy, cols, V, MASKED: tl.constexpr):
+    mask = (cols < V) if MASKED else None
+    if dx_ptr is not None:
+        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dy_ptr is not None:
+        tl.store(dy_ptr + cols, dy.to(dy_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def kl_bwd_kernel(
+    g_ptr,  # (N,) fp32, gradient of the divergence
+    x_ptr,  # (B, T, V)
+    y_ptr,  # (B, T, V)
+    mask_ptr,  # (N,) bool or None
+    inv_t_ptr,  # (N,) fp32 or None
+    divergence_ptr,  # (N,) fp32
+    state_ptr,  # (9, N) fp32, see STATE
+    sums_ptr,  # (3, N) fp32 of js_kernel, or None: KL
+    dx_ptr,  # (N, V) or None
+    dy_ptr,  # (N, V) or None
+    N,
+    T,
+    V,
+    stride_xb,
+    stride_xt,
+    stride_yb,
+    stride_yt,
+    inv_t,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    if dx_ptr is not None:
+        dx_ptr += row.to(tl.int64) * V
+    if dy_ptr is not None:
+        dy_ptr += row.to(tl.int64) * V
+    if _is_masked(mask_ptr, row):
+        zeros = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.range(0, V, BLOCK, num_stages=1):
+            _store(dx_ptr, dy_ptr, zeros, zeros, start + cols, V, True)
+        return
+    if inv_t_ptr is not None:
+        inv_t = tl.load(inv_t_ptr + row)
+    g = tl.load(g_ptr + row) * inv_t
+    g = tl.where(tl.load(divergence_ptr + row) == float("inf"), 0.0, g)
+    a_mean = 0.0
+    b_mean = 0.0
+    if sums_ptr is not None:
+        a_mean = tl.load(sums_ptr + N + row)
+        b_mean = tl.load(sums_ptr + 2 * N + row)
+    state = _state(state_ptr, row, N)
+    x_ptr += _row(row, T, stride_xb, stride_xt)
+    y_ptr += _row(row, T, stride_yb, stride_yt)
+    JS: tl.constexpr = sums_ptr is not None
+    full = V // BLOCK * BLOCK
+    for start in tl.range(0, full, BLOCK, num_stages=1):
+        x, y = _load(x_ptr, y_ptr, start + cols, V, False)
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty == tl.float32)
+        _store(dx_ptr, dy_ptr, dx, dy, start + cols, V, False)
+    if full < V:
+        x, y = _load(x_ptr, y_ptr, full + cols, V, True)
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty == tl.float32)
+        _store(dx_ptr, dy_ptr, dx, dy, full + cols, V, True)
+
+
+def _layout(dtype):
+    """16-byte loads, `COLUMNS` columns in each thread."""
+    vec = 16 // dtype.itemsize
+    return {"THREADS": THREADS, "K": COLUMNS // vec, "VEC": vec, "num_warps": THREADS // 32}
+
+
+def _common(x, y, inv_t):
+    """(inv_t_ptr or None), sizes, strides and inv_t as every kernel here takes them."""
+    b, t, vocab = x.shape
+    per_row = isinstance(inv_t, torch.Tensor)
+    numbers = (b * t, t, vocab, x.stride(0), x.stride(1), y.stride(0), y.stride(1), 1.0 if per_row else inv_t)
+    return (inv_t if per_row else None), numbers
+
+
+def kl_fwd(x, y, mask, inv_t):
+    """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
+    n = x.shape[0] * x.shape[1]
+    kl = torch.empty(n, device=x.device, dtype=torch.float32)
+    state = torch.empty(len(STATE), n, device=x.device, dtype=torch.float32)
+    inv_t, numbers = _common(x, y, inv_t)
+    if n:
+        kl_fwd_kernel[(n,)](x, y, mask, inv_t, kl, state, *numbers, **_layout(x.dtype))
+    return kl, state
+
+
+def js_fwd(x, y, mask, inv_t, state):
+    """Sums over the vocabulary, (3, N) fp32: the divergence, sum p a, sum q b; with the state of `kl_fwd`."""
+    n = x.shape[0] * x.shape[1]
+    sums = torch.empty(3, n, device=x.device, dtype=torch.float32)
+    inv_t, numbers = _common(x, y, inv_t)
+    if n:
+        js_kernel[(n,)](x, y, mask, inv_t, state, sums, *numbers, BLOCK=1024, num_warps=4)
+    return sums
+
+
+def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
+    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if wants_dx else None
+    dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None
+    inv_t, numbers = _common(x, y, inv_t)
+    if numbers[0]:
+        grid = (numbers[0],)
+        kl_bwd_kernel[grid](g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers, BLOCK=1024, num_warps=4)
+    return dx, dy

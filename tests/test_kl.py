@@ -1,0 +1,403 @@
+"""Exact KL and Jensen-Shannon of two logits tensors: values, every gradient, and what no value may ever be."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fused_rl
+from fused_rl import reference
+from tests import interpreter
+
+DIRECTIONS = ("reverse", "forward", "jensen-shannon")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def pair(*shape, dtype=torch.float32, spread=3.0, distance=0.5, seed=0, device="cpu"):
+    """Logits and reference logits that differ by noise of the given standard deviation, before rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    x = spread * torch.randn(*shape, generator=generator)
+    y = x + distance * torch.randn(*shape, generator=generator)
+    return x.to(device, dtype), y.to(device, dtype)
+
+
+def exact(x, y, direction, temperature=1.0):
+    """fp64, by sums whose terms are >= 0, so that close distributions keep their digits."""
+    logp, logq = (torch.log_softmax(z.double() / temperature, -1) for z in (x, y))
+    if direction == "forward":
+        logp, logq = logq, logp
+    if direction == "jensen-shannon":
+        r = torch.tanh((logp - logq) / 2)
+        j = ((1 + r) * torch.log1p(r) + (1 - r) * torch.log1p(-r)) / 2
+        j = torch.where(r.abs() < 1e-2, r**2 / 2 + r**4 / 12 + r**6 / 30, j)
+        return (j * (logp.exp() + logq.exp()) / 2).sum(-1)
+    d = logp - logq
+    excess = torch.expm1(-d) + d
+    excess = torch.where(d.abs() < 1e-3, d**2 / 2 - d**3 / 6 + d**4 / 24, excess)
+    return (logp.exp() * excess).sum(-1)
+
+
+def both_gradients(op, x, y, upstream, **options):
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    value = op(x, y, **options)
+    return value.detach(), *torch.autograd.grad(value, (x, y), upstream.to(value.dtype))
+
+
+def assert_as_good_as_reference(got, x, y, upstream, floor=1e-6, **options):
+    """Each of value, dlogits, dref: error against fp64 at most twice that of the reference in the inputs' dtype."""
+    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream, **options)
+    plain = both_gradients(reference.token_kl, x, y, upstream, **options)
+    for name, ours, best, theirs in zip(("value", "dlogits", "dref"), got, want, plain, strict=True):
+        assert torch.isfinite(ours).all(), name
+        allowed = 2 * (theirs - best).abs().max() + floor * best.abs().max()
+        assert (ours - best).abs().max() <= allowed, (name, (ours - best).abs().max(), allowed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab"),
+    [
+        *((torch.float32, vocab) for vocab in (1, 2, 33, 4096, 10007)),  # less than a tile, one exactly, a tail
+        (torch.bfloat16, 33),
+        (torch.bfloat16, 8200),
+        (torch.float16, 1000),
+    ],
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_value_and_gradients(backend, direction, dtype, vocab):
+    x, y = pair(2, 3, vocab, dtype=dtype, device=backend)
+    upstream = torch.randn(2, 3, device=backend)
+    options = {"direction": direction, "temperature": 0.7}
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
+    assert got[0].dtype == torch.float32 and got[1].dtype == dtype
+    assert_as_good_as_reference(got, x, y, upstream, **options)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("distance", [1e-1, 1e-3, 1e-5])  # KL from 5e-3 to 5e-11 nats
+@pytest.mark.parametrize("spread", [3.0, 30.0])  # smooth; nearly all mass on one token
+def test_close_distributions_keep_their_relative_precision(backend, spread, distance, direction):
+    x, y = pair(4, 5000, spread=spread, distance=distance, device=backend)
+    got = fused_rl.token_kl(x, y, direction=direction)
+    want = exact(x, y, direction)
+    # below 1e-13 (two dominant tokens tens of nats apart) a few terms of the reference itself underflow in fp32
+    torch.testing.assert_close(got.double(), want, rtol=3e-6, atol=1e-18)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("spread", [1.0, 100.0])  # 100: KL of thousands of nats, exp(u) far beyond fp32
+def test_far_distributions(backend, spread, direction):
+    x, _ = pair(4, 3000, spread=spread, device=backend)
+    y, _ = pair(4, 3000, spread=spread, seed=1, device=backend)
+    got = fused_rl.token_kl(x, y, direction=direction)
+    torch.testing.assert_close(
+        got.double(), reference.token_kl(x.double(), y.double(), direction=direction), rtol=2e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("offset", [0.0, 64.0, -1024.0])
+def test_equal_rows_are_exactly_zero(backend, offset, direction):
+    """Also where the rows differ by a constant that their fp32 values hold exactly."""
+    x = torch.randint(-64, 64, (5, 3001), device=backend) / 8.0
+    x[1, ::7] = -torch.inf
+    x[2, 1:] = -torch.inf
+    x = x.requires_grad_()
+    value = fused_rl.token_kl(x, (x.detach() + offset).requires_grad_(), direction=direction)
+    assert (value == 0).all()
+    (dx,) = torch.autograd.grad(value.sum(), x)  # a stride-0 upstream gradient
+    assert (dx == 0).all()
+
+
+@given(
+    vocab=st.integers(1, 600),
+    spread=st.sampled_from([0.1, 3.0, 50.0, 1000.0]),
+    distance=st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 300.0]),
+    offset=st.sampled_from([0.0, 20.0, -1000.0]),
+    banned=st.sampled_from([0.0, 0.3, 0.99]),
+    dtype=st.sampled_from(DTYPES),
+    direction=st.sampled_from(DIRECTIONS),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_never_negative_never_nan(vocab, spread, distance, offset, banned, dtype, direction, seed):
+    """On both backends; and they agree within what an fp32 sum allows."""
+    x, y = pair(3, vocab, dtype=dtype, spread=spread, distance=distance, seed=seed)
+    x = x + offset
+    ban = torch.rand(3, vocab, generator=torch.Generator().manual_seed(seed)) < banned
+    x, y = (z.masked_fill(ban | z.isinf(), -torch.inf) for z in (x, y))
+    y = y.masked_fill(x.isinf(), -torch.inf)
+    x = x.masked_fill(y.isinf(), -torch.inf)
+    values = []
+    for interpret in ("1", "0"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", interpret)
+            values.append(fused_rl.token_kl(x, y, direction=direction))
+        assert (values[-1] >= 0).all() and torch.isfinite(values[-1]).all()
+    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
+    if direction == "jensen-shannon":
+        assert (values[0] <= 0.6931473).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_banned_in_both(backend, direction):
+    """Whole leading tiles, scattered columns, all but one: as if the columns were not there."""
+    x, y = pair(3, 9001, device=backend)
+    keep = torch.zeros(3, 9001, dtype=torch.bool, device=backend)
+    keep[0, 8500:] = True
+    keep[1, ::5] = True
+    keep[2, 17] = True
+    x, y = (z.masked_fill(~keep, -torch.inf) for z in (x, y))
+    upstream = torch.randn(3, device=backend)
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    assert (dx[~keep] == 0).all() and (dy[~keep] == 0).all()
+    for row in range(3):
+        at = keep[row]
+        want = both_gradients(
+            reference.token_kl, x[row, at].double(), y[row, at].double(), upstream[row].double(), direction=direction
+        )
+        for ours, best in zip((value[row], dx[row, at], dy[row, at]), want, strict=True):
+            torch.testing.assert_close(ours.double(), best, rtol=1e-5, atol=1e-7)
+
+
+def test_banned_in_one(backend):
+    """Only in the first: a finite KL. Only in the second: inf with a gradient of 0; Jensen-Shannon stays finite."""
+    x, y = pair(2, 5000, device=backend)
+    x[0, :3000:2] = -torch.inf  # row 0: the policy bans what the reference allows
+    y[1, 4321] = -torch.inf  # row 1: the other way round, at a column that the policy makes impossible in fp32 ...
+    x[1, 4321] = -500.0  # ... but not in exact arithmetic
+    upstream = torch.ones(2, device=backend)
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="reverse")
+    want = reference.token_kl(x[0].double(), y[0].double())
+    torch.testing.assert_close(value[0].double(), want, rtol=1e-6, atol=0)
+    assert value[1] == torch.inf and (dx[1] == 0).all() and (dy[1] == 0).all()
+    assert torch.isfinite(dx).all() and torch.isfinite(dy).all()
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="forward")
+    assert value[0] == torch.inf and (dx[0] == 0).all() and torch.isfinite(value[1])
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
+    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
+    for ours, best in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), best.nan_to_num(0), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_disjoint_and_empty_rows(backend, direction):
+    x, y = pair(3, 50, device=backend)
+    x[0, 25:], y[0, :25] = -torch.inf, -torch.inf  # disjoint
+    x[1], y[2] = -torch.inf, -torch.inf  # nothing in the policy; nothing in the reference
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(3, device=backend), direction=direction)
+    if direction == "jensen-shannon":
+        torch.testing.assert_close(value[0].item(), 0.6931472)
+    else:
+        assert value[0] == torch.inf
+        assert value.tolist()[1:] == ([0, torch.inf] if direction == "reverse" else [torch.inf, 0])
+    assert torch.isfinite(dx).all() and torch.isfinite(dy).all() and not value.isnan().any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", ["logits", "ref_logits"])
+def test_nan_shows_unless_masked(backend, which, bad):
+    x, y = pair(4, 5000, device=backend)
+    (x if which == "logits" else y)[1:3, 4444] = bad
+    mask = torch.tensor([True, True, False, True], device=backend)
+    for direction in DIRECTIONS:
+        value, dx, dy = both_gradients(
+            fused_rl.token_kl, x, y, torch.ones(4, device=backend), direction=direction, mask=mask
+        )
+        assert value.isnan().tolist() == [False, True, False, False]
+        assert (dx[2] == 0).all() and (dy[2] == 0).all() and value[2] == 0
+        assert torch.isfinite(dx[[0, 3]]).all() and torch.isfinite(dy[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_temperature_per_row_and_mask(backend, direction):
+    x, y = pair(2, 3, 1500, device=backend)
+    temperature = torch.tensor([[0.3], [2.0]], device=backend)
+    mask = torch.tensor([[True, False, True], [False, True, True]], device=backend)
+    upstream = torch.randn(2, 3, device=backend)
+    options = {"direction": direction, "mask": mask}
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, temperature=temperature, **options)
+    # floor: 1 / temperature is rounded to fp32, and divided logits reach 40
+    assert_as_good_as_reference(got, x, y, upstream, floor=3e-6, temperature=temperature.expand(2, 3), **options)
+    assert (got[0][~mask] == 0).all() and (got[1][~mask] == 0).all() and (got[2][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
+    x, y = pair(2, 3, 1500, device=backend)
+    wide = torch.randn(2, 4, 2000, device=backend)
+    wide[:, :3, :1500] = x
+    strided = wide[:, :3, :1500]
+    mask = torch.zeros(2, 3, dtype=torch.bool, device=backend)
+    mask[1, 2] = True
+    upstream = torch.randn(2, 3, device=backend)
+    y_by_columns = y.transpose(1, 2).contiguous().transpose(1, 2)
+    whole = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    for got in (
+        both_gradients(fused_rl.token_kl, strided, y, upstream, direction=direction),
+        both_gradients(fused_rl.token_kl, x, y_by_columns, upstream, direction=direction),
+        both_gradients(fused_rl.token_kl, x[None], y[None], upstream[None], direction=direction),
+        both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask),
+    ):
+        for ours, best in zip(got, whole, strict=True):
+            assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
+
+
+def test_only_what_is_asked_for(backend):
+    """No gradient for a reference that does not require one: the kernel does not write it."""
+    x, y = pair(3, 700, device=backend)
+    x.requires_grad_()
+    fused_rl.token_kl(x, y).sum().backward()
+    assert x.grad is not None and y.grad is None
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        (dx,) = torch.autograd.grad(fused_rl.token_kl(x, y).sum(), x, create_graph=True)
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_reference_gradients(direction):
+    """The oracle itself, and the fixed example of the KL's gradient."""
+    x, y = pair(2, 6)
+    x, y = x.double().requires_grad_(), y.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: reference.token_kl(a, b, direction=direction, temperature=0.7), (x, y))
+    torch.testing.assert_close(reference.token_kl(x, y, direction=direction), exact(x, y, direction))
+
+
+def test_by_enumeration(backend):
+    theta = torch.tensor([0.5, -0.3, 0.8, -1.0, 0.2], device=backend, requires_grad=True)
+    ref = torch.tensor([0.1, 0.4, -0.2, 0.3, -0.6], device=backend)
+    for direction, value, gradient in (
+        ("reverse", 0.306993, [-0.016429, -0.138725, 0.193046, -0.104465, 0.066574]),
+        ("forward", 0.361676, [0.057778, -0.161311, 0.204647, -0.194707, 0.093593]),
+    ):
+        kl = fused_rl.token_kl(theta, ref, direction=direction)
+        (got,) = torch.autograd.grad(kl, theta)
+        torch.testing.assert_close(kl.item(), value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(got.cpu(), torch.tensor(gradient), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads and stores")
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_traffic_and_memory(direction):
+    """Two reads forward, two reads and one write backward; a masked row costs nothing and one write."""
+    n, vocab = 4, 9001
+    for masked, reads in (([], n), ([0, 2], n - 2)):
+        x, y = pair(n, vocab, dtype=torch.bfloat16)
+        mask = torch.ones(n, dtype=torch.bool)
+        mask[masked] = False
+        x.requires_grad_()
+        with interpreter.count_traffic() as launches, interpreter.check_memory():
+            fused_rl.token_kl(x, y, direction=direction, mask=mask).sum().backward()
+        forward, backward = launches
+        unit = 2 * vocab
+        assert round(forward.bytes()[0] / unit, 1) == 2 * reads and forward.bytes()[1] <= 0.01 * n * unit
+        assert round(backward.bytes()[0] / unit, 1) == 2 * reads and backward.bytes()[1] == n * unit
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device")
+def test_offsets_beyond_32_bits():
+    """Rows 2^31 elements apart, in a sparse file instead of memory."""
+    stride, vocab = 2**31, 100
+
+    with tempfile.NamedTemporaryFile() as file:
+        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=2 * (stride + vocab))
+        x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (2, vocab), (stride, 1))
+        values, y = pair(2, vocab, dtype=torch.bfloat16)
+        x.copy_(values)
+        assert torch.equal(fused_rl.token_kl(x, y), fused_rl.token_kl(values, y))
+
+
+def test_compiles_for_every_target():
+    """No spills, and 16-byte loads and stores, for NVIDIA and AMD, from a machine without either."""
+    script = """
+        import torch, triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from fused_rl.kernels import kl
+
+        def compile(fn, target, **given):
+            names = fn.arg_names
+            ints = ("N", "T", "V", "stride_xb", "stride_xt", "stride_yb", "stride_yt")
+            kinds = dict.fromkeys(ints, "i32") | {"inv_t": "fp32"} | given
+            constants = {n: v for n, v in kinds.items() if not isinstance(v, str)}
+            signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
+            aligned = [n for n in names if str(signature[n])[0] == "*" or n in ints[2:]]
+            attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+            source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attrs)
+            compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 1})
+            if target.backend == "cuda":
+                assert "ld.global.v4" in compiled.asm["ptx"], fn
+                assert ".local" not in compiled.asm["ptx"], fn
+            else:
+                assert "vgpr_spill_count: 0" in compiled.asm["amdgcn"].replace("     ", " "), fn
+
+        targets = [GPUTarget("cuda", c, 32) for c in (80, 90, 100)]
+        targets += [GPUTarget("hip", a, 64) for a in ("gfx942", "gfx950")]
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        for i, target in enumerate(targets):
+            dtype, mask, inv_t = ("fp32", None, "*fp32") if i == 1 else ("bf16", "*i1", None)
+            row = "*" + dtype
+            x = {"x_ptr": row, "y_ptr": row, "state_ptr": "*fp32", "mask_ptr": mask, "inv_t_ptr": inv_t}
+            shape = kl._layout(dtypes[dtype])
+            shape.pop("num_warps")
+            compile(kl.kl_fwd_kernel, target, kl_ptr="*fp32", **shape, **x)
+            g = {"g_ptr": "*fp32", "divergence_ptr": "*fp32"}
+            compile(kl.kl_bwd_kernel, target, sums_ptr=None, dx_ptr=row, dy_ptr=None, **g, **x, BLOCK=1024)
+            if i in (0, 3):
+                compile(kl.kl_bwd_kernel, target, sums_ptr="*fp32", dx_ptr=row, dy_ptr=row, **g, **x, BLOCK=1024)
+                compile(kl.js_kernel, target, sums_ptr="*fp32", **x, BLOCK=1024)
+    """
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=env, cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("js", [False, True])
+def test_operator_registrations(js, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    x, y = pair(3, 40)
+    arguments = (x.requires_grad_(), y.requires_grad_(), None, 0.7, None, js)
+    torch.library.opcheck(torch.ops.fused_rl.token_kl.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"direction": "js"}, "direction must be one of"),
+        ({"temperature": 0.0}, "temperature must be a finite number > 0"),
+        ({"temperature": torch.zeros(3)}, "every temperature must be > 0"),
+        ({"temperature": torch.ones(4)}, "temperature must be"),
+        ({"mask": torch.ones(3)}, "mask must be a bool tensor"),
+        ({"mask": torch.ones(2, dtype=torch.bool)}, r"mask must be a bool tensor \(3,\)"),
+        ({"ref_logits": torch.zeros(3, 11)}, r"one shape .* \(3, 10\) and \(3, 11\)"),
+        ({"ref_logits": torch.zeros(3, 10, dtype=torch.bfloat16)}, "share dtype and device"),
+        ({"logits": torch.zeros(3, 10, dtype=torch.float64)}, "logits must be a bf16, fp16 or fp32 tensor"),
+        ({"ref_logits": None}, "ref_logits must be a bf16, fp16 or fp32 tensor"),
+        ({"logits": torch.zeros(3, 0), "ref_logits": torch.zeros(3, 0)}, "V >= 1"),
+    ],
+)
+def test_errors(change, message):
+    arguments = {"logits": torch.zeros(3, 10), "ref_logits": torch.zeros(3, 10)} | change
+    with pytest.raises(ValueError, match=message):
+        fused_rl.token_kl(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (7,)])
+def test_no_rows_and_one_row(backend, shape):
+    x, y = pair(*shape, device=backend)
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(shape[:-1], device=backend))
+    assert value.shape == shape[:-1] and dx.shape == dy.shape == shape
