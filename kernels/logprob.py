@@ -8,9 +8,9 @@ and reduces them once at the end. Backward (4 bytes): with p_j = softmax(x)_j an
 off the target, where d_j is the forward's distance to the maximum in log2 units and a, b are constants of the row.
 
 A row's result has the same bits in any batch, at any stride and alignment, and split over programs or not:
-- which columns meet in a lane, and in which order, follows from the column's number alone. The main loop reads windows
-  aligned to 16 bytes wherever the row begins; a row that begins `head` elements into a window has its lanes rotated by
-  `head`, and the `head` lanes that wrap around take each element one window later (the row they start is not theirs);
+- which columns meet in a lane, and in which order, follows from the column's number alone. Loads are of windows of LANES
+  elements, aligned to 16 bytes wherever the row begins. A row that begins `head` elements into its first window has its
+  lanes rotated by `head`, and the lanes below `head`, which wrap around, take each element from one window later;
 - SEGMENT tiles make a segment: V alone says how many; they merge lane by lane, in order, in one program or in many;
 - the reduction of the lanes is free of order.
 """
@@ -24,19 +24,22 @@ from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, r
 
 THREADS = 128  # per program
 K = 8  # windows per tile: one rescaling per K elements of a lane
-TAIL = tl.constexpr(2)  # the same in the masked end of a row, where registers go into addresses
+TAIL = tl.constexpr(4)  # the same in the masked end of a row
 SEGMENT = 4  # tiles
 _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def load_lanes(ptr, LANES: tl.constexpr, alive=True):
-    """(LANES,) fp32 from `ptr` on, which is aligned to 16 bytes; 0, and nothing read, where not `alive` (a scalar)."""
+def load_lanes(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(LANES,) fp32 from `ptr` on, aligned to 16 bytes; of 16 bytes that begin at or after `stop`, 0 and nothing read."""
     if ptr.dtype.element_ty == tl.bfloat16:
-        words = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, LANES // 2), mask=alive, other=0)
-        return widen(words)
+        at = tl.arange(0, LANES // 2)
+        mask = None if stop is None else 2 * (at // (VEC // 2) * (VEC // 2)) < stop
+        return widen(tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask))
     else:  # noqa: RET505
-        return tl.load(ptr + tl.arange(0, LANES), mask=alive, other=0.0).to(tl.float32)
+        at = tl.arange(0, LANES)
+        mask = None if stop is None else at // VEC * VEC < stop
+        return tl.load(ptr + at, mask=mask).to(tl.float32)
 
 
 @triton.jit
@@ -45,43 +48,78 @@ def cap(x, softcap):
 
 
 @triton.jit
+def load_window(window_ptr, index, head, vocab, softcap, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Window `index` of a row, -inf from column vocab on; the row goes on for another VEC columns at least."""
+    lane = tl.arange(0, LANES)
+    column = index * LANES + lane - head
+    x = load_lanes(window_ptr + index * LANES, head + vocab - index * LANES, LANES, VEC)
+    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+
+
+@triton.jit
 def segment_state(
-    x_ptr, head, carry, segment, vocab, scale, softcap, K: tl.constexpr, LANES: tl.constexpr, SEGMENT: tl.constexpr
+    window_ptr,
+    head,
+    carry,
+    segment,
+    inside,
+    vocab,
+    scale,
+    softcap,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
-    """Lane states over one segment, and the last window read; the row begins `head` elements after `x_ptr`."""
-    TILE: tl.constexpr = K * LANES
+    """Lane states over one segment, and the last window read; the row begins `head` elements after `window_ptr`.
+
+    The first `inside` tiles lie in the row together with the window after them, wherever it begins.
+    """
     lane = tl.arange(0, LANES)
     m, ref, rest, t = start(scale, LANES)
     first = segment * SEGMENT
-    # tiles whose windows, the next one included, lie in the row wherever it begins
-    inside = tl.maximum(vocab - LANES, 0) // TILE
     whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
     if head == 0:
         for i in tl.range(first, whole, num_stages=1):
             xs = ()
             for k in tl.static_range(K):
-                xs = xs + (cap(load_lanes(x_ptr + (i * TILE + k * LANES), LANES), softcap),)
+                xs = xs + (cap(load_lanes(window_ptr + (i * K + k) * LANES, None, LANES, VEC), softcap),)
             m, ref, rest, t = step(m, ref, rest, t, xs, scale, K)
+        if (first <= inside) & (inside < first + SEGMENT):
+            carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
     else:
         for i in tl.range(first, whole, num_stages=1):
             xs = ()
             for k in tl.static_range(K):
-                x = cap(load_lanes(x_ptr + (i * TILE + (k + 1) * LANES), LANES), softcap)
+                x = cap(load_lanes(window_ptr + (i * K + k + 1) * LANES, None, LANES, VEC), softcap)
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
             m, ref, rest, t = step(m, ref, rest, t, xs, scale, K)
-    stop = tl.minimum((first + SEGMENT) * TILE, vocab)
-    held = (head > 0) & (lane >= head)  # what the last carry holds of the first window here
-    for begin in tl.range(whole * TILE, stop, TAIL * LANES, num_stages=1):  # the rest of the row, element by element
+    stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
+    for i in tl.range(whole * K, stop, TAIL, num_stages=1):
         xs = ()
         for k in tl.static_range(TAIL):
-            column = begin + k * LANES + ((lane - head) & (LANES - 1))
-            reuse = held & (begin == inside * TILE) & (k == 0)
-            x = tl.load(x_ptr + (head + column), mask=(column < vocab) & ~reuse, other=0.0).to(tl.float32)
-            x = tl.where(reuse, carry, cap(x, softcap))
-            xs = xs + (tl.where(column < vocab, x, float("-inf")),)
+            x = load_window(window_ptr, i + k + 1, head, vocab, softcap, LANES, VEC)
+            xs = xs + (tl.where(lane < head, x, carry),)
+            carry = x
         m, ref, rest, t = step(m, ref, rest, t, xs, scale, TAIL)
     return (m, ref, rest, t), carry
+
+
+@triton.jit
+def locate(x_ptr, shift, row, x_stride, VEC: tl.constexpr):
+    """Where a row begins, the 16-byte boundary before it, and the elements between the two."""
+    offset = shift + row * x_stride
+    window_ptr = tl.multiple_of(x_ptr - shift, 16) + offset // VEC * VEC
+    return x_ptr + row * x_stride, window_ptr, (offset % VEC).to(tl.int32)
+
+
+@triton.jit
+def last_columns(row_ptr, head, streamed, vocab, softcap, LANES: tl.constexpr):
+    """The columns from `streamed` on, each in its lane; -inf in the others."""
+    column = streamed + ((tl.arange(0, LANES) - head - streamed) & (LANES - 1))
+    x = tl.load(row_ptr + column, mask=column < vocab, other=0.0).to(tl.float32)
+    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
 
 
 @triton.jit
@@ -148,31 +186,37 @@ def logprob_fwd_kernel(
                 store_zeros(outputs, row)
             return
     inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
-    offset = shift + row * x_stride
-    head = (offset % VEC).to(tl.int32)
-    window_ptr = tl.multiple_of(x_ptr - shift, 16) + offset // VEC * VEC
-    lane = tl.arange(0, LANES)
-    begin = tl.program_id(1) * SEGMENT * K * LANES
-    mine = (head > 0) & (lane >= head) & (begin + lane - head < vocab)  # below `head` the row has not begun
-    mine = mine & (begin <= tl.maximum(vocab - LANES, 0))
-    carry = cap(tl.load(window_ptr + (begin + lane), mask=mine, other=0.0).to(tl.float32), softcap)
+    row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
+    streamed = tl.maximum(vocab - 2 * VEC, 0)  # columns; a whole load that begins in them ends in the row
+    inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
+    begin, lane = tl.program_id(1) * SEGMENT, tl.arange(0, LANES)
+    column = begin * K * LANES + lane - head
+    fresh = (lane >= head) & (column < streamed) & ((head > 0) | (begin > inside))
+    carry = cap(tl.load(row_ptr + column, mask=fresh, other=0.0).to(tl.float32), softcap)
+    carry = tl.where(fresh, carry, float("-inf"))
     if lanes_ptr is not None:
         segment = tl.program_id(1)
-        state, carry = segment_state(window_ptr, head, carry, segment, vocab, scale, softcap, K, LANES, SEGMENT)
+        state, carry = segment_state(
+            window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
+        )
         at = lanes_ptr + (row * tl.num_programs(1) + segment) * 4 * LANES + lane
         for i in tl.static_range(4):
             tl.store(at + i * LANES, state[i])
     else:
         m, ref, rest, t = start(scale, LANES)
-        for segment in tl.range(0, tl.cdiv(vocab, SEGMENT * K * LANES), num_stages=1):
-            part, carry = segment_state(window_ptr, head, carry, segment, vocab, scale, softcap, K, LANES, SEGMENT)
+        for segment in tl.range(0, tl.cdiv(streamed, SEGMENT * K * LANES), num_stages=1):
+            part, carry = segment_state(
+                window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
+            )
             m, ref, rest, t = merge(m, ref, rest, t, part[0], part[1], part[2], part[3], scale)
-        row_ptr = x_ptr + row * x_stride
-        store_row(outputs, row, row_ptr, target_ptr, (m, ref, rest, t), vocab, inv_t, scale, softcap)
+        x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
+        state = step(m, ref, rest, t, (x,), scale, 1)
+        store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, softcap)
 
 
 @triton.jit(
-    do_not_specialize=["vocab", "segments", "inv_t", "scale", "softcap"], do_not_specialize_on_alignment=["x_ptr"]
+    do_not_specialize=["segments", "shift", "vocab", "inv_t", "scale", "softcap"],
+    do_not_specialize_on_alignment=["x_ptr"],
 )
 def logprob_merge_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
@@ -186,12 +230,14 @@ def logprob_merge_kernel(
     rest_ptr,
     lanes_ptr,  # (N, segments, 4, LANES) fp32
     segments,
+    shift,
     vocab,
     x_stride: tl.int64,
     inv_t,
     scale,
     softcap,
     LANES: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
@@ -205,8 +251,10 @@ def logprob_merge_kernel(
         at = lanes_ptr + (row * segments + segment) * 4 * LANES + tl.arange(0, LANES)
         m2, ref2, rest2, t2 = tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), tl.load(at + 3 * LANES)
         m, ref, rest, t = merge(m, ref, rest, t, m2, ref2, rest2, t2, scale)
-    row_ptr = x_ptr + row * x_stride
-    store_row(outputs, row, row_ptr, target_ptr, (m, ref, rest, t), vocab, inv_t, scale, softcap)
+    row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
+    x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
+    state = step(m, ref, rest, t, (x,), scale, 1)
+    store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, softcap)
 
 
 @triton.jit
@@ -307,15 +355,16 @@ def logprob_bwd_kernel(
 
     x_window = tl.multiple_of(x_ptr - x_shift, 16) + (x_offset + (VEC - 1)) // VEC * VEC
     dx_window = tl.multiple_of(dx_ptr - dx_shift, 16) + (dx_offset + (VEC - 1)) // VEC * VEC
+    read = tl.where(alive, TILE, 0)
     for i in tl.range(first, last, num_stages=1):
-        g = gradient(load_lanes(x_window + i * TILE, TILE, alive), ref, scale, a, b, softcap)
+        g = gradient(load_lanes(x_window + i * TILE, read, TILE, VEC), ref, scale, a, b, softcap)
         tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
     for begin in tl.range(part * LANES, around, parts * LANES, num_stages=1):
         column = begin + tl.arange(0, LANES)
         inside = column < around
-        read = column < tl.where(alive, around, 0)
+        wanted = column < tl.where(alive, around, 0)
         column += tl.where(column < lead, 0, tiles * TILE)
-        x = tl.load(x_row + column, mask=read, other=0.0).to(tl.float32)
+        x = tl.load(x_row + column, mask=wanted, other=0.0).to(tl.float32)
         tl.store(dx_row + column, gradient(x, ref, scale, a, b, softcap).to(dx_ptr.dtype.element_ty), mask=inside)
     if dlogprob_ptr is not None:
         tl.debug_barrier()
@@ -323,11 +372,15 @@ def logprob_bwd_kernel(
         tl.store(dx_row + target, g.to(dx_ptr.dtype.element_ty), mask=owner)
 
 
-def _launch(x):
+def launch_options(x):
     """Compile-time arguments and options of a launch over the rows of x."""
     vec = 16 // x.element_size()
-    warp = 64 if torch.version.hip else 32
-    return {"LANES": THREADS * vec, "VEC": vec, "num_warps": THREADS // warp, "num_stages": 1}
+    shape = {"LANES": THREADS * vec, "VEC": vec, "num_stages": 1}  # more stages would go through shared memory
+    if torch.version.hip:
+        return shape | {"num_warps": THREADS // 64}
+    # left alone, ptxas hoists masks and addresses of the row's ends into 240 registers; 168 fit without a spill and let
+    # three programs of 128 threads share a multiprocessor
+    return shape | {"num_warps": THREADS // 32, "maxnreg": 168}
 
 
 def _shift(x):
@@ -360,18 +413,17 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     outputs = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(5)]
     if n == 0:
         return tuple(outputs)
-    launch, softcap = _launch(logits), None if softcap is None else float(softcap)
+    launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
     inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
     parts, lanes = _programs_per_row(logits, launch["LANES"]), None
     if parts > 1:
         lanes = torch.empty(n, parts, 4, launch["LANES"], dtype=torch.float32, device=logits.device)
     rows = (logits, targets, mask, inv_t_ptr, *outputs, lanes)
-    scalars = (vocab, logits.stride(0), inv_t, scale, softcap)
+    scalars = (_shift(logits), vocab, logits.stride(0), inv_t, scale, softcap)
     with _on(logits.device):
-        logprob_fwd_kernel[(n, parts)](*rows, _shift(logits), *scalars, K=K, SEGMENT=SEGMENT, **launch)
+        logprob_fwd_kernel[(n, parts)](*rows, *scalars, K=K, SEGMENT=SEGMENT, **launch)
         if parts > 1:
-            del launch["VEC"]
             logprob_merge_kernel[(n,)](*rows, parts, *scalars, **launch)
     return tuple(outputs)
 
@@ -382,7 +434,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     out = torch.empty_like(logits) if out is None else out
     if n == 0:
         return out
-    launch, softcap = _launch(logits), None if softcap is None else float(softcap)
+    launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
     inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
     rows = [dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_t_ptr]
     rows = [r if r is None or r is logits else r.contiguous() for r in rows]
