@@ -27,7 +27,7 @@ VOCABULARY = 32000
 # Two kinds of logits: what a model returns, and what breaks formulas that subtract large numbers.
 GROUPS = {
     "usual": [("normal", 0)],
-    "hard": [(gap, offset) for gap in (10, 20, 40) for offset in (0, 1000)] + [("normal", 1000)],
+    "hard": [(gap, offset) for gap in (10, 20, 30) for offset in (0, 1000)] + [("normal", 1000)],
 }
 
 

@@ -52,7 +52,7 @@ def _plain(device, interpreted):
 
 def _compiled(device, interpreted):
     if interpreted:
-        raise Unavailable("Inductor's kernels are not interpreted; its traffic is not counted")
+        raise Unavailable("Inductor's kernels are not interpreted")
     if device == "cpu" and not shutil.which("g++"):
         raise Unavailable("Inductor needs a C++ compiler (g++)")
     return Peer("torch.compile", version("torch"), torch.compile(plain_logprobs, dynamic=True))
