@@ -5,13 +5,22 @@ backward where the gradient is formed in the forward pass (`linear_token_loss`),
 (`linear_token_logprobs`).
 """
 
+import os
 import sys
 from typing import NamedTuple
 
 import torch
 
 from fused_rl import tiles
-from fused_rl.logprobs import TokenLogprobs, row_backend
+from fused_rl.logprobs import (
+    _INTEGERS,
+    TokenLogprobs,
+    _check_row_temperature,
+    _check_values,
+    _described,
+    _positive,
+    row_backend,
+)
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
@@ -172,7 +181,7 @@ def _check_head(hidden, weight, targets, bias):
             f"targets must have the shape of hidden without its last dimension, {tuple(hidden.shape[:-1])}, got "
             f"{tuple(targets.shape)}"
         )
-    if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
+    if targets.dtype not in _INTEGERS:
         raise ValueError(f"targets must be integers, got {targets.dtype}; use targets.long()")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got {tuple(bias.shape)}")
@@ -188,34 +197,17 @@ def _check_head(hidden, weight, targets, bias):
 
 
 def _check_options(targets, temperature, mask, softcap, workspace_mb):
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != targets.shape):
-        raise ValueError(
-            f"mask must be bool of the targets' shape {tuple(targets.shape)} (True where a token counts), got "
-            f"{mask.dtype} {tuple(mask.shape)}"
-        )
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be a bool tensor, True where a token counts, got {_described(mask)}")
+    if mask is not None and mask.shape != targets.shape:
+        raise ValueError(f"mask must have the targets' shape {tuple(targets.shape)}, got {tuple(mask.shape)}")
     if isinstance(temperature, torch.Tensor):
-        if temperature.dim() and temperature.shape != targets.shape:
-            raise ValueError(
-                f"temperature must be a number or have the targets' shape {tuple(targets.shape)}, got "
-                f"{tuple(temperature.shape)}"
-            )
-    elif not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive or None, got {softcap}")
-    if not workspace_mb > 0:
-        raise ValueError(f"workspace_mb must be positive, got {workspace_mb}")
-
-
-def _check_targets(targets, vocab, kept):  # (n,), of the positions `kept` (n,) among all, or None
-    wrong = ((targets < 0) | (targets >= vocab)).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        position = row if kept is None else int(kept[row])
-        raise ValueError(
-            f"target {int(targets[row])} at position {position} (of the flattened targets) is outside the vocabulary "
-            f"of {vocab}; mask positions without a target"
-        )
+        _check_row_temperature(temperature, tuple(targets.shape))
+    else:
+        _positive("temperature", temperature, "it divides the logits")
+    if softcap is not None:
+        _positive("softcap", softcap, "pass None for no capping")
+    _positive("workspace_mb", workspace_mb, "it is in MiB")
 
 
 class _Rows(NamedTuple):
@@ -246,11 +238,13 @@ def _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_m
     _check_options(targets, temperature, mask, softcap, workspace_mb)
     kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
     rows = _Rows((), kept, targets.shape)
+    row_temperature = None
+    if isinstance(temperature, torch.Tensor):
+        row_temperature = temperature.detach().to(hidden.device, torch.float32).expand(rows.shape)
+    if hidden.device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1":
+        _check_values(targets, mask, row_temperature, weight.shape[0])
+    inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
     hidden, targets = rows.select(hidden), rows.select(targets).long()
-    _check_targets(targets, weight.shape[0], kept)
-    inv_temperature = 1.0 / temperature
-    if isinstance(inv_temperature, torch.Tensor):
-        inv_temperature = rows.select(inv_temperature.detach().float().expand(rows.shape)).contiguous()
     budget = tiles.budget(workspace_mb, hidden, copied=kept is not None)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
@@ -270,8 +264,8 @@ def linear_token_logprobs(
             and in the backward pass, its gradient averaged over the mesh).
         targets: (...) integers below V; only those under the mask are read.
         bias: (V,).
-        temperature: a number, or (...) one per token. A scale s of the logits is `temperature / s`, and with
-            soft-capping also `softcap / s`.
+        temperature: a number, or a tensor broadcastable to (...), one per token. A scale s of the logits is
+            `temperature / s`, and with soft-capping also `softcap / s`.
         mask: (...) bool, True where a token counts; others are dropped before any work and get a gradient of 0.
         softcap: logits become softcap * tanh(logits / softcap), before the temperature.
         workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
@@ -284,7 +278,8 @@ def linear_token_logprobs(
         respect to hidden, weight and bias. Gradients come in the inputs' dtypes, from sums in fp32.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a target outside the vocabulary, an option out of range.
+        ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
+            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature not positive.
     """
     rows = _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))

@@ -47,6 +47,9 @@ def add_mm(total, a, b, first):
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
         return
+    if total.device.type == "cuda" and torch.version.hip is None:  # no other device adds 16-bit products to fp32
+        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
+        return
     for rows in blocks(total.shape[0], max(1, _PARTIAL_BYTES // (b.shape[1] * b.element_size()))):
         part = torch.mm(a[rows], b)
         total[rows].copy_(part) if first else total[rows].add_(part)

@@ -93,6 +93,7 @@ def compare(run, leaves, targets, *args, **options):
 
 OPTIONS = {
     "plain": {},
+    "no bias": {},
     "temperature": {"temperature": 0.6},
     "row temperature": {"temperature": "rows"},
     "softcap": {"softcap": 4.0},
@@ -148,13 +149,12 @@ def cpu(monkeypatch):
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_values_and_gradients(run, dtype, name, bias, workspace):
+def test_values_and_gradients(run, dtype, name, workspace):
     shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype, bias=bias)
+    leaves, targets, mask = make(shape, dtype, bias=name != "no bias")
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
     compare(run, leaves, targets, *upstream, **options_for(name, targets, mask), workspace_mb=workspace_mb)
 
@@ -253,7 +253,7 @@ def test_one_pass_equals_recompute(dtype, workspace):
     recomputed = [logprobs, entropy, *torch.autograd.grad(0.37 * loss, leaves)]
     for a, b in zip(one_pass, recomputed, strict=True):
         ulp = torch.finfo(a.dtype).eps
-        torch.testing.assert_close(a, b, rtol=0, atol=3 * ulp * b.abs().max().item())
+        torch.testing.assert_close(a, b, rtol=0, atol=8 * ulp * b.abs().max().item())
 
 
 @pytest.mark.usefixtures("cpu")
@@ -387,13 +387,12 @@ def peak_bytes(run):
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace_mb", [32, 48])
-@pytest.mark.parametrize("masked", [False, True], ids=["all count", "masked"])
+@pytest.mark.parametrize(("workspace_mb", "masked"), [(32, False), (48, True)])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
 def test_memory(run, dtype, masked, workspace_mb):
-    """Outputs, gradients, workspace + 10 %: logits would be 63 or 126 MB, an fp32 sum of the weight's gradient 8 MB."""
-    shape = (1024, 64, 30720)
+    """Outputs, gradients, workspace + 10 %, where logits would take 40 or 80 MB."""
+    shape = (1024, 64, 20480)
     leaves, targets, mask = make(shape, dtype, bias=False)
     options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
@@ -617,17 +616,24 @@ BAD = {
     "weight transposed": ({"weight": torch.zeros(16, 131)}, "weight .V, H."),
     "targets of another shape": ({"targets": torch.zeros(21, dtype=torch.long)}, "targets must have the shape"),
     "targets not integer": ({"targets": torch.zeros(22)}, "targets must be integers, got torch.float32"),
-    "target too large": ({"targets": torch.arange(22) * 10}, "target 140 at position 14 .* vocabulary of 131"),
-    "target negative": ({"targets": torch.arange(22) - 1}, "target -1 at position 0"),
+    "target too large": (
+        {"targets": torch.arange(22) * 10},
+        r"logits\[14\] is 140, outside .* 131",
+    ),
+    "target negative": ({"targets": torch.arange(22) - 1}, r"target of logits\[0\] is -1"),
     "bias of another length": ({"bias": torch.zeros(130)}, "bias must be .V,. = .131,., got .130,."),
     "mixed dtypes": ({"weight": torch.zeros(131, 16, dtype=BF16)}, "one dtype.*torch.float32, torch.bfloat16"),
     "fp64": ({"hidden": torch.zeros(22, 16).double(), "weight": torch.zeros(131, 16).double()}, "float32, bfloat16"),
-    "mask not bool": ({"mask": torch.ones(22)}, "mask must be bool"),
-    "mask of another shape": ({"mask": torch.ones(11, dtype=torch.bool)}, "mask must be bool of the targets' shape"),
-    "temperature zero": ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-    "temperature of another shape": ({"temperature": torch.ones(21)}, "temperature must be a number or"),
-    "softcap negative": ({"softcap": -1.0}, "softcap must be positive"),
-    "no workspace": ({"workspace_mb": 0}, "workspace_mb must be positive"),
+    "mask not bool": ({"mask": torch.ones(22)}, "mask must be a bool tensor"),
+    "mask of another shape": (
+        {"mask": torch.ones(11, dtype=torch.bool)},
+        "mask must have .* .22,., got .11,.",
+    ),
+    "temperature zero": ({"temperature": 0.0}, "temperature must be a finite number > 0, got 0.0"),
+    "temperature of another shape": ({"temperature": torch.ones(21)}, "temperature must be a number or broadcastable"),
+    "temperature of a row negative": ({"temperature": torch.arange(22) - 1.0}, r"got -1.0 for\s+logits\[0\]"),
+    "softcap negative": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
+    "no workspace": ({"workspace_mb": 0}, "workspace_mb must be a finite number > 0"),
 }
 
 
