@@ -1,0 +1,233 @@
+"""Rows from a local JSONL or Parquet file or a Hub dataset, prompts as token ids, and a sampler with a state.
+
+Text is tokenised once, when it is loaded; from there on only token ids travel.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fused_rl.trainers.cli import InputError
+
+PROMPT_COLUMNS = ("prompt", "messages", "question")
+
+
+@dataclass
+class Rows:
+    """Rows as dictionaries, each knowing where it came from, so that an error can say so."""
+
+    rows: list[dict]
+    source: str
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, i: int) -> str:
+        """`file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
+        unit = "line" if self.source.endswith(".jsonl") else "row"
+        return f"{self.source}, {unit} {self.rows[i].get('__line__', self.first + i + 1)}"
+
+    def get(self, i: int, column: str, option: str | None = None):
+        """One cell; an error names file, line, column, and the option that names another column."""
+        row = self.rows[i]
+        if row.get(column) is None:
+            remedy = f"; name the right column with --{option}" if option else ""
+            present = sorted(key for key in row if key != "__line__")
+            raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {present}{remedy}")
+        return row[column]
+
+    def split(self, last: int) -> tuple["Rows", "Rows"]:
+        """All but the last rows, and the last ones."""
+        cut = len(self) - last
+        if cut <= 0:
+            raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
+        return Rows(self.rows[:cut], self.source, self.first), Rows(self.rows[cut:], self.source, self.first + cut)
+
+
+def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
+    """Rows of a .jsonl or .parquet file, or of a Hub dataset."""
+    path = Path(name)
+    if path.suffix == ".jsonl":
+        return Rows(_read_jsonl(path), name)
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        if not path.is_file():
+            raise InputError(f"dataset file {name} does not exist")
+        return Rows(pyarrow.parquet.read_table(path).to_pylist(), name)
+    if path.is_file():
+        raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
+    import datasets
+
+    try:
+        if config_name is None:
+            known = datasets.get_dataset_config_names(name)
+            config_name = next((c for c in ("default", "main") if c in known), known[0])
+            if config_name == known[0] and len(known) > 1 and config_name not in ("default", "main"):
+                raise InputError(
+                    f"dataset {name} has several configurations; name one of {known} with --dataset_config"
+                )
+        return Rows(datasets.load_dataset(name, config_name, split=split).to_list(), name)
+    except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise InputError(f"dataset={name!r} is neither a .jsonl or .parquet file nor on the Hub: {error}") from error
+
+
+def _read_jsonl(path: Path) -> list[dict]:
+    if not path.is_file():
+        raise InputError(f"dataset file {path} does not exist")
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InputError(f"{path}, line {number}, character {error.colno}: not JSON: {error.msg}") from error
+            if not isinstance(row, dict):
+                raise InputError(
+                    f"{path}, line {number}: expected a JSON object with columns, got {type(row).__name__}"
+                )
+            rows.append({**row, "__line__": number})
+    return rows
+
+
+def load_train_eval(config) -> tuple[Rows, Rows]:
+    """The rows to train on and the held-out rows that a run config names."""
+    train = load_rows(config.dataset, config.dataset_config, config.dataset_split)
+    if not config.eval_size:
+        return train, Rows([], config.dataset)
+    if config.eval_dataset is None:
+        return train.split(config.eval_size)
+    held_out = load_rows(config.eval_dataset, None, config.eval_split)
+    return train, Rows(held_out.rows[: config.eval_size], held_out.source)
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a model, with some pad token: what it is does not matter, pads are never read."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"the tokenizer of {name} has no EOS token, so no response could ever end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_ids(tokenizer, generation_config) -> list[int]:
+    """Every token id that ends a response: the tokenizer's EOS and those of the model's generation config."""
+    eos = generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [] if eos is None else [eos])})
+
+
+class Encoder:
+    """Prompts and completions to token ids, through the chat template where the tokenizer has one."""
+
+    def __init__(self, tokenizer, *, raw_prompt: bool = False, system_prompt: str | None = None):
+        self.tokenizer, self.system_prompt = tokenizer, system_prompt
+        self.chat = tokenizer.chat_template is not None and not raw_prompt
+        if system_prompt is not None and not self.chat:
+            raise InputError("system_prompt needs a tokenizer with a chat template and raw_prompt=false")
+
+    def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
+        """Token ids of row i's prompt, up to where the response begins."""
+        messages = self._messages(rows, i, column)
+        if messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        return self._encode_prompt(messages)
+
+    def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> tuple[list[int], list[int]]:
+        """Token ids of row i's prompt and of the completion, which ends in EOS.
+
+        With messages whose last one is the assistant's, that is the completion; else the completion is a column.
+        """
+        messages = self._messages(rows, i, column)
+        if messages[-1]["role"] == "assistant":
+            messages, text = messages[:-1], messages[-1]["content"]
+        else:
+            text = rows.get(i, completion_column, "completion_column")
+            if not isinstance(text, str):
+                raise InputError(
+                    f"{rows.where(i)}: column {completion_column!r} must be text, got {type(text).__name__}"
+                )
+        prompt, eos = self._encode_prompt(messages), self.tokenizer.eos_token_id
+        if not self.chat:
+            return prompt, [*self.tokenizer(text, add_special_tokens=False).input_ids, eos]
+        whole = self._template([*messages, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        if whole[: len(prompt)] != prompt:
+            raise InputError(f"{rows.where(i)}: the chat template does not continue its own generation prompt")
+        completion = whole[len(prompt) :]
+        end = completion.index(eos) if eos in completion else len(completion)  # templates add a newline after EOS
+        return prompt, [*completion[:end], eos]
+
+    def _messages(self, rows: Rows, i: int, column: str | None) -> list[dict]:
+        if column is None:
+            column = next((c for c in PROMPT_COLUMNS if rows.rows[i].get(c) is not None), PROMPT_COLUMNS[0])
+        prompt = rows.get(i, column, "prompt_column")
+        if isinstance(prompt, str):
+            system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+            return [*system, {"role": "user", "content": prompt}]
+        if (
+            not isinstance(prompt, list)
+            or not prompt
+            or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
+        ):
+            raise InputError(
+                f"{rows.where(i)}: column {column!r} must be text or a list of messages with role and content, "
+                f"got {str(prompt)[:80]!r}"
+            )
+        if not self.chat:
+            raise InputError(f"{rows.where(i)}: column {column!r} holds messages, but there is no chat template to use")
+        return prompt
+
+    def _encode_prompt(self, messages: list[dict]) -> list[int]:
+        if self.chat:
+            return self._template(messages, add_generation_prompt=True)
+        ids = self.tokenizer(messages[-1]["content"]).input_ids
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:  # the text spelled out the token that the tokenizer also adds
+            ids = ids[1:]
+        return ids[:-1] if len(ids) > 1 and ids[-1] == eos and bos != eos else ids  # a prompt has not ended
+
+    def _template(self, messages: list[dict], *, add_generation_prompt: bool) -> list[int]:
+        # The template writes the special tokens itself: transformers adds none when it tokenises the result.
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+        )
+
+
+class Sampler:
+    """Endless batches of indices: a fresh permutation per epoch, the same on every rank, resumable anywhere."""
+
+    def __init__(self, size: int, batch_size: int, seed: int):
+        if size < 1:
+            raise InputError("no rows to train on")
+        self.size, self.batch_size, self.seed, self.position = size, batch_size, seed, 0
+
+    def __next__(self) -> list[int]:
+        batch = []
+        while len(batch) < self.batch_size:
+            epoch, offset = divmod(self.position, self.size)
+            taken = self._permutation(epoch)[offset : offset + self.batch_size - len(batch)]
+            self.position += len(taken)
+            batch += taken
+        return batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(self.size, generator=generator).tolist()
+
+
+def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: int = 0) -> torch.Tensor:
+    """Ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
+    width = max(width, max(map(len, sequences)))
+    fill = [[value] * (width - len(s)) for s in sequences]
+    return torch.tensor([f + s if left else s + f for s, f in zip(sequences, fill, strict=True)])

@@ -1,0 +1,177 @@
+"""DeepSpeed, used directly: one process or many, ZeRO 0 to 3.
+
+A trainer calls `engine.backward(loss * world_size())` once per micro-batch, where `loss` is a sum over the rank's
+micro-batch divided by a count over the whole optimizer step and all ranks, and then `engine.step()` once. The result
+does not depend on how the batch was split over ranks and micro-batches.
+
+Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
+"""
+
+import os
+import time
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fused_rl.trainers.cli import InputError
+
+TIMEOUT = timedelta(minutes=30)
+
+
+def quiet() -> None:
+    """Keep other libraries' progress bars and notices off the screen: a run shows its own."""
+    import transformers
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def setup(seed: int) -> torch.device:
+    """Join the process group (of one process, without a launcher), seed this rank, and return its device."""
+    quiet()
+    cuda = torch.cuda.is_available()
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in alone.items():
+        os.environ.setdefault(key, value)
+    import deepspeed
+    import deepspeed.ops
+    import transformers
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
+    if not dist.is_initialized():
+        deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+    transformers.set_seed(seed + rank() * 100_003)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def teardown() -> None:
+    """Leave the process group in an orderly way; without it, a run of two processes can abort at exit."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
+
+
+def rank() -> int:
+    """This process's rank; 0 outside a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def global_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of a tensor of any shape, in fp64 on the CPU."""
+    values = values.detach().double().clone()
+    if world_size() > 1:
+        values = values.cuda() if dist.get_backend() == "nccl" else values
+        dist.all_reduce(values)
+    return values.cpu()
+
+
+def global_max(value: torch.Tensor) -> float:
+    """The largest of a scalar over ranks."""
+    value = value.detach().double().clone()
+    if world_size() > 1:
+        value = value.cuda() if dist.get_backend() == "nccl" else value
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def torch_dtype(config) -> torch.dtype:
+    """The dtype of weights and activations that `config.dtype` stands for on this machine."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() and config.zero_stage else torch.float32
+    if config.dtype == "bfloat16" and config.zero_stage == 0:
+        raise InputError("dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1")
+    return getattr(torch, config.dtype)
+
+
+def _deepspeed_config(config, *, train: bool) -> dict:
+    zero = {
+        "stage": config.zero_stage,
+        "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    if config.offload:
+        if config.zero_stage < 2:
+            raise InputError(f"offload needs zero_stage 2 or 3, got zero_stage={config.zero_stage}")
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if config.zero_stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # any number of backwards, then one step
+        # Its default is 1.0. Without ZeRO DeepSpeed does not tell the norm, so there `initialize` clips by itself.
+        "gradient_clipping": config.max_grad_norm if config.zero_stage and train else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": torch_dtype(config) == torch.bfloat16},
+        "zero_optimization": zero,
+    }
+
+
+def initialize(model: nn.Module, config, updates: int):
+    """A DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
+    import deepspeed
+    import torch.distributed.distributed_c10d as c10d
+    from transformers import get_scheduler
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.lr, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay
+    )
+    schedule = get_scheduler(
+        "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=updates,
+    )
+    last_step: dict[str, float] = {}
+    optimizer.register_step_pre_hook(lambda *_: _before_step(last_step, optimizer, parameters, config))
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=_deepspeed_config(config, train=True)
+    )
+    for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
+        c10d._set_pg_timeout(TIMEOUT, group)
+    engine.last_step = last_step
+    return engine
+
+
+def _before_step(last_step, optimizer, parameters, config) -> None:
+    last_step["lr"] = optimizer.param_groups[0]["lr"]  # the schedule moves on within engine.step()
+    if not config.zero_stage:
+        last_step["optim/grad_norm"] = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or float("inf"))
+
+
+def optimizer_metrics(engine) -> dict[str, float]:
+    """Of the last optimizer step: its learning rate and the norm of its gradient before clipping."""
+    norm = engine.last_step.get("optim/grad_norm", engine.get_global_grad_norm())
+    return {"lr": engine.last_step["lr"], "optim/grad_norm": float(norm)}
+
+
+def initialize_frozen(model: nn.Module, config):
+    """`model` ready for forward passes alone; under ZeRO 3 its weights are partitioned too."""
+    if config.zero_stage < 3:
+        return model
+    import deepspeed
+
+    return deepspeed.initialize(model=model, config=_deepspeed_config(config, train=False))[0]

@@ -1,0 +1,119 @@
+"""The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
+
+import os
+import shutil
+
+import torch
+from torch import nn
+
+import fused_rl
+from fused_rl.trainers import engine
+from fused_rl.trainers.cli import InputError
+
+
+class LanguageModel(nn.Module):
+    """A causal LM whose forward scores its own input; the root module given to DeepSpeed.
+
+    The head's weight is read inside this forward, so that ZeRO 3 gathers it there and again in the backward pass.
+    """
+
+    def __init__(self, lm: nn.Module, loss_from: str, *, lora: bool = False):
+        super().__init__()
+        self.lm, self.loss_from, self.lora = lm, loss_from, lora
+        self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
+        if loss_from == "linear":
+            _check_plain_head(self.base)
+
+    @property
+    def base(self) -> nn.Module:
+        """The transformers model, without the wrapper that LoRA puts around it."""
+        return self.lm.get_base_model() if self.lora else self.lm
+
+    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, per_token=(), want_logits=False):
+        """Score each token by those before it: row t of (B, T - 1) is token t + 1.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right: a causal model never sees a pad, so there is no other mask.
+            mask: (B, T - 1) bool, True where token t + 1 counts.
+            temperature: of the softmax.
+            token_loss, per_token: a loss for `fused_rl.linear_token_loss` and its (B, T - 1) arguments.
+            want_logits: also return the logits (mask.sum(), V) of the rows that count.
+
+        Returns:
+            (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` the loss; with `want_logits` a pair.
+        """
+        lm = self.base
+        targets, options = input_ids[:, 1:], {"temperature": temperature, "mask": mask, "softcap": self.softcap}
+        if self.loss_from == "logits":
+            logits = lm(input_ids=input_ids, use_cache=False).logits
+            options["softcap"] = None  # the model has applied it
+            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
+            return (rows, logits[:, :-1][mask]) if want_logits else rows
+        hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+        head = lm.get_output_embeddings()
+        options["bias"] = head.bias
+        if token_loss is not None:
+            return fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
+        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
+        if not want_logits:
+            return rows
+        logits = head(hidden[mask])
+        return rows, logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _check_plain_head(lm) -> None:
+    """The linear path multiplies by the head's weight itself, so the head must be that and nothing more."""
+    text = lm.config.get_text_config()
+    scales = [k for k in ("logit_scale", "logits_scaling") if getattr(text, k, None) not in (None, 1, 1.0)]
+    if scales or type(lm.get_output_embeddings()) is not nn.Linear:
+        what = f"config.{scales[0]}" if scales else f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
+        raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
+
+
+def load_lm(config, device: torch.device, *, trainable: bool = True) -> LanguageModel:
+    """The causal LM that `config.model` names, without dropout; frozen unless trainable."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(config.model, dtype=engine.torch_dtype(config)).to(device)
+    except OSError as error:
+        raise InputError(
+            f"model={config.model!r} is neither a local folder with a model nor on the Hub: {error}"
+        ) from error
+    # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
+    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    for module in lm.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+    if not trainable:
+        lm.requires_grad_(False).eval()
+    elif config.lora_rank:
+        import peft
+
+        lora = peft.LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        lm = peft.get_peft_model(lm, lora)
+    if trainable and config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return LanguageModel(lm, config.loss_from, lora=trainable and config.lora_rank > 0)
+
+
+def save_lm(trained, tokenizer, folder: str) -> None:
+    """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all."""
+    state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
+    if engine.rank() == 0:
+        lm = trained.module.lm
+        base = trained.module.base
+        if state is not None:
+            state = {name.removeprefix("lm."): value for name, value in state.items()}
+        training_config, base.generation_config = base.generation_config, base.saved_generation_config
+        unfinished = f"{folder}.tmp"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        lm.save_pretrained(unfinished, state_dict=state)
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(unfinished, folder)
+        base.generation_config = training_config
+    engine.barrier()

@@ -1,0 +1,144 @@
+"""Supervised fine-tuning: the negative log-likelihood of completions, averaged over the tokens of a whole step.
+
+    fused-rl sft --config recipes/demo_sft.yaml
+    torchrun --nproc-per-node 2 -m fused_rl.trainers.sft --model ... --dataset ... --output_dir ...
+
+Left out: packing, loss on prompts, several turns of one conversation.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+import fused_rl
+from fused_rl.trainers import checkpoint, cli, data, engine, models
+from fused_rl.trainers.metrics import Logger
+from fused_rl.trainers.rollout import Batch, make_batch
+
+COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
+CURVES = {
+    "loss (nats per token)": ["train/loss", "eval/loss"],
+    "held-out token accuracy": ["eval/accuracy"],
+    "entropy (nats)": ["train/entropy"],
+}
+
+
+@dataclass
+class SFTConfig(cli.RunConfig):
+    """Supervised fine-tuning of a causal language model on prompts and completions."""
+
+    prompt_column: str | None = None
+    """Text or messages; None takes prompt, messages or question, whichever is there."""
+    completion_column: str = "completion"
+    """Text of the completion; not read where the messages end with the assistant's."""
+    max_length: int = 1024
+    """Longer rows (prompt and completion, in tokens) are dropped, counted and reported."""
+    batch_size: int = 32
+    """Rows per optimizer step, over all ranks."""
+
+
+def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
+    """How the batch divides; raises on what does not."""
+    cli.check_positive(config, "steps", "batch_size", "micro_batch_size")
+    if config.batch_size % world:
+        raise cli.InputError(f"batch_size={config.batch_size} does not divide over {world} processes")
+    local, size = config.batch_size // world, config.micro_batch_size
+    return {
+        "processes": world,
+        "rows per step": f"{config.batch_size} = {world} processes x {local}",
+        "micro-batches per process and step": f"{math.ceil(local / size)} of at most {size}",
+        "rows in the run": config.steps * config.batch_size,
+        "optimizer steps": config.steps,
+    }
+
+
+def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, completion ids) of every row that is short enough."""
+    pairs = [encoder.pair(rows, i, config.prompt_column, config.completion_column) for i in range(len(rows))]
+    kept = [(p, c) for p, c in pairs if len(p) <= config.max_prompt_length and len(p) + len(c) <= config.max_length]
+    if len(kept) < len(pairs) and engine.rank() == 0:
+        print(f"{rows.source}: dropped {len(pairs) - len(kept)} of {len(pairs)} rows longer than max_length")
+    return kept
+
+
+def micro_batches(pairs, config: SFTConfig, pad_id: int, device) -> list[Batch]:
+    """The rank's rows as micro-batches, of similar lengths so that little is padded."""
+    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+    size = config.micro_batch_size
+    return [make_batch(*zip(*pairs[i : i + size], strict=True), pad_id, device) for i in range(0, len(pairs), size)]
+
+
+def train_step(model, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    """One optimizer step over this rank's micro-batches; returns means over all ranks."""
+    num_tokens = engine.global_sum(sum(b.response_mask.sum() for b in batches)).item()
+    totals = torch.zeros(2, dtype=torch.float64)
+    model.train()
+    for batch in batches:
+        rows = model(batch.input_ids, batch.response_mask)
+        loss = -fused_rl.masked_sum(rows.logprobs, batch.response_mask) / num_tokens
+        model.backward(loss * engine.world_size())
+        totals += torch.stack([loss.detach(), rows.entropy.detach().sum() / num_tokens]).cpu()
+    model.step()
+    loss, entropy = engine.global_sum(totals).tolist()
+    return {"train/loss": loss, "train/entropy": entropy, "train/num_tokens": num_tokens}
+
+
+@torch.no_grad()
+def evaluate(model, batches: list[Batch]) -> dict[str, float]:
+    """Loss and token accuracy on held-out rows, the same on every rank."""
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64)
+    for batch in batches:
+        rows, logits = model(batch.input_ids, batch.response_mask, want_logits=True)
+        hit = logits.argmax(-1) == batch.input_ids[:, 1:][batch.response_mask]
+        totals += torch.stack([-rows.logprobs.sum(), hit.sum(), batch.response_mask.sum()]).cpu()
+    return {"eval/loss": (totals[0] / totals[2]).item(), "eval/accuracy": (totals[1] / totals[2]).item()}
+
+
+def train(config: SFTConfig) -> str:
+    """Run the whole training; returns the folder of the trained model."""
+    device = engine.setup(config.seed)
+    arithmetic(config, engine.world_size())
+    folder = checkpoint.open_run(config)
+    tokenizer = data.load_tokenizer(config.model)
+    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+    pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+    sampler = data.Sampler(len(pairs), config.batch_size, config.seed)
+    model = engine.initialize(models.load_lm(config, device), config, config.steps)
+    held_out = micro_batches(held_out, config, tokenizer.pad_token_id, device)
+    start = checkpoint.resume(model, folder, sampler) if config.resume else 0
+    logger = Logger(config, "sft", COLUMNS, start)
+    if not start and held_out:
+        logger.log(0, evaluate(model, held_out))
+    saver, stopped = checkpoint.Saver(model, folder, config, sampler), False
+    with checkpoint.Interruption() as interruption:
+        for step in range(start + 1, config.steps + 1):
+            began = time.monotonic()
+            mine = next(sampler)[engine.rank() :: engine.world_size()]
+            metrics = train_step(model, micro_batches([pairs[i] for i in mine], config, tokenizer.pad_token_id, device))
+            metrics |= engine.optimizer_metrics(model)
+            metrics["time/train"] = time.monotonic() - began
+            metrics["time/save"] = saver.seconds
+            metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
+            if held_out and (step % config.eval_every == 0 or step == config.steps):
+                metrics |= evaluate(model, held_out)
+            logger.log(step, metrics)
+            stopped = saver.after(step, interruption)
+            if stopped:
+                break
+    logger.close(CURVES)
+    if stopped:
+        raise KeyboardInterrupt
+    models.save_lm(model, tokenizer, str(folder / "model"))
+    return str(folder / "model")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`fused-rl sft`."""
+    cli.run("sft", "SFTConfig", argv)
+
+
+if __name__ == "__main__":
+    main()
