@@ -6,9 +6,10 @@ from pathlib import Path as _Path
 if not (_Path(__path__[0]) / "kernels").is_dir():
     __path__.append(str(_Path(__path__[0]).parent))
 
-from fused_rl.advantages import group_advantages
+from fused_rl.advantages import gae, group_advantages
 from fused_rl.kl import kl_estimate, token_kl
 from fused_rl.linear import LinearTokenLoss, linear_token_logprobs, linear_token_loss
+from fused_rl.linear_kl import linear_token_kl
 from fused_rl.logprobs import TokenLogprobs, token_logprobs
 from fused_rl.losses import (
     PRESETS,
@@ -28,9 +29,11 @@ __all__ = [
     "LinearTokenLoss",
     "TokenLogprobs",
     "entropy_bonus",
+    "gae",
     "group_advantages",
     "importance_ratio",
     "kl_estimate",
+    "linear_token_kl",
     "linear_token_logprobs",
     "linear_token_loss",
     "masked_mean",

@@ -1,8 +1,10 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
+import os
+
 import torch
 
-__all__ = ["group_advantages"]
+__all__ = ["gae", "group_advantages"]
 
 
 def group_advantages(
@@ -47,3 +49,77 @@ def group_advantages(
     # Equality, not a small deviation: the rounded mean of equal rewards can differ from them in the last bit.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0, centred).view(-1)
+
+
+def gae(rewards, values, mask, *, gamma: float, gae_lambda: float):
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16) over the tokens that count.
+
+    With the sequence of positions where `mask` is True, and values and advantages of 0 beyond its end,
+
+        advantage_t = r_t + gamma value_{t+1} - value_t + gamma gae_lambda advantage_{t+1},
+
+    so masked positions, also in the middle, are as if they were not there. Sums are fp64.
+
+    Args:
+        rewards: (B, T) floating point.
+        values: (B, T) floating point, the value function before each token.
+        mask: (B, T) bool, True where a token counts; rewards and values elsewhere, NaN included, reach nothing.
+        gamma: discount, 0 to 1.
+        gae_lambda: 1 is the Monte-Carlo return less the value, 0 the one-step error; 0 to 1.
+
+    Returns:
+        `(advantages, returns)`, both (B, T), in the wider dtype of rewards and values, at least fp32, not
+        differentiable, exactly 0 where the mask is False. returns = advantages + values.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit; gamma or gae_lambda outside [0, 1].
+    """
+    for name, x in (("rewards", rewards), ("values", values)):
+        if x.dim() != 2 or not x.is_floating_point():
+            raise ValueError(f"{name} must be (B, T) floating point, got {tuple(x.shape)} {x.dtype}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (True where a token counts), got {mask.dtype}; use mask.bool()")
+    if not rewards.shape == values.shape == mask.shape:
+        raise ValueError(
+            f"rewards, values and mask must have one shape (B, T), got {tuple(rewards.shape)}, {tuple(values.shape)}, "
+            f"{tuple(mask.shape)}"
+        )
+    if not rewards.device == values.device == mask.device:
+        raise ValueError(f"rewards, values and mask are on {rewards.device}, {values.device}, {mask.device}")
+    for name, number in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {number}")
+    return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))
+
+
+def _gae_dtype(rewards, values):
+    return torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+
+
+@torch.library.custom_op("fused_rl::gae", mutates_args=())
+def _gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = _gae_dtype(rewards, values)
+    if rewards.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        from fused_rl.kernels import gae as kernel
+
+        rows = (x if x.stride(1) == 1 else x.contiguous() for x in (rewards, values, mask))
+        return kernel.gae(*rows, gamma, gae_lambda, dtype)
+    r, v = (torch.where(mask, x, 0).double() for x in (rewards, values))
+    # z = (1 - lambda) value + lambda return is all that a token needs of the next: z_t = b_t + a_t z_{t+1}, by doubling
+    z = torch.where(mask, (1 - gae_lambda) * v + gae_lambda * r, 0)
+    a = torch.where(mask, gamma * gae_lambda, torch.ones_like(z))
+    step = 1
+    while step < z.shape[1]:
+        z[:, :-step] += a[:, :-step] * z[:, step:]
+        a[:, :-step] = a[:, :-step] * a[:, step:]
+        step *= 2
+    returns = r + gamma * torch.nn.functional.pad(z[:, 1:], (0, 1))
+    return tuple(torch.where(mask, x, 0).to(dtype) for x in (returns - v, returns))
+
+
+@_gae.register_fake
+def _gae_fake(rewards, values, mask, gamma, gae_lambda):
+    dtype = _gae_dtype(rewards, values)
+    return tuple(torch.empty(rewards.shape, dtype=dtype, device=rewards.device) for _ in range(2))

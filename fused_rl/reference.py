@@ -10,11 +10,20 @@ import torch
 from fused_rl.linear import LinearTokenLoss
 from fused_rl.logprobs import TokenLogprobs
 
-__all__ = ["kl_estimate", "linear_token_logprobs", "linear_token_loss", "policy_loss", "token_kl", "token_logprobs"]
+__all__ = [
+    "gae",
+    "kl_estimate",
+    "linear_token_kl",
+    "linear_token_logprobs",
+    "linear_token_loss",
+    "policy_loss",
+    "token_kl",
+    "token_logprobs",
+]
 
 
 def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
-    """As `fused_rl.token_logprobs`, in the dtype of `logits`, by `torch.log_softmax`; `inplace` has no effect."""
+    """As `fused_rl.token_logprobs`, in the dtype of `logits`, by its definition; `inplace` has no effect."""
     if shift:
         logits, targets = logits[:, :-1], targets[:, 1:]
     mask = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
@@ -23,13 +32,17 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     x = torch.where(live[..., None], logits, 0)
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     x = x / (temperature[..., None] if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
-    logp = torch.log_softmax(x, -1)
+    top, at = x.max(-1, keepdim=True)
+    rest = (
+        (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)
+    )  # added to the maximum's 1, small terms would be lost
+    logp = x - top - rest.log1p()
     # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
     chosen = logp.gather(-1, torch.where(live, targets, 0).long()[..., None])[..., 0]
     nothing = torch.where(mask & banned, -torch.inf, 0.0).to(x.dtype)
-    outputs = torch.where(live, chosen, nothing), torch.where(live, entropy, 0), torch.logsumexp(x, -1)
-    return TokenLogprobs(*outputs[:2], torch.where(live, outputs[2], nothing))
+    lse = (top + rest.log1p())[..., 0]
+    return TokenLogprobs(torch.where(live, chosen, nothing), entropy * live, torch.where(live, lse, nothing))
 
 
 def linear_token_logprobs(
@@ -146,3 +159,27 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
     log_mean = torch.logaddexp(logp_or_0, logq_or_0) - math.log(2)
     p_a, q_b = (z.exp() * torch.where(z.isinf(), 0, z - log_mean) for z in (logp, logq))
     return ((p_a + q_b) / 2).sum(-1).where(mask, 0)
+
+
+def linear_token_kl(
+    hidden, weight, ref_hidden, ref_weight, *, bias=None, ref_bias=None, mask=None, workspace_mb=None, **options
+):
+    """As `fused_rl.linear_token_kl`; `options` as in `token_kl`."""
+    kept = torch.ones(hidden.shape[:-1], dtype=torch.bool) if mask is None else mask
+    hidden, ref_hidden = (torch.where(kept[..., None], h, 0) for h in (hidden, ref_hidden))
+    logits, ref_logits = (
+        torch.nn.functional.linear(*head) for head in ((hidden, weight, bias), (ref_hidden, ref_weight, ref_bias))
+    )
+    return token_kl(logits, ref_logits, mask=mask, **options)
+
+
+def gae(rewards, values, mask, *, gamma, gae_lambda):
+    """As `fused_rl.gae`: the loop from the last token to the first, in the inputs' dtype."""
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for b in range(rewards.shape[0]):
+        value = advantage = 0.0
+        for t in mask[b].nonzero()[:, 0].flip(0).tolist():
+            advantage = rewards[b, t] + gamma * value - values[b, t] + gamma * gae_lambda * advantage
+            value = values[b, t]
+            advantages[b, t], returns[b, t] = advantage, advantage + value
+    return advantages, returns

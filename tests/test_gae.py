@@ -1,0 +1,137 @@
+"""GAE against the loop from the last token to the first, in fp64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fused_rl
+from fused_rl import reference
+from tests import interpreter
+
+
+def batch(b, t, keep=0.7, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, b, t, generator=generator)
+    mask = torch.rand(b, t, generator=generator) < keep
+    # what no one may read
+    rewards, values = rewards.masked_fill(~mask, torch.nan), values.masked_fill(~mask, torch.inf)
+    return rewards.to(device), values.to(device), mask.to(device)
+
+
+def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
+    got = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
+    want = reference.gae(rewards.double(), values.double(), mask, gamma=gamma, gae_lambda=gae_lambda)
+    for ours, best in zip(got, want, strict=True):
+        assert ours.dtype == torch.float32 and (ours[~mask] == 0).all()
+        torch.testing.assert_close(ours, best.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gae_lambda", "want"),
+    [(1.0, [0.9, 0.8, 0.7, 0.6]), (0.95, [0.799675, 0.7365, 0.67, 0.6]), (0.0, [0.1, 0.1, 0.1, 0.6])],
+)
+@pytest.mark.parametrize("mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]])  # masked positions are as if not there
+def test_known_values(backend, gae_lambda, want, mask):
+    mask = torch.tensor([mask], dtype=torch.bool, device=backend)
+    rewards, values = torch.full((2, *mask.shape), torch.nan, device=backend)
+    rewards[mask] = torch.tensor([0.0, 0.0, 0.0, 1.0], device=backend)
+    values[mask] = torch.tensor([0.1, 0.2, 0.3, 0.4], device=backend)
+    advantages, returns = fused_rl.gae(rewards, values, mask, gamma=1.0, gae_lambda=gae_lambda)
+    want = torch.tensor(want, device=backend)
+    torch.testing.assert_close(advantages[mask], want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(returns[mask], want + values[mask], rtol=0, atol=1e-6)
+    assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
+
+
+# undiscounted, usual, strong decay (short blocks in the kernel), one-step, myopic, a decay that fp32 cannot hold
+@pytest.mark.parametrize(
+    ("gamma", "gae_lambda"), [(1, 1), (0.99, 0.95), (0.3, 0.4), (1, 0), (0, 1), (0.99999, 0.99999)]
+)
+@pytest.mark.parametrize("length", [1, 2, 3, 127, 1025])
+def test_equals_the_loop(backend, length, gamma, gae_lambda):
+    if length > 200 and gamma * gae_lambda < 0.1:
+        length = 200  # blocks of 8: many steps for the interpreter
+    assert_equals_loop(*batch(3, length, device=backend), gamma, gae_lambda)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 150)),
+    keep=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
+    gamma=st.floats(0, 1),
+    gae_lambda=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30, deadline=None)
+def test_any_shape_mask_and_decay(shape, keep, gamma, gae_lambda, seed):
+    for interpret in ("1", "0"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", interpret)
+            assert_equals_loop(*batch(*shape, keep, seed), gamma, gae_lambda)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.999])
+def test_longest(backend, gamma):
+    """131072 tokens, all rewards and values of one sign: returns of 10^5, where an fp32 loop is off by 1e-3."""
+    rewards, values, mask = batch(1, 131072, keep=0.9, device=backend)
+    rewards, values = rewards.abs(), values.abs()
+    # the loop in fp64, without its bookkeeping of masks
+    advantage, value, want = 0.0, 0.0, []
+    for r, v in zip(rewards[mask].tolist()[::-1], values[mask].tolist()[::-1], strict=True):
+        advantage = r + gamma * value - v + gamma * advantage
+        value = v
+        want.append(advantage)
+    advantages, _ = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0)
+    torch.testing.assert_close(advantages[mask].cpu(), torch.tensor(want[::-1]), rtol=1e-6, atol=1e-6)
+
+
+def test_dtypes_strides_and_detachment(backend):
+    rewards, values, mask = batch(4, 50, device=backend)
+    plain = fused_rl.gae(rewards, values, mask, gamma=0.9, gae_lambda=0.9)
+    wide = torch.stack([rewards, rewards], 2)[:, :, 0]  # stride 2 along T
+    rows = torch.cat([values, values], 1)[:, :50].requires_grad_()
+    for ours, best in zip(fused_rl.gae(wide, rows, mask, gamma=0.9, gae_lambda=0.9), plain, strict=True):
+        assert torch.equal(ours, best) and not ours.requires_grad
+    low = fused_rl.gae(rewards.bfloat16(), values.half(), mask, gamma=0.9, gae_lambda=0.9)
+    want = reference.gae(rewards.bfloat16().double(), values.half().double(), mask, gamma=0.9, gae_lambda=0.9)
+    torch.testing.assert_close(low[0], want[0].float(), rtol=1e-6, atol=1e-6)
+    exact = fused_rl.gae(rewards.double(), values.double(), mask, gamma=0.9, gae_lambda=0.9)
+    want = reference.gae(rewards.double(), values.double(), mask, gamma=0.9, gae_lambda=0.9)
+    torch.testing.assert_close(exact[1], want[1], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_empty(backend, shape):
+    empty = torch.zeros(shape, device=backend)
+    advantages, returns = fused_rl.gae(empty, empty, empty.bool(), gamma=1.0, gae_lambda=1.0)
+    assert advantages.shape == returns.shape == shape
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads and stores")
+def test_stays_inside_its_tensors():
+    rewards, values, mask = batch(3, 1100)
+    with interpreter.check_memory():
+        fused_rl.gae(rewards, values, mask, gamma=0.99, gae_lambda=0.95)
+
+
+def test_operator_registration():
+    torch.library.opcheck(torch.ops.fused_rl.gae.default, (*batch(2, 9), 0.9, 0.8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": torch.zeros(4)}, r"rewards must be \(B, T\) floating point"),
+        ({"values": torch.zeros(2, 3, dtype=torch.int64)}, r"values must be \(B, T\) floating point"),
+        ({"mask": torch.ones(2, 3)}, "mask must be bool"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "one shape"),
+        ({"gamma": 1.01}, "gamma must be between 0 and 1"),
+        ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
+        ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1"),
+    ],
+)
+def test_errors(change, message):
+    rewards, values, mask = batch(2, 3)
+    arguments = {"rewards": rewards, "values": values, "mask": mask, "gamma": 1.0, "gae_lambda": 0.95} | change
+    with pytest.raises(ValueError, match=message):
+        fused_rl.gae(arguments.pop("rewards"), arguments.pop("values"), arguments.pop("mask"), **arguments)
