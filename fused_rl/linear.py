@@ -35,12 +35,12 @@ class LinearTokenLoss(NamedTuple):
     entropy: torch.Tensor
 
 
-def _gather(*parameters):
+def gather(*parameters):
     """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
     return (p.full_tensor() if _is_dtensor(p) else p for p in parameters)
 
 
-def _scatter(gradient, parameter):
+def scatter(gradient, parameter):
     """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
     if gradient is None or not _is_dtensor(parameter):
         return gradient
@@ -60,7 +60,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
         ctx.options = inv_temperature, softcap, budget
-        logprobs, entropy, lse, m, rest = tiles.statistics(hidden, *_gather(weight, bias), targets, *ctx.options)
+        logprobs, entropy, lse, m, rest = tiles.statistics(hidden, *gather(weight, bias), targets, *ctx.options)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, m, rest)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
@@ -72,9 +72,9 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         if all(d is None for d in upstream):
             return (None,) * 7
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad, upstream, hidden, *_gather(weight, bias), targets, statistics, *ctx.options
+            ctx.needs_input_grad, upstream, hidden, *gather(weight, bias), targets, statistics, *ctx.options
         ).take()
-        return dhidden, _scatter(dweight, weight), _scatter(dbias, bias), None, None, None, None
+        return dhidden, scatter(dweight, weight), scatter(dbias, bias), None, None, None, None
 
 
 def _token_gradients(token_loss, logprobs, entropy, per_token):
@@ -131,7 +131,7 @@ def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss,
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token):
-        head, needs = tuple(_gather(weight, bias)), ctx.needs_input_grad[:3]
+        head, needs = tuple(gather(weight, bias)), ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
             logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
@@ -140,7 +140,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         loss, gradients, upstream, statistics = form(needs, hidden, *head, targets, options, token_loss, per_token)
         dhidden, dweight, dbias = gradients.take()
         logprobs, *statistics = statistics
-        ctx.gradients = dhidden, _scatter(dweight, weight), _scatter(dbias, bias)
+        ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
         ctx.save_for_backward(hidden, weight, bias, targets, *statistics, *upstream)
         ctx.options = options
         ctx.mark_non_differentiable(logprobs, statistics[0])
@@ -157,9 +157,9 @@ class _LinearTokenLoss(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, m, rest, dlogprobs, dentropy = ctx.saved_tensors
         upstream = (dlogprobs * dloss, dentropy * dloss, None)
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad, upstream, hidden, *_gather(weight, bias), targets, (entropy, m, rest), *ctx.options
+            ctx.needs_input_grad, upstream, hidden, *gather(weight, bias), targets, (entropy, m, rest), *ctx.options
         ).take()
-        return dhidden, _scatter(dweight, weight), _scatter(dbias, bias), *rest_of_inputs
+        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *rest_of_inputs
 
 
 def _autocast(hidden, weight, bias):
@@ -213,9 +213,7 @@ def _check_options(targets, temperature, mask, softcap, workspace_mb):
 class _Rows(NamedTuple):
     """The rows that count, as the autograd functions take them, and where they came from."""
 
-    arguments: (
-        tuple  # hidden (n, H), weight, bias, targets (n,), inv_temperature float | (n,), softcap, budget in bytes
-    )
+    arguments: tuple  # hidden (n, H), weight, bias, targets (n,), inv_temperature float | (n,), softcap, bytes
     kept: torch.Tensor | None  # (n,) their positions; None when all count
     shape: torch.Size  # of the caller's targets
 
@@ -229,7 +227,7 @@ class _Rows(NamedTuple):
         return values.new_zeros(self.shape.numel()).index_copy(0, self.kept, values).view(self.shape)
 
 
-def _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
+def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
     """Checks the arguments and drops what is masked, before any GEMM sees it."""
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -281,7 +279,7 @@ def linear_token_logprobs(
         ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
             FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature not positive.
     """
-    rows = _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
 
 
@@ -327,7 +325,7 @@ def linear_token_loss(
         ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
             returning another shape.
     """
-    rows = _rows(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     for i, values in enumerate(per_token):
         if values.shape[: targets.dim()] != targets.shape:
             raise ValueError(

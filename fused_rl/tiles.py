@@ -15,14 +15,14 @@ from fused_rl.logprobs import row_backend
 # that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.
 _ONE_PASS_ROWS = 512
 _PARTIAL_BYTES = 16 << 20  # at most, of one product on its way into an fp32 sum
-_CPU_ROWS_BYTES = 16 << 20  # what the row functions of `fused_rl.cpu` take at most for a tile
+CPU_ROWS_BYTES = 16 << 20  # what the row functions of `fused_rl.cpu` take at most for a tile
 
 
 def budget(workspace_mb, hidden, copied):
     """Bytes for tiles and fp32 sums: without what the row functions take, nor the rows that a mask had copied out."""
     total = int(workspace_mb * 2**20)
     taken = 2 * hidden.numel() * hidden.element_size() if copied else 0  # and their gradient on its way back
-    taken += _CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
+    taken += CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
     return max(total - taken, total // 2)
 
 
@@ -96,17 +96,18 @@ def forward_rows(hidden, vocab, budget):
     return max(1, min(hidden.shape[0], budget // (vocab * hidden.element_size())))
 
 
-def backward_tile(hidden, vocab, needs, budget):
-    """(rows, columns) of a tile that recomputes logits, within the budget less the fp32 sum that several tiles need."""
+def backward_tile(hidden, vocab, needs, budget, copies=1):
+    """(rows, columns) of a tile that recomputes logits, `copies` of it within the budget less the fp32 sum needed."""
     n, width = hidden.shape
     size = hidden.element_size()
-    if n * vocab * size <= budget or size == 4:
+    if n * vocab * size * copies <= budget or size == 4:
         # fp32 logits must come out of the product that the statistics came from, else exp(x - m) inherits the
         # difference; rounding to 16 bits hides it
-        return forward_rows(hidden, vocab, budget), vocab
+        return forward_rows(hidden, vocab, budget // copies), vocab
     by_columns = sum_bytes(n, width, size) if needs[0] else 0
     by_rows = sum_bytes(vocab, width, size) if needs[1] else 0
     tile_bytes = max(budget - min(by_columns, by_rows), budget // 4)  # a sum beyond the budget must not starve the GEMM
+    tile_bytes //= copies
     if by_rows < by_columns:
         return max(1, tile_bytes // (vocab * size)), vocab
     columns = tile_bytes // (n * size)

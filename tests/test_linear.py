@@ -72,22 +72,22 @@ def loss_and_gradients(module, leaves, targets, factor=0.37, **options):
     return [logprobs, entropy, *torch.autograd.grad(loss * factor, leaves)]
 
 
-def assert_as_good(results, exact, same_dtype):
-    """Error against fp64 at most twice that of the reference in the inputs' dtype plus two fp32 ulps of its largest."""
+def assert_as_good(results, exact, same_dtype, ulps=2):
+    """Error against fp64 at most twice that of the reference in the inputs' dtype plus fp32 ulps of the largest."""
     for i, (result, truth, reference_result) in enumerate(zip(results, exact, same_dtype, strict=True)):
         assert result.isfinite().all()
         error = (result.double() - truth).abs().max()
-        allowed = 2 * (reference_result.double() - truth).abs().max() + 2**-22 * truth.abs().max()
+        allowed = 2 * (reference_result.double() - truth).abs().max() + ulps * 2**-23 * truth.abs().max()
         assert error <= allowed, f"result {i}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def compare(run, leaves, targets, *args, **options):
+def compare(run, leaves, targets, *args, ulps=2, **options):
     """`run` on fused_rl against the reference in fp64 and in the inputs' dtype."""
     results = run(fused_rl, leaves, targets, *args, **options)
     options.pop("workspace_mb", None)
     exact = run(reference, in_dtype(leaves, FP64), targets, *args, **options)
     same = run(reference, in_dtype(leaves, leaves[0].dtype), targets, *args, **options)
-    assert_as_good(results, exact, same)
+    assert_as_good(results, exact, same, ulps)
     return results
 
 
@@ -483,6 +483,88 @@ def test_weight_that_is_not_contiguous():
     compare(logprobs_and_gradients, transposed, targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
     strided = leaves[0].detach().repeat_interleave(2, 0)[::2].requires_grad_()
     compare(logprobs_and_gradients, [strided, *leaves[1:]], targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
+
+
+# ------------------------------------------------------------------ distillation
+
+
+def reference_head(shape, dtype, device="cpu"):
+    """A reference of another width whose distributions differ from the policy's by a little in some rows."""
+    n, width, vocab = shape
+    leaves, _, _ = make((n, width + 8, vocab), dtype, device, seed=5)
+    ref_hidden, ref_weight, ref_bias = (x.detach() for x in leaves)
+    return {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+
+
+def kl_and_gradients(module, leaves, targets, ref, **options):
+    hidden, weight, bias = leaves
+    ref = {name: x.to(hidden.dtype) for name, x in ref.items()}
+    kl = module.linear_token_kl(hidden, weight, bias=bias, **ref, **options)
+    return [kl, *torch.autograd.grad(kl, leaves, upstream_of(targets)[0].to(kl.dtype))]
+
+
+@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS], ids=["one", "more tokens"])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_kl_on_both_backends(backend, direction, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, BF16, backend)
+    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    compare(kl_and_gradients, leaves, targets, reference_head(shape, BF16, backend), **options)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_kl(direction, dtype, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, dtype)
+    ref = reference_head(shape, dtype)
+    temperature = torch.linspace(0.5, 2, shape[0])
+    options = {"direction": direction, "temperature": temperature, "mask": mask}
+    # log p - log q of 20 nats multiplies the rounding of fp32 logits; whose is luckier is chance
+    compare(kl_and_gradients, leaves, targets, ref, ulps=24, **options, workspace_mb=workspace_mb)
+    spoilt = ref | {"ref_hidden": ref["ref_hidden"].masked_fill(~mask[:, None], torch.nan)}
+    clean, again = (kl_and_gradients(fused_rl, leaves, targets, r, **options) for r in (ref, spoilt))
+    for a, b in zip(again, clean, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert (clean[0][~mask] == 0).all() and (clean[1][~mask] == 0).all()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_kl_retained_frozen_empty_and_errors():
+    shape, workspace_mb = MORE_TOKENS
+    leaves, targets, mask = make(shape, FP32)
+    ref = reference_head(shape, FP32)
+    options = {"bias": leaves[2], "workspace_mb": workspace_mb, **ref}
+    kl = fused_rl.linear_token_kl(*leaves[:2], **options)
+    assert torch.equal(
+        *(torch.autograd.grad(kl.square().sum(), leaves[1], retain_graph=keep)[0] for keep in (True, False))
+    )
+    with Work() as work:  # policy, reference, both again, the hidden states' gradient; none of the weight's
+        fused_rl.linear_token_kl(leaves[0], leaves[1].detach(), **ref, workspace_mb=workspace_mb).sum().backward()
+    assert work.flop == 2 * 22 * 131 * (3 * 16 + 2 * 24)
+    none = fused_rl.linear_token_kl(*leaves[:2], **options, mask=torch.zeros_like(mask))
+    assert (none == 0).all() and all((g == 0).all() for g in torch.autograd.grad(none.sum(), leaves))
+    for changes, message in (
+        ({"direction": "both"}, "direction must be one of"),
+        ({"ref_hidden": ref["ref_hidden"][:21]}, "the same tokens and vocabulary"),
+        ({"ref_weight": ref["ref_weight"].requires_grad_()}, "ref_weight requires a gradient"),
+        ({n: x.detach().bfloat16() for n, x in ref.items()}, "one dtype and device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_rl.linear_token_kl(*leaves[:2], **(options | changes))
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_kl_memory(dtype):
+    shape = (1024, 64, 20480)
+    leaves, targets, _ = make(shape, dtype)
+    ref = reference_head(shape, dtype)
+    kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=48)
+    most = peak_bytes(lambda: kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=48))
+    assert 12 * 2**20 < most <= 1.1 * 48 * 2**20 + sum(leaf.nbytes for leaf in leaves)
 
 
 # ------------------------------------------------------------------ sharded weights

@@ -1,0 +1,140 @@
+"""Exact KL of two output heads over the same tokens (distillation), from hidden states: no (N, V) tensor of logits.
+
+In FLOP per logit 2H for each head forward, and again for the logits recomputed backward, and 4H for the gradients.
+"""
+
+import torch
+
+from fused_rl import tiles
+from fused_rl.kl import DIRECTIONS, kl_backend
+from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
+
+__all__ = ["linear_token_kl"]
+
+_TILES = 3  # of one size at once: the logits of both heads and the gradient of one
+
+
+def _pair(logits, ref_logits, direction):
+    """(1, n, V) each: the distribution whose divergence is taken, then from which."""
+    pair = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
+    return [x[None] for x in pair]
+
+
+class _LinearTokenKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, inv_temperature, direction, budget):
+        head, ref_head = tuple(gather(weight, bias)), tuple(gather(ref_weight, ref_bias))
+        n, vocab = hidden.shape[0], weight.shape[0]
+        backend = kl_backend(hidden.device)
+        step = tiles.forward_rows(hidden, vocab, budget // _TILES)
+        buffers = hidden.new_empty(2, step * vocab)
+        divergence, state, sums = [], [], []
+        for rows in tiles.blocks(n, step):
+            logits = tiles.logits_tile(hidden[rows], *head, buffers[0])
+            ref_logits = tiles.logits_tile(ref_hidden[rows], *ref_head, buffers[1])
+            x, y = _pair(logits, ref_logits, direction)
+            arguments = x, y, None, tiles.at(inv_temperature, rows)
+            kl_rows, state_rows = backend.kl_fwd(*arguments)
+            if direction == "jensen-shannon":
+                sums.append(backend.js_fwd(*arguments, state_rows))
+                kl_rows = sums[-1][0]
+            divergence.append(kl_rows)
+            state.append(state_rows)
+        empty = torch.zeros(9, 0, device=hidden.device)  # what a call without rows would concatenate
+        divergence = torch.cat([empty[0], *divergence])
+        statistics = divergence, torch.cat([empty, *state], 1), torch.cat([empty[:3], *sums], 1)
+        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics)
+        ctx.options = inv_temperature, direction, budget
+        return divergence
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics = ctx.saved_tensors
+        heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
+        gradients = _gradients(ctx.needs_input_grad, g.contiguous(), hidden, ref_hidden, heads, statistics, ctx.options)
+        dhidden, dweight, dbias = gradients.take()
+        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 6
+
+
+def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
+    weight, bias, ref_weight, ref_bias = heads
+    inv_temperature, direction, budget = options
+    n, vocab = hidden.shape[0], weight.shape[0]
+    backend = kl_backend(hidden.device)
+    tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
+    gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
+    buffers = hidden.new_empty(2, tile[0] * tile[1])
+    wants = (False, True) if direction == "forward" else (True, False)
+    for rows in tiles.blocks(n, max(1, tile[0])):
+        divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
+        sums = sums if direction == "jensen-shannon" else None
+        for columns in tiles.blocks(vocab, tile[1]):
+            head = weight[columns]
+            logits = tiles.logits_tile(hidden[rows], head, tiles.at(bias, columns), buffers[0])
+            ref_logits = tiles.logits_tile(
+                ref_hidden[rows], ref_weight[columns], tiles.at(ref_bias, columns), buffers[1]
+            )
+            x, y = _pair(logits, ref_logits, direction)
+            inv_t = tiles.at(inv_temperature, rows)
+            dlogits = backend.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants)[wants.index(True)]
+            gradients.add(dlogits[0], hidden[rows], head, rows, columns)
+            del dlogits  # else it stays while the next tile's is formed
+    return gradients
+
+
+def linear_token_kl(
+    hidden,
+    weight,
+    ref_hidden,
+    ref_weight,
+    *,
+    bias=None,
+    ref_bias=None,
+    direction="reverse",
+    temperature=1.0,
+    mask=None,
+    workspace_mb=WORKSPACE_MB,
+):
+    """Exact divergence per token between a policy and a reference in nats, from the hidden states and head of each.
+
+    As `token_kl` of the two heads' logits, which exist a tile at a time, for distillation and for an exact KL penalty.
+
+    Args:
+        hidden, weight, bias: (..., H), (V, H), (V,) of the policy, as in `linear_token_logprobs`.
+        ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, without gradients; H' may differ.
+        direction, temperature, mask: as in `token_kl`.
+        workspace_mb: as in `linear_token_logprobs`.
+
+    Returns:
+        (...) fp32, 0 where masked, differentiable once with respect to hidden, weight and bias. A loss of any form can
+        follow, and a retained graph can be used again.
+
+    Raises:
+        ValueError: a direction, shape, dtype or device that does not fit; a reference that requires a gradient.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    if ref_hidden.shape[:-1] != hidden.shape[:-1] or ref_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"both must have the same tokens and vocabulary, got hidden {tuple(hidden.shape)} and "
+            f"{tuple(ref_hidden.shape)}, weight {tuple(weight.shape)} and {tuple(ref_weight.shape)}"
+        )
+    for name, x in (("ref_hidden", ref_hidden), ("ref_weight", ref_weight), ("ref_bias", ref_bias)):
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, which linear_token_kl does not give; pass it detached")
+    targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
+    options = temperature, mask, None, workspace_mb
+    rows = rows_that_count(hidden, weight, targets, bias, *options)
+    ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options)
+    hidden, weight, bias, _, inv_temperature, _, budget = rows.arguments
+    reference = ref_rows.arguments[:3]
+    if reference[0].dtype != hidden.dtype or reference[0].device != hidden.device:
+        raise ValueError(
+            f"both must have one dtype and device, got {hidden.dtype} on {hidden.device} and {reference[0].dtype} on "
+            f"{reference[0].device}; convert one, or call this under autocast"
+        )
+    taken = reference[0].nbytes if rows.kept is not None else 0
+    taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0  # the divergence takes twice as much there
+    budget = max(budget - taken, budget // 2)
+    return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, inv_temperature, direction, budget))
