@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("kernels", "linear", "traffic", "codegen", "numerics", "growth", "trainers")
 DIMENSIONS = {"kernels": 2, "linear": 3}  # of a shape: rows x vocabulary, rows x hidden x vocabulary
-INTERPRETED = {"traffic": "1", "codegen": "0", "numerics": None}  # TRITON_INTERPRET; others: as the device needs
 
 
 def run_group(group: str, options: list[str], timeout: float | None = None) -> str:
@@ -28,15 +27,23 @@ def run_group(group: str, options: list[str], timeout: float | None = None) -> s
     if not script.exists():
         return "not there"
     environment = os.environ | {"BENCH_COMMAND": " ".join(["python -m bench --group", group, *options])}
-    environment.pop("TRITON_INTERPRET", None)
-    if INTERPRETED.get(group):
-        environment["TRITON_INTERPRET"] = INTERPRETED[group]
+    environment.pop("TRITON_INTERPRET", None)  # each script chooses
     command = [sys.executable, str(script.relative_to(ROOT)), *options]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, timeout=timeout)
     except subprocess.TimeoutExpired:
         return f"stopped after {timeout:.0f} s"
     return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
+
+
+def run_codegen(out: str | None) -> str:
+    """bench/codegen.py prints its table; here its rows are kept too."""
+    from bench import codegen, measure
+
+    rows = codegen.subprocess_lines()
+    print(codegen.table(rows))
+    measure.save(argparse.Namespace(out=out, device="cpu", group="codegen"), rows)
+    return "ok"
 
 
 def main() -> int:
@@ -71,7 +78,8 @@ def main() -> int:
             print(f"no shape of {DIMENSIONS[group]} dimensions in --shapes {args.shapes}")
             continue
         given = options + (["--shapes", ",".join(shapes)] if shapes else [])
-        outcome[group] = f"{run_group(group, given)}, {time.perf_counter() - started:.0f} s"
+        status = run_codegen(out) if group == "codegen" else run_group(group, given)
+        outcome[group] = f"{status}, {time.perf_counter() - started:.0f} s"
     print("\n" + "\n".join(f"{group}: {what}" for group, what in outcome.items()))
     return int(any(not what.startswith("ok") for what in outcome.values()))
 

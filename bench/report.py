@@ -240,6 +240,23 @@ def numerics(result, kind) -> str:
     return ""
 
 
+def codegen(result, kind) -> str:
+    text = f"## Machine code, counted\n\n{machine(result)}\nCross-compiled without a device. "
+    text += "Per element of the main loop: instructions, ALU instructions, special functions; a pair is the smaller and the larger of the loops. "
+    text += "Headroom: time at the memory roof of one H200 over the time to issue, a model; below 1 a kernel would be "
+    text += "bound by instructions.\n\n"
+    lines = []
+    for row in result["rows"]:
+        loops = row["loops"][:1] + row["loops"][-1:]
+        pairs = [" / ".join(dict.fromkeys(f"{loop[k]:.3g}" for loop in loops))
+                 for k in ("load", "store", "barriers", "instructions", "alu", "special")]  # fmt: skip
+        headroom = " / ".join(f"{h:.2f}" for h in row.get("headroom") or []) if row["target"] == "sm_90" else ""
+        sizes = [str(row[k]) for k in ("registers", "spills", "shared")]
+        lines.append([row["case"], row["kernel"], row["target"], *sizes, *pairs, headroom])
+    return text + table(["case", "kernel", "target", "registers", "spills", "shared bytes", "load bytes", "store bytes",
+                         "barriers", "instructions", "ALU", "special", "headroom"], lines)  # fmt: skip
+
+
 def _flat(row, prefix="") -> dict:
     """Scalars of nested dicts by joined names; shapes as text; samples left out."""
     found = {}
@@ -282,7 +299,7 @@ def anything(result, kind) -> str:
 
 
 GROUPS = {"kernels": (kernels, draw_kernels), "traffic": (traffic, draw_traffic), "growth": (growth, draw_growth),
-          "linear": (linear, None),
+          "linear": (linear, None), "codegen": (codegen, None),
           "numerics": (numerics, None)}  # fmt: skip
 
 
