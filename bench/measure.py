@@ -198,7 +198,7 @@ def command_line() -> str:
     """The command as typed, without the interpreter's path and options of this machine alone."""
     words = [str(Path(w).resolve().relative_to(ROOT)) if Path(w).is_absolute() and ROOT in Path(w).resolve().parents
              else w for w in sys.argv]  # fmt: skip
-    return "python " + " ".join(words)
+    return " ".join(["python", *words]).replace("bench/__main__.py", "-m bench")
 
 
 def environment(device: str) -> dict:

@@ -242,7 +242,10 @@ def numerics(result, kind) -> str:
 
 def codegen(result, kind) -> str:
     text = f"## Machine code, counted\n\n{machine(result)}\nCross-compiled without a device. "
-    text += "Per element of the main loop: instructions, ALU instructions, special functions; a pair is the smaller and the larger of the loops. "
+    text += (
+        "Per element of the main loop: instructions, ALU instructions, special functions; a pair is the smaller and "
+    )
+    text += "the larger of the loops. "
     text += "Headroom: time at the memory roof of one H200 over the time to issue, a model; below 1 a kernel would be "
     text += "bound by instructions.\n\n"
     lines = []
