@@ -8,9 +8,9 @@ and reduces them once at the end. Backward (4 bytes): with p_j = softmax(x)_j an
 off the target, where d_j is the forward's distance to the maximum in log2 units and a, b are constants of the row.
 
 A row's result has the same bits in any batch, at any stride and alignment, and split over programs or not:
-- which columns meet in a lane, and in which order, follows from the column's number alone. Loads are of windows of LANES
-  elements, aligned to 16 bytes wherever the row begins. A row that begins `head` elements into its first window has its
-  lanes rotated by `head`, and the lanes below `head`, which wrap around, take each element from one window later;
+- which columns meet in a lane, and in which order, follows from the column's number alone. What is loaded is windows of
+  LANES elements, aligned to 16 bytes wherever the row begins. A row that begins `head` elements into its first window
+  has its lanes rotated by `head`, and the lanes below `head`, which wrap around, take their elements one window later;
 - SEGMENT tiles make a segment: V alone says how many; they merge lane by lane, in order, in one program or in many;
 - the reduction of the lanes is free of order.
 """
@@ -31,7 +31,7 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def load_lanes(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
-    """(LANES,) fp32 from `ptr` on, aligned to 16 bytes; of 16 bytes that begin at or after `stop`, 0 and nothing read."""
+    """(LANES,) fp32 from `ptr` on, aligned to 16 bytes; 16 bytes that begin at or after `stop` are not read."""
     if ptr.dtype.element_ty == tl.bfloat16:
         at = tl.arange(0, LANES // 2)
         mask = None if stop is None else 2 * (at // (VEC // 2) * (VEC // 2)) < stop
@@ -76,7 +76,7 @@ def segment_state(
     The first `inside` tiles lie in the row together with the window after them, wherever it begins.
     """
     lane = tl.arange(0, LANES)
-    m, ref, rest, t = start(scale, LANES)
+    m, rest, t = start(LANES)
     first = segment * SEGMENT
     whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
     if head == 0:
@@ -84,7 +84,7 @@ def segment_state(
             xs = ()
             for k in tl.static_range(K):
                 xs = xs + (cap(load_lanes(window_ptr + (i * K + k) * LANES, None, LANES, VEC), softcap),)
-            m, ref, rest, t = step(m, ref, rest, t, xs, scale, K)
+            m, rest, t = step(m, rest, t, xs, scale, K)
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
     else:
@@ -94,7 +94,7 @@ def segment_state(
                 x = cap(load_lanes(window_ptr + (i * K + k + 1) * LANES, None, LANES, VEC), softcap)
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
-            m, ref, rest, t = step(m, ref, rest, t, xs, scale, K)
+            m, rest, t = step(m, rest, t, xs, scale, K)
     stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
     for i in tl.range(whole * K, stop, TAIL, num_stages=1):
         xs = ()
@@ -102,16 +102,15 @@ def segment_state(
             x = load_window(window_ptr, i + k + 1, head, vocab, softcap, LANES, VEC)
             xs = xs + (tl.where(lane < head, x, carry),)
             carry = x
-        m, ref, rest, t = step(m, ref, rest, t, xs, scale, TAIL)
-    return (m, ref, rest, t), carry
+        m, rest, t = step(m, rest, t, xs, scale, TAIL)
+    return (m, rest, t), carry
 
 
 @triton.jit
 def locate(x_ptr, shift, row, x_stride, VEC: tl.constexpr):
     """Where a row begins, the 16-byte boundary before it, and the elements between the two."""
     offset = shift + row * x_stride
-    window_ptr = tl.multiple_of(x_ptr - shift, 16) + offset // VEC * VEC
-    return x_ptr + row * x_stride, window_ptr, (offset % VEC).to(tl.int32)
+    return x_ptr + offset, x_ptr + offset // VEC * VEC, (offset % VEC).to(tl.int32)
 
 
 @triton.jit
@@ -134,7 +133,7 @@ def row_scale(inv_t_ptr, row, inv_t, scale):
 @triton.jit
 def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, softcap):
     """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
-    m, rest, t = reduce_lanes(state[0], state[1], state[2], state[3], scale)
+    m, rest, t = reduce_lanes(state[0], state[1], state[2], scale)
     banned = (m <= NEG) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocab)
@@ -155,7 +154,7 @@ def store_zeros(outputs, row):
         tl.store(outputs[i] + row, 0.0)
 
 
-@triton.jit(do_not_specialize=["shift", "vocab", "inv_t", "scale", "softcap"], do_not_specialize_on_alignment=["x_ptr"])
+@triton.jit(do_not_specialize=["shift", "vocab", "x_stride", "inv_t", "scale", "softcap"])
 def logprob_fwd_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
     target_ptr,  # (N,) int64
@@ -166,8 +165,8 @@ def logprob_fwd_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N, segments, 4, LANES) fp32: a program per segment leaves its lanes there; None: a program per row
-    shift,  # elements from a 16-byte boundary to x_ptr
+    lanes_ptr,  # (N, segments, 3, LANES) fp32: a program per segment leaves its lanes there; None: a program per row
+    shift,  # x begins so many elements after x_ptr, which is aligned to 16 bytes
     vocab,
     x_stride: tl.int64,
     inv_t,
@@ -199,24 +198,23 @@ def logprob_fwd_kernel(
         state, carry = segment_state(
             window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
         )
-        at = lanes_ptr + (row * tl.num_programs(1) + segment) * 4 * LANES + lane
-        for i in tl.static_range(4):
+        at = lanes_ptr + (row * tl.num_programs(1) + segment) * 3 * LANES + lane
+        for i in tl.static_range(3):
             tl.store(at + i * LANES, state[i])
     else:
-        m, ref, rest, t = start(scale, LANES)
+        m, rest, t = start(LANES)
         for segment in tl.range(0, tl.cdiv(streamed, SEGMENT * K * LANES), num_stages=1):
             part, carry = segment_state(
                 window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
             )
-            m, ref, rest, t = merge(m, ref, rest, t, part[0], part[1], part[2], part[3], scale)
+            m, rest, t = merge(m, rest, t, part[0], part[1], part[2], scale)
         x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
-        state = step(m, ref, rest, t, (x,), scale, 1)
+        state = step(m, rest, t, (x,), scale, 1)
         store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, softcap)
 
 
 @triton.jit(
-    do_not_specialize=["segments", "shift", "vocab", "inv_t", "scale", "softcap"],
-    do_not_specialize_on_alignment=["x_ptr"],
+    do_not_specialize=["segments", "shift", "vocab", "x_stride", "inv_t", "scale", "softcap"],
 )
 def logprob_merge_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
@@ -228,7 +226,7 @@ def logprob_merge_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N, segments, 4, LANES) fp32
+    lanes_ptr,  # (N, segments, 3, LANES) fp32
     segments,
     shift,
     vocab,
@@ -246,14 +244,13 @@ def logprob_merge_kernel(
             store_zeros(outputs, row)
             return
     inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
-    m, ref, rest, t = start(scale, LANES)
+    m, rest, t = start(LANES)
     for segment in tl.range(0, segments, num_stages=1):
-        at = lanes_ptr + (row * segments + segment) * 4 * LANES + tl.arange(0, LANES)
-        m2, ref2, rest2, t2 = tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), tl.load(at + 3 * LANES)
-        m, ref, rest, t = merge(m, ref, rest, t, m2, ref2, rest2, t2, scale)
+        at = lanes_ptr + (row * segments + segment) * 3 * LANES + tl.arange(0, LANES)
+        m, rest, t = merge(m, rest, t, tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), scale)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
-    state = step(m, ref, rest, t, (x,), scale, 1)
+    state = step(m, rest, t, (x,), scale, 1)
     store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, softcap)
 
 
@@ -288,8 +285,7 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
 
 
 @triton.jit(
-    do_not_specialize=["x_shift", "dx_shift", "vocab", "inv_t", "scale", "softcap"],
-    do_not_specialize_on_alignment=["x_ptr", "dx_ptr"],
+    do_not_specialize=["x_shift", "dx_shift", "vocab", "x_stride", "dx_stride", "inv_t", "scale", "softcap"],
 )
 def logprob_bwd_kernel(
     dlogprob_ptr,  # (N,) fp32 or None, as the next two
@@ -303,7 +299,7 @@ def logprob_bwd_kernel(
     rest_ptr,
     inv_t_ptr,  # (N,) fp32, or None: inv_t and scale hold for all rows
     dx_ptr,  # (N, V), may be x
-    x_shift,  # elements from a 16-byte boundary to x_ptr
+    x_shift,  # x begins so many elements after x_ptr, which is aligned to 16 bytes, and dx likewise
     dx_shift,
     vocab,
     x_stride: tl.int64,
@@ -317,7 +313,8 @@ def logprob_bwd_kernel(
     TILE: tl.constexpr = 4 * LANES
     row = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    x_row, dx_row = x_ptr + row * x_stride, dx_ptr + row * dx_stride
+    x_offset, dx_offset = x_shift + row * x_stride, dx_shift + row * dx_stride
+    x_row, dx_row = x_ptr + x_offset, dx_ptr + dx_offset
     inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
     m = tl.load(m_ptr + row)
     alive = m != float("-inf")
@@ -336,7 +333,6 @@ def logprob_bwd_kernel(
     b = None if dentropy_ptr is None else norm * dentropy * -LN2
 
     # whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the columns around
-    x_offset, dx_offset = x_shift + row * x_stride, dx_shift + row * dx_stride
     lead = tl.minimum((VEC - x_offset % VEC) % VEC, vocab).to(tl.int32)
     tiles = tl.where(x_offset % VEC == dx_offset % VEC, (vocab - lead) // TILE, 0)
     first, last = part * tiles // parts, (part + 1) * tiles // parts
@@ -353,8 +349,8 @@ def logprob_bwd_kernel(
     if dlogprob_ptr is not None:
         tl.debug_barrier()  # dx may be x: every thread has the target's logit before one overwrites it
 
-    x_window = tl.multiple_of(x_ptr - x_shift, 16) + (x_offset + (VEC - 1)) // VEC * VEC
-    dx_window = tl.multiple_of(dx_ptr - dx_shift, 16) + (dx_offset + (VEC - 1)) // VEC * VEC
+    x_window = x_ptr + (x_offset + (VEC - 1)) // VEC * VEC
+    dx_window = dx_ptr + (dx_offset + (VEC - 1)) // VEC * VEC
     read = tl.where(alive, TILE, 0)
     for i in tl.range(first, last, num_stages=1):
         g = gradient(load_lanes(x_window + i * TILE, read, TILE, VEC), ref, scale, a, b, softcap)
@@ -383,8 +379,13 @@ def launch_options(x):
     return shape | {"num_warps": THREADS // 32, "maxnreg": 168}
 
 
-def _shift(x):
-    return x.data_ptr() % 16 // x.element_size()
+def aligned(x):
+    """x from the 16-byte boundary before it on, and the elements between the two."""
+    shift = x.data_ptr() % 16 // x.element_size()
+    if shift == 0:
+        return x, 0
+    size = shift + 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((size,), (1,), x.storage_offset() - shift), shift
 
 
 def _temperature(inv_temperature):
@@ -418,9 +419,10 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
     parts, lanes = _programs_per_row(logits, launch["LANES"]), None
     if parts > 1:
-        lanes = torch.empty(n, parts, 4, launch["LANES"], dtype=torch.float32, device=logits.device)
-    rows = (logits, targets, mask, inv_t_ptr, *outputs, lanes)
-    scalars = (_shift(logits), vocab, logits.stride(0), inv_t, scale, softcap)
+        lanes = torch.empty(n, parts, 3, launch["LANES"], dtype=torch.float32, device=logits.device)
+    x, shift = aligned(logits)
+    rows = (x, targets, mask, inv_t_ptr, *outputs, lanes)
+    scalars = (shift, vocab, logits.stride(0), inv_t, scale, softcap)
     with _on(logits.device):
         logprob_fwd_kernel[(n, parts)](*rows, *scalars, K=K, SEGMENT=SEGMENT, **launch)
         if parts > 1:
@@ -436,12 +438,13 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
         return out
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
     inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
-    rows = [dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_t_ptr]
-    rows = [r if r is None or r is logits else r.contiguous() for r in rows]
+    upstream = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
+    per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
+    (x, x_shift), (dx, dx_shift) = aligned(logits), aligned(out)
     strides = (logits.stride(0), out.stride(0))
     grid = (n, _programs_per_row(logits, launch["LANES"]))
     with _on(logits.device):
         logprob_bwd_kernel[grid](
-            *rows, out, _shift(logits), _shift(out), vocab, *strides, inv_t, scale, softcap, **launch
+            *upstream, x, *per_row, dx, x_shift, dx_shift, vocab, *strides, inv_t, scale, softcap, **launch
         )
     return out

@@ -37,27 +37,25 @@ def reference(m, scale):
 
 
 @triton.jit
-def start(scale, LANES: tl.constexpr):
-    """A lane that has seen nothing: (m, ref, rest, t), each (LANES,) fp32."""
+def start(LANES: tl.constexpr):
+    """Lanes that have seen nothing: (m, rest, t), each (LANES,) fp32."""
     zero = tl.zeros((LANES,), tl.float32)
-    m = zero + NEG
-    ref, _ = reference(m, scale)
-    return m, ref, zero, zero
+    return zero + NEG, zero, zero
 
 
 @triton.jit
-def step(m, ref, rest, t, xs, scale, K: tl.constexpr):
+def step(m, rest, t, xs, scale, K: tl.constexpr):
     """The state after K more elements per lane; xs: tuple of K tensors (LANES,) fp32."""
+    old, _ = reference(m, scale)
     lows = ()
     for k in tl.static_range(K):
         lows = lows + (tl.minimum(m, xs[k], propagate_nan=NAN),)
         m = tl.maximum(m, xs[k])
-    old = ref
     ref, _ = reference(m, scale)
     rest, t = rescale(rest, t, old - ref)
     for k in tl.static_range(K):
         rest, t = add(rest, t, tl.fma(lows[k], scale, -ref))
-    return m, ref, rest, t
+    return m, rest, t
 
 
 @triton.jit
@@ -76,8 +74,10 @@ def rescale(rest, t, d):
 
 
 @triton.jit
-def merge(m, ref, rest, t, m2, ref2, rest2, t2, scale):
-    """Lane by lane, the state over the elements of both."""
+def merge(m, rest, t, m2, rest2, t2, scale):
+    """Lane by lane, (m, rest, t) over the elements of both; ref follows from m."""
+    ref, _ = reference(m, scale)
+    ref2, _ = reference(m2, scale)
     low = tl.minimum(m, m2)
     m = tl.maximum(m, m2)
     new = tl.maximum(ref, ref2)
@@ -85,11 +85,11 @@ def merge(m, ref, rest, t, m2, ref2, rest2, t2, scale):
     rest2, t2 = rescale(rest2, t2, ref2 - new)
     d = tl.minimum(tl.fma(low, scale, -new), 1.0)  # the rounding of new, where both are NEG, is far from 0
     rest, t = add(rest + rest2, t + t2, d)
-    return m, new, rest, t
+    return m, rest, t
 
 
 @triton.jit
-def reduce_lanes(m, ref, rest, t, scale):
+def reduce_lanes(m, rest, t, scale):
     """(LANES,) states -> scalars: the row's maximum, rest = sum(exp(s)) - 1 and t = sum(exp(s) * s), s = (x - m) / T.
 
     Every reduction is free of order, so lanes may be permuted and split over programs without changing a bit.
