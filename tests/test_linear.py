@@ -72,22 +72,22 @@ def loss_and_gradients(module, leaves, targets, factor=0.37, **options):
     return [logprobs, entropy, *torch.autograd.grad(loss * factor, leaves)]
 
 
-def assert_as_good(results, exact, same_dtype, ulps=2):
-    """Error against fp64 at most twice that of the reference in the inputs' dtype plus fp32 ulps of the largest."""
+def assert_as_good(results, exact, same_dtype, atol=0.0):
+    """Error against fp64 at most twice that of the reference in the inputs' dtype plus two fp32 ulps of its largest."""
     for i, (result, truth, reference_result) in enumerate(zip(results, exact, same_dtype, strict=True)):
         assert result.isfinite().all()
         error = (result.double() - truth).abs().max()
-        allowed = 2 * (reference_result.double() - truth).abs().max() + ulps * 2**-23 * truth.abs().max()
+        allowed = 2 * (reference_result.double() - truth).abs().max() + atol + 2**-22 * truth.abs().max()
         assert error <= allowed, f"result {i}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def compare(run, leaves, targets, *args, ulps=2, **options):
+def compare(run, leaves, targets, *args, atol=0.0, **options):
     """`run` on fused_rl against the reference in fp64 and in the inputs' dtype."""
     results = run(fused_rl, leaves, targets, *args, **options)
     options.pop("workspace_mb", None)
     exact = run(reference, in_dtype(leaves, FP64), targets, *args, **options)
     same = run(reference, in_dtype(leaves, leaves[0].dtype), targets, *args, **options)
-    assert_as_good(results, exact, same, ulps)
+    assert_as_good(results, exact, same, atol)
     return results
 
 
@@ -522,8 +522,16 @@ def test_kl(direction, dtype, workspace):
     ref = reference_head(shape, dtype)
     temperature = torch.linspace(0.5, 2, shape[0])
     options = {"direction": direction, "temperature": temperature, "mask": mask}
-    # log p - log q of 20 nats multiplies the rounding of fp32 logits; whose is luckier is chance
-    compare(kl_and_gradients, leaves, targets, ref, ulps=24, **options, workspace_mb=workspace_mb)
+    # logits of 20 are rounded by 1e-6, and a KL of 20 nats multiplies that: whose rounding is luckier is chance
+    compare(
+        kl_and_gradients,
+        leaves,
+        targets,
+        ref,
+        atol=1e-6 if direction == "jensen-shannon" else 1e-5,
+        **options,
+        workspace_mb=workspace_mb,
+    )
     spoilt = ref | {"ref_hidden": ref["ref_hidden"].masked_fill(~mask[:, None], torch.nan)}
     clean, again = (kl_and_gradients(fused_rl, leaves, targets, r, **options) for r in (ref, spoilt))
     for a, b in zip(again, clean, strict=True):
