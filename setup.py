@@ -7,6 +7,7 @@
 from setuptools import setup
 
 setup(
-    packages=["fused_rl", "fused_rl.integrations", "fused_rl.kernels", "fused_rl.trainers"],
-    package_dir={"fused_rl.kernels": "kernels", "fused_rl.trainers": "trainers"},
+    packages=["fused_rl", "fused_rl.integrations", "fused_rl.kernels", "fused_rl.recipes", "fused_rl.trainers"],
+    package_dir={"fused_rl.kernels": "kernels", "fused_rl.recipes": "recipes", "fused_rl.trainers": "trainers"},
+    package_data={"fused_rl.recipes": ["*.yaml"]},  # `fused-rl demo` finds them beside the trainers, here and installed
 )

@@ -108,6 +108,8 @@ USE = """
     from fused_rl.kernels import logprob
     import fused_rl.trainers.cli as cli
     fused_rl.token_logprobs(torch.zeros(1, 3), torch.tensor([0]))
+    from fused_rl.trainers.demo import RECIPES
+    assert (RECIPES / "demo_grpo.yaml").is_file(), RECIPES
     print(fused_rl.__file__, logprob.__file__, cli.__file__, sep="\\n")
 """
 
@@ -116,7 +118,7 @@ USE = """
 def sources(tmp_path_factory):
     """A copy of the checkout, so that building leaves nothing in it."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in (*PARTS, "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in (*PARTS, "recipes", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
     return copy
