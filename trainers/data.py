@@ -89,9 +89,7 @@ def _read_jsonl(path: Path) -> list[dict]:
             except json.JSONDecodeError as error:
                 raise InputError(f"{path}, line {number}, character {error.colno}: not JSON: {error.msg}") from error
             if not isinstance(row, dict):
-                raise InputError(
-                    f"{path}, line {number}: expected a JSON object with columns, got {type(row).__name__}"
-                )
+                raise InputError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
             rows.append({**row, "__line__": number})
     return rows
 

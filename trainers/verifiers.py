@@ -142,7 +142,11 @@ class MathVerifier:
 
 def serve_math() -> None:
     """The worker: one JSON line [response, answer] in, one line 1 or 0 out."""
+    import logging
+
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
 
     replies, sys.stdout = sys.stdout, sys.stderr  # a library's print must not look like a score
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]

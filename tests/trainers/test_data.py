@@ -1,0 +1,116 @@
+import pytest
+
+from fused_rl.trainers import cli, data
+from fused_rl.trainers.data import Encoder, Rows, Sampler, load_rows
+from tests.trainers import tiny
+
+
+def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = tiny.sums(3)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    assert load_rows(str(tmp_path / "d.parquet")).rows == rows
+    read = load_rows(tiny.jsonl(tmp_path / "d.jsonl", rows)).rows
+    assert [{k: v for k, v in row.items() if k != "__line__"} for row in read] == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"prompt": "a"}\n\n{"promt": "b"}\n',
+            r"d\.jsonl, line 3: column 'prompt' is missing.*\['promt'\].*--prompt_col",
+        ),
+        (
+            '{"prompt": "a"}\n{"prompt": 5}\n',
+            r"d\.jsonl, line 2: column 'prompt' must be text or a list of messages.*'5'",
+        ),
+        ('{"prompt": [{"content": "x"}]}\n', r"d\.jsonl, line 1: column 'prompt' must be .* messages"),
+        ('{"prompt": "a"}\n{"prompt": "b"\n', r"d\.jsonl, line 2, character \d+: not JSON"),
+        ('["a"]\n', r"d\.jsonl, line 1: expected a JSON object, got list"),
+    ],
+)
+def test_a_bad_row_names_file_line_and_column(text, message, tmp_path):
+    (tmp_path / "d.jsonl").write_text(text)
+    encoder = Encoder(tiny.tokenizer())
+    with pytest.raises(cli.InputError, match=message):
+        rows = load_rows(str(tmp_path / "d.jsonl"))
+        for i in range(len(rows)):
+            encoder.prompt(rows, i, "prompt")
+
+
+def test_missing_files_and_other_formats_are_refused(tmp_path):
+    (tmp_path / "d.csv").write_text("a\n")
+    with pytest.raises(cli.InputError, match="does not exist"):
+        load_rows(str(tmp_path / "none.jsonl"))
+    with pytest.raises(cli.InputError, match="only .jsonl and .parquet"):
+        load_rows(str(tmp_path / "d.csv"))
+
+
+def test_line_numbers_survive_the_split_and_an_empty_training_set_is_refused():
+    rows = Rows([{"a": i} for i in range(5)], "x.parquet")
+    train, held_out = rows.split(2)
+    assert len(train) == 3 and held_out.where(0) == "x.parquet, row 4"
+    with pytest.raises(cli.InputError, match="eval_size=5 leaves nothing"):
+        rows.split(5)
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.decode(ids)
+
+
+def test_text_becomes_a_chat_with_each_special_token_once():
+    tokenizer = tiny.tokenizer(adds_bos=True)  # the template writes <bos> too: it must not appear twice
+    rows = Rows([{"prompt": "hi", "completion": "yo"}], "x")
+    encoder = Encoder(tokenizer, system_prompt="S")
+    prompt, completion = encoder.pair(rows, 0, None, "completion")
+    assert text_of(tokenizer, prompt) == "<bos><system>S<end>\n<user>hi<end>\n<assistant>"
+    assert text_of(tokenizer, completion) == "yo<end>"  # the template's newline after EOS is not to be learnt
+    assert encoder.prompt(rows, 0, "prompt") == prompt
+
+
+def test_messages_end_where_the_assistant_begins():
+    tokenizer = tiny.tokenizer()
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = Rows([{"messages": messages}], "x")
+    prompt, completion = Encoder(tokenizer).pair(rows, 0, None, "completion")
+    assert text_of(tokenizer, prompt + completion) == "<bos><user>hi<end>\n<assistant>yo<end>"
+    assert Encoder(tokenizer).prompt(rows, 0, None) == prompt
+
+
+@pytest.mark.parametrize("text", ["hi", "<bos>hi"])
+def test_a_raw_prompt_has_one_bos(text):
+    tokenizer = tiny.tokenizer(chat=False, adds_bos=True)
+    rows = Rows([{"prompt": text, "completion": "yo"}], "x")
+    prompt, completion = Encoder(tokenizer).pair(rows, 0, "prompt", "completion")
+    assert (text_of(tokenizer, prompt), text_of(tokenizer, completion)) == ("<bos>hi", "yo<eos>")
+
+
+def test_messages_and_system_prompts_need_a_template():
+    tokenizer = tiny.tokenizer(chat=False)
+    with pytest.raises(cli.InputError, match="no chat template"):
+        Encoder(tokenizer).prompt(Rows([{"prompt": [{"role": "user", "content": "x"}]}], "x"), 0, "prompt")
+    with pytest.raises(cli.InputError, match="system_prompt needs"):
+        Encoder(tokenizer, system_prompt="S")
+
+
+def test_the_sampler_visits_every_row_once_per_epoch_and_continues_anywhere():
+    sampler = Sampler(10, 4, seed=3)
+    batches = [next(sampler) for _ in range(5)]
+    flat = sum(batches, [])
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
+    for done in range(5):  # 2 is in the middle of the batch that spans two epochs
+        other = Sampler(10, 4, seed=3)
+        other.position = 4 * done
+        assert [next(other) for _ in range(5 - done)] == batches[done:]
+    assert next(Sampler(10, 10, seed=4)) != next(Sampler(10, 10, seed=3))
+
+
+def test_every_stop_token_of_the_model_counts():
+    import transformers
+
+    tokenizer = tiny.tokenizer()
+    for eos, expected in ((None, [3]), (2, [2, 3]), ([2, 5], [2, 3, 5])):
+        assert data.stop_ids(tokenizer, transformers.GenerationConfig(eos_token_id=eos)) == expected

@@ -1,0 +1,155 @@
+import pytest
+import torch
+
+from fused_rl.trainers import cli, data, engine, grpo, models, rollout
+from tests.trainers import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+def load(folder, **options):
+    options = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, **options}
+    return models.load_lm(grpo.GRPOConfig(**options), torch.device("cpu"), trainable=False)
+
+
+def test_a_response_ends_with_its_first_stop_token():
+    assert rollout.until_stop([7, 3, 9, 3, 3], [3, 9]) == [7, 3]
+    assert rollout.until_stop([7, 9, 3], [3, 9]) == [7, 9]
+    assert rollout.until_stop([7, 8], [3, 9]) == [7, 8]
+
+
+def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
+    eos = pad = 3
+    batch = rollout.make_batch([[5, eos, 6], [5]], [[7, eos], [eos]], pad, "cpu", width=7)
+    assert batch.input_ids.tolist() == [[5, 3, 6, 7, 3, 3, 3], [5, 3, 3, 3, 3, 3, 3]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
+    part = batch.rows(torch.tensor([1]))
+    assert part.input_ids.tolist() == [[5, 3]] and part.response_mask.tolist() == [[True]]
+
+
+@pytest.mark.parametrize("loss_from", ["linear", "logits"])
+def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from):
+    lm = load(folder, loss_from=loss_from)
+    prompts, responses = [[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]]
+    batch = rollout.make_batch(prompts, responses, 0, "cpu")
+    rows, logits = lm(batch.input_ids, batch.response_mask, 0.7, want_logits=True)
+    for b, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        whole = torch.tensor([prompt + response])  # no padding at all
+        expected = (lm.base(input_ids=whole).logits[0].double() / 0.7).log_softmax(-1)
+        at = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+        for t in at:
+            torch.testing.assert_close(rows.logprobs[b, t].double(), expected[t, whole[0, t + 1]], atol=1e-5, rtol=0)
+            entropy = -(expected[t].exp() * expected[t]).sum()
+            torch.testing.assert_close(rows.entropy[b, t].double(), entropy, atol=1e-5, rtol=0)
+        outside = torch.ones(rows.logprobs.shape[1], dtype=torch.bool)
+        outside[list(at)] = False
+        assert (rows.logprobs[b][outside] == 0).all()
+    torch.testing.assert_close(logits.softmax(-1).sum(-1), torch.ones(8))
+
+
+def test_pads_between_prompt_and_batch_width_change_no_score(folder):
+    lm = load(folder)
+    narrow = rollout.make_batch([[1, 70]], [[90, 3]], 0, "cpu")
+    wide = rollout.make_batch([[1, 70]], [[90, 3]], 3, "cpu", width=104)  # 100 columns, pad = eos
+    a, b = (lm(batch.input_ids, batch.response_mask) for batch in (narrow, wide))
+    torch.testing.assert_close(a.logprobs[0], b.logprobs[0, :3], atol=1e-6, rtol=0)
+    assert b.logprobs[0, 3:].abs().sum() == 0
+
+
+def sample(lm, prompts, **options):
+    defaults = {"stop_ids": [3], "pad_id": 0, "max_new_tokens": 6, "temperature": 1.0, "batch_size": 64}
+    return rollout.generate(lm.lm, prompts, **(defaults | options))
+
+
+def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrower(folder):
+    # The model's own generation config says top_k=1 and a repetition penalty: both must be out of force.
+    lm, prompt = load(folder), [1, 70, 71]
+    logits = lm.base(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+    for temperature in (0.5, 1.0):
+        torch.manual_seed(0)
+        first = [r[0] for r in sample(lm, [prompt] * 4000, temperature=temperature, max_new_tokens=1, batch_size=4000)]
+        p = (logits / temperature).softmax(-1)
+        counts = torch.bincount(torch.tensor(first), minlength=len(p)).double()
+        likely = p * 4000 >= 5
+        chi2 = ((counts - 4000 * p).square() / (4000 * p))[likely].sum()
+        freedom = int(likely.sum())
+        assert chi2 < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_prompts_order(folder):
+    lm = load(folder)
+    prompts = [[1, 70, 71, 72, 73], [1, 80], [1, 90, 91], [1, 60, 61, 62, 63, 64, 65]]
+    together, alone = (sample(lm, prompts, temperature=0.0, batch_size=size) for size in (4, 1))
+    assert together == alone
+    for prompt, response in zip(prompts, together, strict=True):
+        ids = list(prompt)
+        for token in response:
+            assert lm.base(input_ids=torch.tensor([ids])).logits[0, -1].argmax() == token
+            ids.append(token)
+
+
+def test_several_stop_tokens_end_a_response(folder):
+    lm = load(folder)
+    free = sample(lm, [[1, 70]], temperature=0.0, stop_ids=[259])[0]
+    stop = free[2]
+    assert sample(lm, [[1, 70]], temperature=0.0, stop_ids=[259, stop])[0] == free[: free.index(stop) + 1]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaConfig", "GPT2Config", "OPTConfig"])
+def test_no_architecture_keeps_its_dropout(architecture, tmp_path):
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options = {"GPT2Config": {"n_inner": 16}, "OPTConfig": {"ffn_dim": 16, "word_embed_proj_dim": 16}}
+    dropouts = {"LlamaConfig": {"attention_dropout": 0.5}, "OPTConfig": {"dropout": 0.5, "attention_dropout": 0.5}}
+    config = getattr(transformers, architecture)(
+        **sizes, **options.get(architecture, {}), **dropouts.get(architecture, {})
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    lm = load(str(tmp_path)).train()
+    ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
+    assert torch.equal(lm(ids, mask).logprobs, lm(ids, mask).logprobs)
+
+
+def test_a_head_that_is_more_than_a_weight_needs_the_logits(tmp_path):
+    import transformers
+
+    config = transformers.CohereConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(cli.InputError, match="logit_scale.*--loss_from logits"):
+        load(str(tmp_path))
+    assert load(str(tmp_path), loss_from="logits")
+
+
+def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
+    import transformers
+
+    config = transformers.Gemma2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=0.3,
+        initializer_range=0.5,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
+    linear, logits = (load(str(tmp_path), loss_from=path)(ids, mask, want_logits=True) for path in ("linear", "logits"))
+    torch.testing.assert_close(linear[0].logprobs, logits[0].logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(linear[1], logits[1], atol=1e-5, rtol=0)
+
+
+def test_missing_models_and_tokenizers_are_named(tmp_path):
+    with pytest.raises(cli.InputError, match="no_model"):
+        load(str(tmp_path / "no_model"))
+    with pytest.raises(cli.InputError, match="zero_stage=0"):
+        load("x", dtype="bfloat16")
+    assert data.load_tokenizer and engine.world_size() == 1

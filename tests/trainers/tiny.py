@@ -1,0 +1,97 @@
+"""Models of a few thousand weights in the Hub format, and small data files, as the trainers read them."""
+
+import json
+from pathlib import Path
+
+CHAT_TEMPLATE = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<end>", "<user>", "<assistant>", "<system>"]
+
+
+def tokenizer(*, chat: bool = True, pad_is_eos: bool = False, adds_bos: bool = False):
+    """One token per byte, and `<end>` as EOS of chats."""
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner = trainers.BpeTrainer(vocab_size=0, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(["a"], learner)
+    if adds_bos:
+        core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    eos = "<end>" if chat else "<eos>"
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=eos if pad_is_eos else "<pad>", bos_token="<bos>", eos_token=eos
+    )
+    if chat:
+        made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def model_folder(folder: Path, *, chat: bool = True, pad_is_eos: bool = False, tie: bool = False, seed: int = 0) -> str:
+    """A Qwen2 with random weights, its tokenizer and a generation config that would bias sampling."""
+    import torch
+    import transformers
+
+    made = tokenizer(chat=chat, pad_is_eos=pad_is_eos)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = transformers.Qwen2Config(
+            vocab_size=len(made),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            tie_word_embeddings=tie,
+            initializer_range=0.2,
+            attention_dropout=0.5,  # the trainers must switch it off
+            bos_token_id=1,
+            eos_token_id=made.eos_token_id,
+            pad_token_id=made.pad_token_id,
+        )
+        lm = transformers.Qwen2ForCausalLM(config)
+    lm.generation_config = transformers.GenerationConfig(
+        do_sample=True, top_k=1, repetition_penalty=5.0, eos_token_id=[made.eos_token_id, 2], pad_token_id=0
+    )
+    lm.save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def jsonl(path: Path, rows: list[dict]) -> str:
+    """The rows as a JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sums(count: int) -> list[dict]:
+    """Rows in gsm8k's form: a question, and a worked answer that ends in `#### n`."""
+    return [{"question": f"{i}+{i % 7}?", "answer": f"Add them.\n#### {i + i % 7}"} for i in range(count)]
+
+
+def odd_characters(responses: list[str], rows: list[dict]) -> list[float]:
+    """A verifier that random weights satisfy often enough: the fraction of characters with odd codes."""
+    return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
+
+
+def read_metrics(folder) -> list[dict]:
+    """The run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(metrics: list[dict]) -> list[dict]:
+    """Metrics without what a clock says."""
+    return [{k: v for k, v in m.items() if not k.startswith(("time/", "perf/"))} for m in metrics]
+
+
+def weights(folder) -> dict:
+    """The tensors of a saved model."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
