@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     for name, command, limit, budget in STEPS:
         if name not in args.steps.split(","):
             continue
-        command = [sys.executable, *command, *(["--out", args.out] if name != "tests" else [])]
+        command = [sys.executable, "-u", *command, *(["--out", args.out] if name != "tests" else [])]
         command += ["--budget", str(budget)] if budget else []
         print(f"\n== {name} (at most {limit} s) ==", flush=True)
         started = time.perf_counter()

@@ -371,6 +371,7 @@ def main(args):
         show(found, missing, copy)
         rows += found
         not_run |= {f"{op}: {name}": reason for name, reason in missing.items()}
+        measure.save(args, rows, copy_bytes_per_s=copy, not_run=not_run)
     for shape in gae_shapes:
         found, missing = run_gae(shape, args, copy, seconds)
         show(found, missing, copy)

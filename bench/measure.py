@@ -231,14 +231,13 @@ def environment(device: str) -> dict:
 
 
 def save(args, rows: list, **more) -> Path | None:
-    """Write {environment, rows, more} as bench JSON into args.out; returns the file."""
+    """Write {environment, rows, more} as JSON into the folder args.out; after each case, lest time runs out."""
     if args.out is None:
         return None
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{args.group}-{'cpu' if args.device == 'cpu' else 'gpu'}.json"
     path.write_text(dumps({"group": args.group, "environment": environment(args.device), **more, "rows": rows}))
-    print(f"wrote {path}")
     return path
 
 

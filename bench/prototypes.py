@@ -212,7 +212,7 @@ def main(args):
         print(measure.table(["kernel", "ms", "% of copy", "predicted %", "error"],
                             [[r["op"], r.get("ms"), r.get("copy_percent"), r["predicted_percent"], r["error"]]
                              for r in rows if r["shape"] == [n, vocab]]), flush=True)  # fmt: skip
-    measure.save(args, rows, copy_bytes_per_s=copy)
+        measure.save(args, rows, copy_bytes_per_s=copy)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,27 @@ def test_a_peer_that_cannot_run_is_listed_with_the_reason(monkeypatch):
     assert "TRL" in missing
 
 
+def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
+    # do_bench calls a function again and again: gradients of one forward must survive that, in place excepted.
+    case, calls = one_case(), []
+
+    def do_bench(run, rep, return_mode):
+        calls.append([run() for _ in range(3)])
+        return [1.0, 2.0, 6.0]
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    case.device = "a GPU"  # only read to keep the graph for the next call
+    samples = measure.phases_gpu(case.ours, case.backward, case.inputs(peers.Peer("fused_rl", None, case.ours)))
+    assert {phase: measure.median(s) for phase, s in samples.items()} == {"forward": 2, "backward": 2, "both": 2}
+    first, second, third = calls[1]
+    assert torch.equal(first, third), "input sets take turns"
+    assert not torch.equal(first, second)
+    inplace = peers.Peer("fused_rl inplace", None, lambda x: case.ours(x, inplace=True), overwrites=True)
+    once = measure.phases_gpu(inplace.call, case.backward, case.inputs(inplace), twice=False)
+    assert set(once) == {"forward", "both"}
+
+
 def test_peak_memory_counts_what_is_held_at_once():
     size = 32 << 20
     x = torch.zeros(size, dtype=torch.uint8)
