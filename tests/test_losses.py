@@ -10,7 +10,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference
-from fused_rl.losses import aggregate, policy_token_loss
+from fused_rl.losses import aggregate
 from fused_rl.surrogates import LOSS_AGGS, RATIO_LEVELS
 
 F64 = torch.float64
@@ -33,6 +33,11 @@ PAPERS = {
     "reinforce++": ("clip", "token", "token-mean", 0.2, 0.2),
     "gmpo": ("geo-mean", "token", "seq-mean-token-mean", 0.4, 0.4),
 }
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
 
 
 @functools.cache
@@ -65,104 +70,104 @@ def head():
 
 
 @functools.cache
-def paths(kind):
-    """Per path: the leaves, logprobs in fp32, logprobs in fp64 of the same rounded inputs, and their fp64 leaves."""
+def graphs(kind):
+    """One graph in fp64, (logprobs, [logits, hidden, weight]), and two in fp32, (logprobs, leaves)."""
     mask = batch(kind)[0]
     hidden, weight, targets = head()
-    logits = (hidden @ weight.T).detach().requires_grad_()
-    logits64, hidden64, weight64 = (t.detach().double().requires_grad_() for t in (logits, hidden, weight))
-    linear = fused_rl.linear.linear_token_logprobs(hidden, weight, targets, mask=mask)
-    linear64 = reference.linear_token_logprobs(hidden64, weight64, targets, mask=mask)
-    return {
-        "logits": (
-            [logits],
-            fused_rl.token_logprobs(logits, targets, mask=mask).logprobs,
-            reference.token_logprobs(logits64, targets, mask=mask).logprobs,
-            [logits64],
-        ),
-        "linear": ([hidden, weight], linear.logprobs, linear64.logprobs, [hidden64, weight64]),
-    }
+    hidden64, weight64 = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logits64 = hidden64 @ weight64.T
+    exact = reference.token_logprobs(logits64, targets, mask=mask).logprobs
+    logits = logits64.detach().float().requires_grad_()
+    from_logits = fused_rl.token_logprobs(logits, targets, mask=mask).logprobs
+    from_hidden = fused_rl.linear_token_logprobs(hidden, weight, targets, mask=mask).logprobs
+    return (exact, [logits64, hidden64, weight64]), [(from_logits, [logits]), (from_hidden, [hidden, weight])]
 
 
-def cell_options(kind, kl, logprobs64):
-    """Constants of a cell: old and ref logprobs near the policy's, denominators of some larger step."""
+def cell(kind, kl):
+    """Arguments and options of policy_loss: old and ref logprobs near the policy's, denominators of a larger step."""
     mask, ids, advantages, _, drift = batch(kind)
-    old, ref = (logprobs64.detach() + drift).unbind()
-    shared = {"num_tokens": 50, "num_sequences": 9, "max_length": 16}
+    old, ref = (graphs(kind)[0][0].detach() + drift).unbind()
+    options = {"num_tokens": 50, "num_sequences": 9, "max_length": 16}
+    options |= {"sequence_ids": ids} if kind == "packed" else {}
     if kl is not None:
-        shared |= {"kl_coef": 0.3, "kl_estimator": kl, "ref_logprobs": ref}
-    return mask, ids, advantages, old, shared
+        options |= {"kl_coef": 0.3, "kl_estimator": kl, "ref_logprobs": ref}
+    return (old, advantages, mask), options
 
 
-def expected(preset, level, loss_agg, kind, kl, logprobs64):
-    mask, ids, _, old, shared = cell_options(kind, kl, logprobs64)
-    surrogate, _, _, clip_low, clip_high = PAPERS[preset]
-    choices = {"ratio_level": level, "surrogate": surrogate, "loss_agg": loss_agg}
-    choices |= {"clip_low": clip_low, "clip_high": clip_high, "sequence_ids": ids}
-    return reference.policy_loss(logprobs64, old, batch(kind)[3], mask, **choices, **shared)
+@functools.cache
+def expected(surrogate, level, loss_agg, clip_low, clip_high, kind, kl):
+    """The plain formula in fp64: its value, and its gradients on logprobs, logits, hidden states and weight."""
+    logprobs, leaves = graphs(kind)[0]
+    (old, _, mask), options = cell(kind, kl)
+    options |= {"ratio_level": level, "surrogate": surrogate, "loss_agg": loss_agg, "sequence_ids": batch(kind)[1]}
+    options |= {"clip_low": clip_low, "clip_high": clip_high}
+    loss = reference.policy_loss(logprobs, old, batch(kind)[3], mask, **options)
+    return loss.detach(), torch.autograd.grad(loss, [logprobs, *leaves], retain_graph=True)
+
+
+def cells(preset, kind):
+    """Every ratio level x aggregation x KL: what is expected, a random upstream gradient, arguments and options."""
+    generator = torch.Generator().manual_seed(0)
+    for level, loss_agg, kl in itertools.product(RATIO_LEVELS, LOSS_AGGS, KLS):
+        surrogate, _, _, *clip = PAPERS[preset]
+        want = expected(surrogate, level, loss_agg, *clip, kind, kl)
+        upstream = torch.randn((), generator=generator, dtype=F64)
+        arguments, options = cell(kind, kl)
+        yield *want, upstream, arguments, options | {"preset": preset, "ratio_level": level, "loss_agg": loss_agg}
+
+
+def assert_grads_close(grads, wants, upstream):
+    for grad, want in zip(grads, wants, strict=True):
+        want = want * upstream
+        atol = 1e-5 * want.abs().max().item() + 1e-9
+        torch.testing.assert_close(grad.double(), want, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("preset", PAPERS)
 def test_gradient_matrix(preset, kind, monkeypatch):
-    """Every ratio level x aggregation x KL, in fp64 on (B, T) and in fp32 from logits and from hidden states."""
+    """In fp64 on (B, T), and in fp32 from logits and from hidden states."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the CPU path; the kernels have their own tests
-    generator = torch.Generator().manual_seed(0)
-    for level, loss_agg, kl in itertools.product(RATIO_LEVELS, LOSS_AGGS, KLS):
-        upstream = torch.randn((), generator=generator, dtype=F64)
-        for name, (leaves, logprobs, logprobs64, leaves64) in paths(kind).items():
-            mask, ids, advantages, old, shared = cell_options(kind, kl, logprobs64)
-            shared |= {"preset": preset, "ratio_level": level, "loss_agg": loss_agg}
-            want = expected(preset, level, loss_agg, kind, kl, logprobs64)
-            want_grads = torch.autograd.grad(want, [logprobs64, *leaves64], upstream, retain_graph=True)
-            if name == "logits":
-                poison = torch.where(mask, 0, torch.nan)  # what is masked reaches nothing
-                exact = logprobs64.detach().requires_grad_()
-                tensors = {k: v + poison if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
-                tensors |= {"sequence_ids": ids} if kind == "packed" else {}
-                loss, _ = fused_rl.policy_loss(exact + poison, old + poison, advantages, mask, **tensors)
-                (grad,) = torch.autograd.grad(loss, exact, upstream)
-                torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-12)
-                torch.testing.assert_close(grad, want_grads[0], rtol=1e-9, atol=1e-12)
-                assert (grad[~mask] == 0).all()
+    (exact, _), fp32 = graphs(kind)
+    exact = exact.detach().requires_grad_()
+    for want, want_grads, upstream, (old, advantages, mask), options in cells(preset, kind):
+        poison = torch.where(mask, 0, torch.nan)  # what is masked reaches nothing
+        poisoned = (
+            options | {"ref_logprobs": options["ref_logprobs"] + poison} if "ref_logprobs" in options else options
+        )
+        loss, _ = fused_rl.policy_loss(exact + poison, old + poison, advantages, mask, **poisoned)
+        (grad,) = torch.autograd.grad(loss, exact, upstream)
+        torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(grad, want_grads[0] * upstream, rtol=1e-9, atol=1e-12)
+        assert (grad[~mask] == 0).all()
 
-            shared |= {"sequence_ids": ids} if kind == "packed" else {}
-            loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **shared)
+        for (logprobs, leaves), leaf_grads in zip(fp32, (want_grads[1:2], want_grads[2:]), strict=True):
+            loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
             torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
-            for _ in range(2):  # the graph is retained: by this second use, and by all the cells before
+            for _ in range(
+                2 if options.get("kl_estimator") == "rk3" else 1
+            ):  # every cell uses the logprobs' graph again
                 grads = torch.autograd.grad(loss, leaves, upstream.float(), retain_graph=True)
-                for grad, want_grad in zip(grads, want_grads[1:], strict=True):
-                    atol = 1e-5 * want_grad.abs().max().item() + 1e-9
-                    torch.testing.assert_close(grad.double(), want_grad, rtol=0, atol=atol)
+                assert_grads_close(grads, leaf_grads, upstream)
 
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("preset", PAPERS)
 def test_gradient_matrix_in_one_pass(preset, kind, monkeypatch):
-    """As above from hidden states with the gradient formed in the forward pass; what cannot be, is refused."""
+    """From hidden states with the gradient formed in the forward pass; what cannot be formed so is refused."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    generator = torch.Generator().manual_seed(0)
-    (hidden, weight), _, logprobs64, leaves64 = paths(kind)["linear"]
-    targets = head()[2]
-    for level, loss_agg, kl in itertools.product(RATIO_LEVELS, LOSS_AGGS, KLS):
-        mask, ids, advantages, old, shared = cell_options(kind, kl, logprobs64)
-        shared |= {"preset": preset, "ratio_level": level, "loss_agg": loss_agg}
-        shared |= {"sequence_ids": ids} if kind == "packed" else {}
-        if level != "token" or preset == "gmpo":
+    hidden, weight, targets = head()
+    for want, want_grads, upstream, (old, advantages, mask), options in cells(preset, kind):
+        if options["ratio_level"] != "token" or preset == "gmpo":
             with pytest.raises(ValueError, match="needs more than one token"):
-                policy_token_loss(old, advantages, mask, **shared)
+                fused_rl.policy_token_loss(old, advantages, mask, **options)
             continue
-        token_loss, per_token = policy_token_loss(old, advantages, mask, **shared)
-        out = fused_rl.linear.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
-        want = expected(preset, level, loss_agg, kind, kl, logprobs64)
+        token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **options)
+        out = fused_rl.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
         torch.testing.assert_close(out.loss.double(), want, rtol=1e-5, atol=1e-5)
-        for _ in range(2):
-            upstream = torch.randn((), generator=generator, dtype=F64)
-            want_grads = torch.autograd.grad(want, leaves64, upstream, retain_graph=True)
-            grads = torch.autograd.grad(out.loss, (hidden, weight), upstream.float(), retain_graph=True)
-            for grad, want_grad in zip(grads, want_grads, strict=True):
-                atol = 1e-5 * want_grad.abs().max().item() + 1e-9
-                torch.testing.assert_close(grad.double(), want_grad, rtol=0, atol=atol)
+        for up in (upstream, 1 - upstream):  # the retained graph used twice
+            grads = torch.autograd.grad(out.loss, (hidden, weight), up.float(), retain_graph=True)
+            assert_grads_close(grads, want_grads[2:], up)
 
 
 @pytest.mark.parametrize("preset", PAPERS)
@@ -185,10 +190,23 @@ def test_presets_are_the_papers(preset):
         clip_high=clip_high,
     )
     loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset)
-    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-13)
     same, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **fused_rl.PRESETS[preset].options)
     assert same == loss
     assert set(PAPERS) == set(fused_rl.PRESETS)
+
+
+def test_clip_bounds_are_not_symmetric():
+    mask, ids, advantages, spread, drift = batch("partial")
+    logprobs = (torch.randn(B, T, dtype=F64) - 3).requires_grad_()
+    for surrogate in ("clip", "cispo", "geo-mean"):
+        choices = {"surrogate": surrogate, "clip_low": 0.1, "clip_high": 0.3, "loss_agg": "token-mean"}
+        choices["ratio_level"] = "token"
+        old = logprobs.detach() + drift[0]
+        want = reference.policy_loss(logprobs, old, spread, mask, sequence_ids=ids, **choices)
+        loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **choices)
+        torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)))
 
 
 def trl_loss(lp, old, advantages, mask, loss_type, level, o):
@@ -260,18 +278,17 @@ FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "top-entropy")
 FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("preset", TRL)
+# TRL weights a token's KL by the sequence's ratio, and multiplies the rollout weights into VESPO's W
+NOT_TRL = {(p, "rk3") for p in ("gspo", "luspo")} | {("vespo", f) for f in FEATURES if f[-4:] in ("cate", "mask")}
+
+
+@pytest.mark.parametrize(("preset", "feature"), [c for c in itertools.product(TRL, FEATURES) if c not in NOT_TRL])
 def test_trl(preset, feature):
     """Where ours must be TRL's; docs/losses.md lists where it is not, and why."""
     if feature == "delta" and preset in ("cispo", "sapo", "vespo"):
         with pytest.raises(ValueError, match="delta belongs to the surrogate"):
             fused_rl.policy_loss(*torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5)
         return
-    if feature == "rk3" and TRL[preset] == "sequence":
-        pytest.skip("TRL weights a token's KL by the sequence's ratio, ours by the token's")
-    if "-" in feature and preset == "vespo" and feature not in ("off-policy", "top-entropy"):
-        pytest.skip("TRL multiplies VESPO's W by the rollout ratio: pass old_logprobs=rollout_logprobs for that")
     generator = torch.Generator().manual_seed(7)
     mask, _, advantages, _, drift = batch("partial")
     logprobs = torch.randn(B, T, generator=generator, dtype=F64).sub(3).requires_grad_()
@@ -353,7 +370,7 @@ def test_padding_changes_no_loss_and_no_metric():
         want = fused_rl.policy_loss(logprobs, mask=mask, preset=preset, **tensors, **options)
         padded = {name: pad(tensor, torch.nan) for name, tensor in tensors.items()}
         got = fused_rl.policy_loss(pad(logprobs, 1.0), mask=pad(mask, False), preset=preset, **padded, **options)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_packing_changes_no_loss_and_no_metric():
@@ -418,7 +435,7 @@ def test_a_surrogate_of_ones_own_and_per_token_advantages():
         surrogate=lambda log_ratio, advantages, *_: log_ratio * advantages,
     )
     (grad,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=1e-13)
 
 
 def test_one_pass_with_every_option_it_has():
@@ -433,7 +450,7 @@ def test_one_pass_with_every_option_it_has():
         if old is None:
             options["rollout_logprobs"] = None
         want, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)
-        token_loss, per_token = policy_token_loss(old, advantages, mask, **options)
+        token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **options)
         loss = token_loss(logprobs[mask], entropy[mask], *(tensor[mask] for tensor in per_token)).sum()
         torch.testing.assert_close(loss, want)
         grads = [torch.autograd.grad(x, (logprobs, entropy)) for x in (loss, want)]
@@ -490,6 +507,12 @@ def test_entropy_bonus():
     torch.testing.assert_close(metrics["policy/entropy_avg"].item(), 4 / 3)
     (grad,) = torch.autograd.grad(loss, entropy)
     torch.testing.assert_close(grad, torch.tensor([[-0.025, -0.025, 0], [-0.05, 0, 0]]))
+    logprobs, advantages = torch.zeros(2, 3), torch.ones(2)
+    options = {"preset": "grpo", "entropy": entropy}
+    with_bonus, _ = fused_rl.policy_loss(logprobs, None, advantages, mask, **options, entropy_coef=0.1)
+    without, _ = fused_rl.policy_loss(logprobs, None, advantages, mask, **options)
+    torch.testing.assert_close(with_bonus, without + loss)
+    torch.testing.assert_close(torch.autograd.grad(with_bonus, entropy)[0], grad)
 
 
 def test_value_loss():
