@@ -185,7 +185,7 @@ def as_rows(x, y, mask, temperature, row_temperature):
     if x.dim() != 3:
         shape = (-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
         x, y = (x[None], y[None]) if x.dim() == 2 else (x.reshape(shape), y.reshape(shape))
-    mask = None if mask is None else mask.reshape(-1)
+    mask = None if mask is None else mask.reshape(-1).contiguous()
     return x, y, mask, 1 / temperature if row_temperature is None else 1 / row_temperature.reshape(-1)
 
 

@@ -28,7 +28,7 @@ def _load(rewards_ptr, values_ptr, mask_ptr, t, T):
     return r, v, counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "stride_r", "stride_v", "stride_m"])
 def gae_kernel(
     rewards_ptr,  # (B, T)
     values_ptr,  # (B, T)
@@ -36,9 +36,9 @@ def gae_kernel(
     advantages_ptr,  # (B, T), contiguous
     returns_ptr,  # (B, T), contiguous
     T,
-    stride_r,
-    stride_v,
-    stride_m,
+    stride_r: tl.int64,
+    stride_v: tl.int64,
+    stride_m: tl.int64,
     gamma,
     gamma_low,  # scalars are fp32: each number comes as a sum of two
     gae_lambda,
@@ -91,8 +91,8 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     while block * -log2_rho > 900:
         block //= 2
     if advantages.numel():
-        gae_kernel[(rows,)](
-            rewards, values, mask, advantages, returns, length, rewards.stride(0), values.stride(0), mask.stride(0),
-            *_split(gamma), *_split(gae_lambda), *_split(log2_rho), BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        numbers = (length, rewards.stride(0), values.stride(0), mask.stride(0))
+        numbers += (*_split(gamma), *_split(gae_lambda), *_split(log2_rho))
+        with torch.cuda.device_of(rewards):
+            gae_kernel[(rows,)](rewards, values, mask, advantages, returns, *numbers, BLOCK=block, num_warps=4)
     return advantages, returns

@@ -42,6 +42,10 @@ COLUMNS = 32
 STATE = ("m", "w", "w_all", "offset", "c", "n", "f", "s", "k")
 
 
+# A new length, batch, vocabulary or temperature must not compile anything.
+RUNTIME = ("N", "T", "V", "stride_xb", "stride_xt", "stride_yb", "stride_yt", "inv_t")
+
+
 @triton.jit
 def _max(v):  # over the columns of a thread
     return tl.max(tl.max(v, 2), 0)
@@ -165,12 +169,13 @@ def _is_masked(mask_ptr, row):
 
 
 @triton.jit
-def _row(row, T, stride_b, stride_t):
+def _row(row, T, stride_b, stride_t, ALIGNED: tl.constexpr):
     row = row.to(tl.int64)
-    return (row // T) * stride_b + (row % T) * stride_t
+    offset = (row // T) * stride_b + (row % T) * stride_t
+    return tl.multiple_of(offset, 16) if ALIGNED else offset
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def kl_fwd_kernel(
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
@@ -181,11 +186,12 @@ def kl_fwd_kernel(
     N,
     T,
     V,
-    stride_xb,
-    stride_xt,
-    stride_yb,
-    stride_yt,
+    stride_xb: tl.int64,
+    stride_xt: tl.int64,
+    stride_yb: tl.int64,
+    stride_yt: tl.int64,
     inv_t,
+    ALIGNED: tl.constexpr,  # V and the strides are multiples of 16
     THREADS: tl.constexpr,
     K: tl.constexpr,
     VEC: tl.constexpr,
@@ -196,8 +202,8 @@ def kl_fwd_kernel(
         return
     if inv_t_ptr is not None:
         inv_t = tl.load(inv_t_ptr + row)
-    x_ptr += _row(row, T, stride_xb, stride_xt)
-    y_ptr += _row(row, T, stride_yb, stride_yt)
+    x_ptr += _row(row, T, stride_xb, stride_xt, ALIGNED)
+    y_ptr += _row(row, T, stride_yb, stride_yt, ALIGNED)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     cols = (
         tl.arange(0, K)[:, None, None] * (THREADS * VEC)
@@ -272,6 +278,19 @@ def _state(state_ptr, row, N):
 
 
 @triton.jit
+def _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT: tl.constexpr):
+    m, w_all, offset, c, n, s, k = state
+    p, q, u, delta, expm1 = _p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
+    a, b, r = _js_logs(delta, expm1)
+    # mean(p, q) [(1 + r) log(1 + r) + (1 - r) log(1 - r)] / 2 in powers of r, |r| < 0.47: 4e-8 relative
+    z = r * r
+    j = tl.fma(z, tl.fma(z, tl.fma(z, tl.fma(z, 1 / 240, 1 / 182), 1 / 132), 1 / 90), 1 / 56)
+    j = z * tl.fma(z, tl.fma(z, tl.fma(z, j, 1 / 30), 1 / 12), 0.5) * p * (1 + 0.5 * expm1)
+    js += tl.where(tl.abs(delta) < 1, j, 0.5 * (p * a + q * b))
+    return js, p_sum + p * a, q_sum + q * b
+
+
+@triton.jit(do_not_specialize=RUNTIME)
 def js_kernel(
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
@@ -282,11 +301,12 @@ def js_kernel(
     N,
     T,
     V,
-    stride_xb,
-    stride_xt,
-    stride_yb,
-    stride_yt,
+    stride_xb: tl.int64,
+    stride_xt: tl.int64,
+    stride_yb: tl.int64,
+    stride_yt: tl.int64,
     inv_t,
+    ALIGNED: tl.constexpr,  # V and the strides are multiples of 16
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -296,24 +316,21 @@ def js_kernel(
         return
     if inv_t_ptr is not None:
         inv_t = tl.load(inv_t_ptr + row)
-    x_ptr += _row(row, T, stride_xb, stride_xt)
-    y_ptr += _row(row, T, stride_yb, stride_yt)
+    x_ptr += _row(row, T, stride_xb, stride_xt, ALIGNED)
+    y_ptr += _row(row, T, stride_yb, stride_yt, ALIGNED)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    m, w_all, offset, c, n, s, k = _state(state_ptr, row, N)
+    cols = tl.arange(0, BLOCK)
+    state = _state(state_ptr, row, N)
     js = tl.zeros((BLOCK,), tl.float32)
     p_sum = tl.zeros((BLOCK,), tl.float32)
     q_sum = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, V, BLOCK, num_stages=1):
-        x, y = _load(x_ptr, y_ptr, start + tl.arange(0, BLOCK), V, True)
-        p, q, u, delta, expm1 = _p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
-        a, b, r = _js_logs(delta, expm1)
-        # mean(p, q) [(1 + r) log(1 + r) + (1 - r) log(1 - r)] / 2 in powers of r, |r| < 0.47: 4e-8 relative
-        z = r * r
-        j = tl.fma(z, tl.fma(z, tl.fma(z, tl.fma(z, 1 / 240, 1 / 182), 1 / 132), 1 / 90), 1 / 56)
-        j = z * tl.fma(z, tl.fma(z, tl.fma(z, j, 1 / 30), 1 / 12), 0.5) * p * (1 + 0.5 * expm1)
-        js += tl.where(tl.abs(delta) < 1, j, 0.5 * (p * a + q * b))
-        p_sum += p * a
-        q_sum += q * b
+    full = V // BLOCK * BLOCK
+    for start in tl.range(0, full, BLOCK, num_stages=1):
+        x, y = _load(x_ptr, y_ptr, start + cols, V, False)
+        js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+    if full < V:
+        x, y = _load(x_ptr, y_ptr, full + cols, V, True)
+        js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
     tl.store(sums_ptr, tl.sum(js, 0))
     tl.store(sums_ptr + N, tl.sum(p_sum, 0))
     tl.store(sums_ptr + 2 * N, tl.sum(q_sum, 0))
@@ -338,7 +355,7 @@ def _store(dx_ptr, dy_ptr, dx, dy, cols, V, MASKED: tl.constexpr):
         tl.store(dy_ptr + cols, dy.to(dy_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME)
 def kl_bwd_kernel(
     g_ptr,  # (N,) fp32, gradient of the divergence
     x_ptr,  # (B, T, V)
@@ -353,23 +370,26 @@ def kl_bwd_kernel(
     N,
     T,
     V,
-    stride_xb,
-    stride_xt,
-    stride_yb,
-    stride_yt,
+    stride_xb: tl.int64,
+    stride_xt: tl.int64,
+    stride_yb: tl.int64,
+    stride_yt: tl.int64,
     inv_t,
+    ALIGNED: tl.constexpr,  # V and the strides are multiples of 16
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
-    if dx_ptr is not None:
-        dx_ptr += row.to(tl.int64) * V
-    if dy_ptr is not None:
-        dy_ptr += row.to(tl.int64) * V
+    full = V // BLOCK * BLOCK
+    out = row.to(tl.int64) * V
+    out = tl.multiple_of(out, 16) if ALIGNED else out
+    dx_ptr = None if dx_ptr is None else dx_ptr + out
+    dy_ptr = None if dy_ptr is None else dy_ptr + out
     if _is_masked(mask_ptr, row):
         zeros = tl.zeros((BLOCK,), tl.float32)
-        for start in tl.range(0, V, BLOCK, num_stages=1):
-            _store(dx_ptr, dy_ptr, zeros, zeros, start + cols, V, True)
+        for start in tl.range(0, full, BLOCK, num_stages=1):
+            _store(dx_ptr, dy_ptr, zeros, zeros, start + cols, V, False)
+        _store(dx_ptr, dy_ptr, zeros, zeros, full + cols, V, True)
         return
     if inv_t_ptr is not None:
         inv_t = tl.load(inv_t_ptr + row)
@@ -381,10 +401,9 @@ def kl_bwd_kernel(
         a_mean = tl.load(sums_ptr + N + row)
         b_mean = tl.load(sums_ptr + 2 * N + row)
     state = _state(state_ptr, row, N)
-    x_ptr += _row(row, T, stride_xb, stride_xt)
-    y_ptr += _row(row, T, stride_yb, stride_yt)
+    x_ptr += _row(row, T, stride_xb, stride_xt, ALIGNED)
+    y_ptr += _row(row, T, stride_yb, stride_yt, ALIGNED)
     JS: tl.constexpr = sums_ptr is not None
-    full = V // BLOCK * BLOCK
     for start in tl.range(0, full, BLOCK, num_stages=1):
         x, y = _load(x_ptr, y_ptr, start + cols, V, False)
         dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty == tl.float32)
@@ -402,11 +421,12 @@ def _layout(dtype):
 
 
 def _common(x, y, inv_t):
-    """(inv_t_ptr or None), sizes, strides and inv_t as every kernel here takes them."""
+    """inv_t_ptr or None; sizes, strides, inv_t and ALIGNED as every kernel here takes them."""
     b, t, vocab = x.shape
     per_row = isinstance(inv_t, torch.Tensor)
-    numbers = (b * t, t, vocab, x.stride(0), x.stride(1), y.stride(0), y.stride(1), 1.0 if per_row else inv_t)
-    return (inv_t if per_row else None), numbers
+    strides = [*x.stride()[:2], *y.stride()[:2]]
+    aligned = all(number % 16 == 0 for number in (vocab, *strides))
+    return (inv_t if per_row else None), (b * t, t, vocab, *strides, 1.0 if per_row else inv_t, aligned)
 
 
 def kl_fwd(x, y, mask, inv_t):
@@ -416,7 +436,8 @@ def kl_fwd(x, y, mask, inv_t):
     state = torch.empty(len(STATE), n, device=x.device, dtype=torch.float32)
     inv_t, numbers = _common(x, y, inv_t)
     if n:
-        kl_fwd_kernel[(n,)](x, y, mask, inv_t, kl, state, *numbers, **_layout(x.dtype))
+        with torch.cuda.device_of(x):
+            kl_fwd_kernel[(n,)](x, y, mask, inv_t, kl, state, *numbers, **_layout(x.dtype))
     return kl, state
 
 
@@ -426,7 +447,8 @@ def js_fwd(x, y, mask, inv_t, state):
     sums = torch.empty(3, n, device=x.device, dtype=torch.float32)
     inv_t, numbers = _common(x, y, inv_t)
     if n:
-        js_kernel[(n,)](x, y, mask, inv_t, state, sums, *numbers, BLOCK=1024, num_warps=4)
+        with torch.cuda.device_of(x):
+            js_kernel[(n,)](x, y, mask, inv_t, state, sums, *numbers, BLOCK=1024, num_warps=4)
     return sums
 
 
@@ -436,6 +458,7 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
     dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None
     inv_t, numbers = _common(x, y, inv_t)
     if numbers[0]:
-        grid = (numbers[0],)
-        kl_bwd_kernel[grid](g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers, BLOCK=1024, num_warps=4)
+        arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
+        with torch.cuda.device_of(x):
+            kl_bwd_kernel[(numbers[0],)](*arguments, BLOCK=1024, num_warps=4)
     return dx, dy

@@ -249,9 +249,16 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
         both_gradients(fused_rl.token_kl, x, y_by_columns, upstream, direction=direction),
         both_gradients(fused_rl.token_kl, x[None], y[None], upstream[None], direction=direction),
         both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask),
+        both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask.t().contiguous().t()),
     ):
         for ours, best in zip(got, whole, strict=True):
             assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
+
+
+def test_one_row_of_a_strided_mask(backend):
+    x, y = pair(3, 40, device=backend)
+    mask = torch.tensor([True, False, False, True, True, False], device=backend)[::2]
+    assert (fused_rl.token_kl(x, y, mask=mask) == 0).tolist() == (~mask).tolist()
 
 
 def test_only_what_is_asked_for(backend):
@@ -329,10 +336,11 @@ def test_compiles_for_every_target():
         def compile(fn, target, **given):
             names = fn.arg_names
             ints = ("N", "T", "V", "stride_xb", "stride_xt", "stride_yb", "stride_yt")
-            kinds = dict.fromkeys(ints, "i32") | {"inv_t": "fp32"} | given
+            kinds = dict.fromkeys(ints[:3], "i32") | dict.fromkeys(ints[3:], "i64")
+            kinds |= {"inv_t": "fp32", "ALIGNED": True} | given
             constants = {n: v for n, v in kinds.items() if not isinstance(v, str)}
             signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-            aligned = [n for n in names if str(signature[n])[0] == "*" or n in ints[2:]]
+            aligned = [n for n in names if str(signature[n])[0] == "*"]
             attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
             source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attrs)
             compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 1})
