@@ -63,10 +63,9 @@ def interleaved(runs: dict, budget_s: float, least: int = 3, most: int = 40) -> 
     """Samples in ms of each run: name -> {phase: [ms, ...]}.
 
     Each run is a function that returns {phase: seconds}. They take turns, so that what slows the machine slows all.
+    They have run before: the check against fp64 and the measurement of memory compile and touch what there is.
     """
     samples = {name: {} for name in runs}
-    for run in runs.values():
-        run()  # warm up: pages, caches, compilation
     started = time.perf_counter()
     for repeat in range(most):
         if repeat >= least and time.perf_counter() - started > budget_s:
@@ -169,6 +168,7 @@ def copy_bandwidth(device: str) -> float:
     if device != "cpu":
         samples = phases_gpu(lambda x: target.copy_(x), None, [source])["forward"]
     else:
+        target.copy_(source)
         samples = interleaved({"copy": phases_cpu(target.copy_, None, [source])}, 1.0, least=7)["copy"]["forward"]
     return 2 * n / (1e-3 * median(samples))
 
