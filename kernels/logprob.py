@@ -44,7 +44,7 @@ def load_lanes(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def cap(x, softcap):
-    return x if softcap is None else softcap * tanh(x / softcap)
+    return x if softcap is None else softcap * tanh(x * (1.0 / softcap))
 
 
 @triton.jit
@@ -54,6 +54,13 @@ def load_window(window_ptr, index, head, vocab, softcap, LANES: tl.constexpr, VE
     column = index * LANES + lane - head
     x = load_lanes(window_ptr + index * LANES, head + vocab - index * LANES, LANES, VEC)
     return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+
+
+@triton.jit
+def uncap(y, softcap):
+    """The derivative of `cap` where it is y."""
+    u = y * (1.0 / softcap)
+    return tl.fma(-u, u, 1.0)
 
 
 @triton.jit
@@ -264,7 +271,7 @@ def gradient(x, ref, scale, a, b, softcap):
     else:
         d = tl.maximum(d, NEG, propagate_nan=NAN)  # 0 * -inf
         g = tl.exp2(d) * tl.fma(b, d, a)
-    return g if softcap is None else g * tl.fma(-y / softcap, y / softcap, 1.0)
+    return g if softcap is None else g * uncap(y, softcap)
 
 
 @triton.jit
@@ -281,7 +288,7 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
     p = tl.where(y == m, p_m, tl.exp2(s * 1.4426950408889634) * p_m)
     one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)
     g = inv_t * (dlogprob * one_minus_p + p * (dlse - dentropy * (s - log1p(rest) + entropy)))
-    return g if softcap is None else g * tl.fma(-y / softcap, y / softcap, 1.0)
+    return g if softcap is None else g * uncap(y, softcap)
 
 
 @triton.jit(
@@ -374,9 +381,13 @@ def launch_options(x):
     shape = {"LANES": THREADS * vec, "VEC": vec, "num_stages": 1}  # more stages would go through shared memory
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
-    # left alone, ptxas hoists masks and addresses of the row's ends into 240 registers; 168 fit without a spill and let
-    # three programs of 128 threads share a multiprocessor
-    return shape | {"num_warps": THREADS // 32, "maxnreg": 168}
+    # left alone, ptxas hoists the masks and addresses of a row's ends: 240 registers. 168 do without a spill, and three
+    # programs share a multiprocessor; but not on Blackwell, whose paired arithmetic needs registers in pairs
+    return shape | {"num_warps": THREADS // 32, "maxnreg": 168 if capability(x.device) < (10, 0) else 232}
+
+
+def capability(device):
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def aligned(x):

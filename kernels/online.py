@@ -140,13 +140,12 @@ def log1p(x):
 @triton.jit
 def tanh(x):
     """tanh to a few ulp, small x included; the core language has none."""
-    small = tl.abs(x) < 0.55
-    z = tl.where(small, x * x, 0.0)
-    odd = tl.fma(
-        z,
-        tl.fma(z, tl.fma(z, tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), -5.37397155531e-2), 1.33314422036e-1),
-        -3.33332819422e-1,
-    )
-    big = 1.0 - 2.0 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * 1.4426950408889634)) + 1.0)
+    z = x * x
+    odd = tl.fma(z, tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), -5.37397155531e-2)
+    small = tl.fma(x * z, tl.fma(z, tl.fma(z, odd, 1.33314422036e-1), -3.33332819422e-1), x)
+    y = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * 1.4426950408889634)) + 1.0
+    r = tl.rsqrt(y)  # 1 / y by rsqrt and one Newton step: a division takes twice the instructions
+    r = r * r
+    big = tl.fma(-2.0 * r, tl.fma(-y, r, 2.0), 1.0)
     big = tl.where(x < 0, -big, big)
-    return tl.where(small, tl.fma(x * z, odd, x), tl.where(x == x, big, x))
+    return tl.where(tl.abs(x) > 0.625, big, small)  # NaN is not > 0.625
