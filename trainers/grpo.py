@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -65,10 +66,10 @@ class GRPOConfig(cli.RunConfig):
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; None is the preset's."""
     clip_high: float | None = None
     """See clip_low."""
-    kl_coef: float | None = None
-    """Weight of the KL to the starting model in the loss; None is the preset's. It is measured in any case."""
-    kl_estimator: str | None = None
-    """Of the KL in the loss: k1, k2, k3, k4, rk3, k1+ or k3+; None is the preset's."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the starting model in the loss; it is measured in any case."""
+    kl_estimator: Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"] = "rk3"
+    """Of the KL in the loss; k1 does not hold the policy (its expected gradient is zero)."""
     normalize_advantages: bool | None = None
     """Divide by the group's standard deviation; None: as the preset's paper does (all but dr_grpo)."""
     eval_samples: int = 4
@@ -129,9 +130,10 @@ def measure(run: Run, batch: Batch, parts: list[torch.Tensor]) -> dict[str, torc
 
 
 def loss_options(config: GRPOConfig) -> dict[str, object]:
-    """The config's changes to the preset, as `fused_rl.policy_loss` names them."""
-    options = {k: getattr(config, k) for k in ("clip_low", "clip_high", "kl_coef", "kl_estimator")}
-    return {"preset": config.preset, **{k: v for k, v in options.items() if v is not None}}
+    """What the config says about the loss, as `fused_rl.policy_loss` names it."""
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    options = {"preset": config.preset, "kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
+    return options | {k: v for k, v in clips.items() if v is not None}
 
 
 def update(run: Run, rollout: Rollout, advantages: torch.Tensor) -> dict[str, float]:
@@ -163,10 +165,14 @@ def update(run: Run, rollout: Rollout, advantages: torch.Tensor) -> dict[str, fl
                 **loss_options(config),
             )
             run.model.backward(loss * engine.world_size())
-            sums.append(torch.stack(list(metrics.values())))
+            beyond = (policy.logprobs.detach() - measured["old"][index, :width]).double().expm1()  # 0 where masked
+            metrics |= {"val/ratio": beyond.sum() / num_tokens, "val/ratio_var": beyond.square().sum() / num_tokens}
+            sums.append(torch.stack([m.double() for m in metrics.values()]))
         run.model.step()
         total = engine.global_sum(torch.stack(sums).sum(0))
         history.append(dict(zip(metrics, total.tolist(), strict=True)) | engine.optimizer_metrics(run.model))
+        history[-1]["val/ratio_var"] -= history[-1]["val/ratio"] ** 2  # about 0 so far: moments of the ratio less 1
+        history[-1]["val/ratio"] += 1
     warn_if_off_policy(config, history[0]["val/ratio"], engine.torch_dtype(config))
     means = {k: sum(h[k] for h in history) / len(history) for k in history[0]}
     sums = engine.global_sum(torch.stack([measured["kl"].sum(), -measured["old"].sum()])) / (
@@ -258,11 +264,10 @@ def train_step(run: Run, prompts: list[tuple[list[int], dict]], step: int) -> di
     ended = time.monotonic()
     metrics |= rollout_metrics(config, rollout, step) | {"time/train": ended - sampled}
     responses = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
-    kl_coef = config.kl_coef if config.kl_coef is not None else fused_rl.PRESETS[config.preset].get("kl_coef", 0.0)
-    penalty = -kl_coef * metrics["objective/kl1_avg"]
+    penalty = -config.kl_coef * metrics["objective/kl1_avg"]
     return metrics | {
         "perf/tokens_per_second": responses / (ended - began),
-        "objective/kl_coef": kl_coef,
+        "objective/kl_coef": config.kl_coef,
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": metrics["reward"] + penalty,
     }

@@ -69,7 +69,7 @@ KEYS = {
         "policy/entropy_avg": "true entropy per token, nats",
         "loss/policy_avg": "loss, over all minibatches",
         "val/ratio": "mean ratio to the sampling policy, over all minibatches",
-        "val/ratio_var": "its variance over tokens",
+        "val/ratio_var": "the variance of that ratio over tokens, within a minibatch",
         "val/num_eos_tokens": "responses that ended by a stop token",
         "val/stop_rate": "the same as a fraction",
         "reward": "mean reward",
@@ -180,7 +180,8 @@ def draw_curves(history: list[dict], curves: dict[str, list[str]], path: Path) -
             ) if points else None
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if axes.lines:
+            axes.legend(fontsize="small")
     figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
     path.with_suffix(".tmp.png").replace(path)
 

@@ -21,11 +21,11 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
     [
         (
             '{"prompt": "a"}\n\n{"promt": "b"}\n',
-            r"d\.jsonl, line 3: column 'prompt' is missing.*\['promt'\].*--prompt_col",
+            r"line 3: column 'prompt' is missing.*\['promt'\].*--prompt_column",
         ),
         (
             '{"prompt": "a"}\n{"prompt": 5}\n',
-            r"d\.jsonl, line 2: column 'prompt' must be text or a list of messages.*'5'",
+            r"line 2: column 'prompt' must be text or a list of messages.*'5",
         ),
         ('{"prompt": [{"content": "x"}]}\n', r"d\.jsonl, line 1: column 'prompt' must be .* messages"),
         ('{"prompt": "a"}\n{"prompt": "b"\n', r"d\.jsonl, line 2, character \d+: not JSON"),

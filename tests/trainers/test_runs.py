@@ -1,0 +1,292 @@
+"""Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import cli, data, grpo, models, sft
+from fused_rl.trainers.metrics import KEYS
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+VERIFIER = "tests.trainers.tiny:odd_characters"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model folder and a gsm8k-like file."""
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model", pad_is_eos=True), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+
+
+def sft_config(files, output_dir, **options) -> sft.SFTConfig:
+    model, dataset = files
+    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
+    defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
+    defaults |= {"stage3_param_persistence_threshold": 0}  # else ZeRO 3 partitions nothing of a model this small
+    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(defaults | options))
+
+
+def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
+    model, dataset = files
+    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
+    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
+    defaults |= {"stage3_param_persistence_threshold": 0}
+    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(defaults | options))
+
+
+def assert_same_weights(a, b, atol: float = 0.0):
+    a, b = tiny.weights(Path(a) / "model"), tiny.weights(Path(b) / "model")
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_same_metrics(a, b, rtol: float):
+    a, b = tiny.untimed(tiny.read_metrics(a)), tiny.untimed(tiny.read_metrics(b))
+    assert [m.keys() for m in a] == [m.keys() for m in b]
+    for x, y in zip(a, b, strict=True):
+        for key in x:
+            assert y[key] == pytest.approx(x[key], rel=rtol, abs=rtol), (x["step"], key)
+
+
+# One result, however the batch is split.
+
+
+def train_splits(rank, world, files, folder, cases):
+    for stage, micro in cases:
+        sft.train(sft_config(files, f"{folder}/{world}-{stage}-{micro}", zero_stage=stage, micro_batch_size=micro))
+
+
+def check_splits(files, tmp_path, world, cases):
+    sft.train(sft_config(files, tmp_path / "reference", micro_batch_size=8))
+    run_distributed(train_splits, world, files, str(tmp_path), cases, timeout=300)
+    for stage, micro in cases:
+        made = tmp_path / f"{world}-{stage}-{micro}"
+        # The norm shows the gradient's scale, which Adam's step hides; then lr = 1e-3 four times.
+        assert_same_metrics(tmp_path / "reference", made, rtol=2e-5)
+        assert_same_weights(tmp_path / "reference", made, atol=2e-5)
+
+
+def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
+    check_splits(files, tmp_path, 2, [(0, 3), (2, 1), (3, 4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
+    check_splits(files, tmp_path, world, [(stage, micro) for stage in range(4) for micro in (8, 4, 2, 1)])
+
+
+def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(files, tmp_path):
+    for name, options in {"a": {}, "b": {"micro_batch_size": 3}, "c": {"loss_from": "logits"}}.items():
+        grpo.train(grpo_config(files, tmp_path / name, steps=2, kl_coef=0.1, **options))
+    assert_same_metrics(tmp_path / "a", tmp_path / "b", rtol=1e-4)
+    assert_same_metrics(tmp_path / "a", tmp_path / "c", rtol=1e-4)
+
+
+# Stopped and resumed: bit for bit.
+
+
+def stop_and_resume(rank, world, files, folder, stages):
+    folder = Path(folder)
+    for stage in stages:
+        for trainer, make in ((sft, sft_config), (grpo, grpo_config)):
+            whole, stopped = folder / f"{trainer.__name__}-{stage}", folder / f"{trainer.__name__}-{stage}-stopped"
+            options = {"zero_stage": stage, "steps": 4, "save_every": 1, "keep_checkpoints": 9, "warmup_steps": 2}
+            options |= {"batch_size": 6} if trainer is sft else {"minibatches": 2}  # 6 rows of 16: epochs end in a step
+            trainer.train(make(files, whole, **options))
+            for step in (1, 3):
+                config = make(files, f"{stopped}-{step}", resume=True, **options)
+                if rank == 0:
+                    shutil.copytree(whole, config.output_dir)
+                    shutil.rmtree(Path(config.output_dir) / "model")
+                    (Path(config.output_dir) / "checkpoints" / "latest").write_text(f"step-{step}")
+                    with (Path(config.output_dir) / "metrics.jsonl").open("a") as file:
+                        file.write('{"step": 99, "lo')  # a line that the end of the process cut
+                torch.distributed.barrier()
+                torch.manual_seed(1234)
+                trainer.train(config)
+
+
+def check_resume(files, tmp_path, world, stages):
+    run_distributed(stop_and_resume, world, files, str(tmp_path), stages, timeout=400)
+    for whole in [p for p in tmp_path.iterdir() if not p.name.split("-stopped")[1:]]:
+        for step in (1, 3):
+            stopped = Path(f"{whole}-stopped-{step}")
+            assert_same_weights(whole, stopped)
+            assert tiny.untimed(tiny.read_metrics(whole)) == tiny.untimed(tiny.read_metrics(stopped))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(files, tmp_path):
+    check_resume(files, tmp_path, 1, [0])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_path):
+    check_resume(files, tmp_path, 2, [0, 1, 2, 3])
+
+
+def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
+    config = grpo_config(files, tmp_path / "whole", steps=24, eval_size=0)
+    command = [sys.executable, "-m", "fused_rl.trainers.grpo"]
+    for key, value in vars(config).items():
+        if key not in ("output_dir",) and value is not None:
+            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    stopped = tmp_path / "stopped"
+    process = subprocess.Popen([*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True)
+    while process.poll() is None and not (
+        (stopped / "metrics.jsonl").exists() and len((stopped / "metrics.jsonl").read_text().splitlines()) >= 3
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "continue with --resume" in process.communicate(timeout=120)[0]
+    assert process.returncode == 130
+    step = tiny.read_metrics(stopped)[-1]["step"]
+    assert 3 <= step < 24 and (stopped / "checkpoints" / "latest").read_text() == f"step-{step}"
+    assert not list(stopped.rglob("*.tmp")) and not (stopped / "model").exists() and (stopped / "curves.png").exists()
+    grpo.train(config)
+    grpo.train(grpo_config(files, stopped, steps=24, eval_size=0, resume=True))
+    assert_same_weights(tmp_path / "whole", stopped)
+    assert tiny.untimed(tiny.read_metrics(tmp_path / "whole")) == tiny.untimed(tiny.read_metrics(stopped))
+
+
+def test_old_checkpoints_go_and_a_folder_is_not_overwritten_unasked(files, tmp_path):
+    config = sft_config(files, tmp_path, save_every=1, keep_checkpoints=2)
+    with pytest.raises(cli.InputError, match="no checkpoint in"):
+        sft.train(sft_config(files, tmp_path, resume=True))
+    sft.train(config)
+    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert left == ["latest", "step-3", "step-4"]
+    with pytest.raises(cli.InputError, match="already holds a run.*--resume.*--overwrite"):
+        sft.train(config)
+    sft.train(sft_config(files, tmp_path, overwrite=True, steps=1))
+    assert [m["step"] for m in tiny.read_metrics(tmp_path)] == [0, 1]
+
+
+# What a run leaves and shows.
+
+
+def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, tmp_path, capsys):
+    for name, options in {"a": {}, "b": {}, "c": {"seed": 2}}.items():
+        grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
+    a, b, c = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in "abc")
+    assert a == b and a != c
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+    metrics = tiny.read_metrics(tmp_path / "a")
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3]
+    evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")}
+    verifier = {f"rewards/{VERIFIER}/mean", f"rewards/{VERIFIER}/std"}
+    training = {"step", *KEYS["grpo"]} - evaluation | verifier
+    assert set(metrics[0]) == {"step"} | evaluation
+    assert set(metrics[1]) == training
+    assert set(metrics[2]) == set(metrics[3]) == training | evaluation
+    assert "warning" not in capsys.readouterr().out  # the first ratio is 1
+    for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
+        assert (tmp_path / "a" / name).stat().st_size > 0
+    assert list((tmp_path / "a" / "tensorboard").iterdir())
+
+
+def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
+    grpo.train(grpo_config(files, tmp_path, steps=1, minibatches=1, kl_coef=0.5, eval_size=0))
+    (m,) = tiny.read_metrics(tmp_path)
+    # One minibatch: the policy is still the reference and the sampler.
+    for key in ("objective/kl", "objective/kl1_avg", "objective/kl3_avg", "objective/kl_exact", "policy/approxkl_avg"):
+        assert m[key] == pytest.approx(0, abs=1e-6), key
+    assert m["val/ratio"] == pytest.approx(1, abs=1e-6) and m["val/ratio_var"] == pytest.approx(0, abs=1e-9)
+    assert m["objective/kl_coef"] == 0.5 and m["episode"] == 16
+    assert m["reward"] == m["objective/scores"] == m[f"rewards/{VERIFIER}/mean"] == m["objective/rlhf_reward"]
+    assert m["val/stop_rate"] + m["completions/clipped_ratio"] == pytest.approx(1)
+    assert m["val/num_eos_tokens"] == pytest.approx(16 * m["val/stop_rate"])
+    tokens = m["completions/mean_length"]
+    assert m["completions/min_length"] <= tokens <= m["completions/max_length"] <= 6
+    # The sampled negative log-likelihood of a response has the entropy as its mean: 16 responses, so roughly.
+    assert m["objective/entropy"] == pytest.approx(m["policy/entropy_avg"] * tokens, rel=0.25)
+
+
+def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
+    sft.train(sft_config(files, tmp_path, steps=30, lr=1e-2, eval_every=15))
+    metrics = tiny.read_metrics(tmp_path)
+    evaluation = {"eval/loss", "eval/accuracy"}
+    assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == {"step", *KEYS["sft"]} - evaluation
+    assert set(metrics[15]) == {"step", *KEYS["sft"]}
+    assert metrics[-1]["eval/loss"] < 0.5 * metrics[0]["eval/loss"] and metrics[-1]["lr"] < 1e-3
+    # The first loss, from the definition.
+    config = sft_config(files, tmp_path)
+    lm = models.load_lm(config, torch.device("cpu"), trainable=False)
+    rows, held_out = data.load_train_eval(config)
+    encoder, total, count = data.Encoder(data.load_tokenizer(config.model)), 0.0, 0
+    for i in range(len(held_out)):
+        prompt, completion = encoder.pair(held_out, i, None, "answer")
+        logprobs = lm.base(input_ids=torch.tensor([prompt + completion])).logits[0].double().log_softmax(-1)
+        total -= sum(logprobs[len(prompt) - 1 + j, token].item() for j, token in enumerate(completion))
+        count += len(completion)
+    assert metrics[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_path):
+    import transformers
+
+    tied = tiny.model_folder(tmp_path / "tied", tie=True)
+    folder = sft.train(sft_config((tied, files[1]), tmp_path / "run"))
+    saved = tiny.weights(folder)
+    assert "lm_head.weight" not in saved  # tied weights once
+    tokenizer, before = (
+        transformers.AutoTokenizer.from_pretrained(folder),
+        transformers.AutoTokenizer.from_pretrained(tied),
+    )
+    assert tokenizer.chat_template == before.chat_template and tokenizer.eos_token_id == before.eos_token_id
+    generation = transformers.GenerationConfig.from_pretrained(folder)
+    assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
+    lm = models.load_lm(sft_config((folder, files[1]), tmp_path / "x"), torch.device("cpu"), trainable=False)
+    held_out = data.load_train_eval(sft_config(files, tmp_path / "x"))[1]
+    pairs = sft.encode(sft_config(files, ""), held_out, data.Encoder(tokenizer))
+    loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
+    assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
+    """The README's command, with local files of the same forms."""
+    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--model", files[0], "--dataset", files[1]]
+    command += ["--prompt_column", "question", "--answer_column", "answer", "--output_dir", str(tmp_path / "run")]
+    command += [
+        "--steps",
+        "2",
+        "--prompts_per_step",
+        "2",
+        "--group_size",
+        "2",
+        "--max_new_tokens",
+        "8",
+        "--eval_size",
+        "2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
+    assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
+
+
+def test_lora_trains_adapters_and_measures_against_the_model_without_them(files, tmp_path):
+    import peft
+    import transformers
+
+    grpo.train(grpo_config(files, tmp_path, lora_rank=2, lr=1e-2, gradient_checkpointing=True))
+    metrics = tiny.read_metrics(tmp_path)
+    assert metrics[1]["objective/kl_exact"] == pytest.approx(0, abs=1e-6) and metrics[3]["objective/kl_exact"] > 1e-3
+    base = transformers.AutoModelForCausalLM.from_pretrained(files[0])
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "model")
+    changed = [n for n, p in adapted.named_parameters() if "lora_B" in n and p.abs().sum() > 0]
+    assert changed and not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_missing_answer_stops_the_run_with_its_column(files, tmp_path):
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "a"}] * 8)
+    with pytest.raises(cli.InputError, match="'ground_truth'.*question"):
+        grpo.train(grpo_config((files[0], rows), tmp_path / "run", verifiers="math"))
