@@ -20,7 +20,8 @@ import contextlib
 import torch
 import triton
 import triton.language as tl
-from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, reference, start, step, tanh, widen
+
+from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, start, step, tanh, widen
 
 THREADS = 128  # per program
 K = 8  # windows per tile: one rescaling per K elements of a lane
@@ -262,10 +263,10 @@ def logprob_merge_kernel(
 
 
 @triton.jit
-def gradient(x, ref, scale, a, b, softcap):
-    """2^d (a + b d), through the soft cap."""
+def gradient(x, m, scale, a, b, softcap):
+    """2^d (a + b d) with d = (x - m) * scale, through the soft cap."""
     y = cap(x, softcap)
-    d = tl.fma(y, scale, -ref)
+    d = (y - m) * scale
     if b is None:
         g = tl.exp2(d) * a
     else:
@@ -334,9 +335,8 @@ def logprob_bwd_kernel(
     entropy = tl.load(entropy_ptr + row, mask=alive, other=0.0)
     dlogprob, dlse = upstream(dlogprob_ptr, row, alive), upstream(dlse_ptr, row, alive)
     dentropy = upstream(dentropy_ptr, row, alive)
-    ref, delta = reference(m, scale)
-    norm = tl.where(alive, tl.exp2(-delta) / (1.0 + rest) * inv_t, 0.0)
-    a = norm * (dlse - dlogprob - dentropy * (entropy - log1p(rest) - delta * LN2))
+    norm = tl.where(alive, inv_t / (1.0 + rest), 0.0)
+    a = norm * (dlse - dlogprob - dentropy * (entropy - log1p(rest)))
     b = None if dentropy_ptr is None else norm * dentropy * -LN2
 
     # whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the columns around
@@ -360,7 +360,7 @@ def logprob_bwd_kernel(
     dx_window = dx_ptr + (dx_offset + (VEC - 1)) // VEC * VEC
     read = tl.where(alive, TILE, 0)
     for i in tl.range(first, last, num_stages=1):
-        g = gradient(load_lanes(x_window + i * TILE, read, TILE, VEC), ref, scale, a, b, softcap)
+        g = gradient(load_lanes(x_window + i * TILE, read, TILE, VEC), m, scale, a, b, softcap)
         tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
     for begin in tl.range(part * LANES, around, parts * LANES, num_stages=1):
         column = begin + tl.arange(0, LANES)
@@ -368,7 +368,7 @@ def logprob_bwd_kernel(
         wanted = column < tl.where(alive, around, 0)
         column += tl.where(column < lead, 0, tiles * TILE)
         x = tl.load(x_row + column, mask=wanted, other=0.0).to(tl.float32)
-        tl.store(dx_row + column, gradient(x, ref, scale, a, b, softcap).to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_row + column, gradient(x, m, scale, a, b, softcap).to(dx_ptr.dtype.element_ty), mask=inside)
     if dlogprob_ptr is not None:
         tl.debug_barrier()
         g = target_gradient(x_target, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
