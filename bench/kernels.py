@@ -50,7 +50,7 @@ GAE_GPU = [(512, 1024), (64, 16384), (16, 131072)]
 LONGEST_LOOP = 16384  # T beyond which the loop over T is left out: seconds per call
 
 COLUMNS = ["implementation", "fwd ms", "bwd ms", "both ms", "GB/s", "% copy", "extra/logits", "time/ours",
-           "logprob err", "entropy err", "grad err", "note"]  # fmt: skip
+           "value err", "entropy err", "grad err", "note"]  # fmt: skip
 WRONG_NATS, WRONG_GRADIENT = 1e-3, 1e-2  # from here a peer's row says that it is wrong
 
 
