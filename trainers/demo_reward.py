@@ -1,0 +1,112 @@
+"""`make demo-reward`: a small reward model learns to tell right answers to arithmetic from wrong ones, on two CPU cores.
+
+Problems are reasoning-gym's; a right answer is paired with each of several kinds of wrong ones, and every pair with
+reasoning-gym's own `score_answer`. Problems of the held-out pairs are not trained on.
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+from fused_rl.trainers import cli, data, demo, engine, preferences, reward, verifiers
+from fused_rl.trainers.reward_model import RewardModel, RewardScorer
+
+NUM_TRAIN, NUM_EVAL = 3000, 256
+
+
+def evaluate(terms: list[str]) -> int:
+    """`["3", "-", "4", "+", "1"]` from the left."""
+    value = int(terms[0])
+    for sign, term in zip(terms[1::2], terms[2::2], strict=True):
+        value += int(term) if sign == "+" else -int(term)
+    return value
+
+
+def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
+    """Answers that a careless pupil gives, by kind; those that happen to be right are left out."""
+    terms, right = entry["metadata"]["expression"].split(), int(entry["answer"])
+    misread = list(terms)
+    position = rng.randrange(1, len(terms), 2)
+    misread[position] = "+" if terms[position] == "-" else "-"
+    grouped = int(terms[-1])
+    for sign, term in zip(terms[-2::-2], terms[-3::-2], strict=True):
+        grouped = int(term) + grouped if sign == "+" else int(term) - grouped
+    wrong = {
+        "off by one": right + rng.choice([-1, 1]),
+        "a sign misread": evaluate(misread),
+        "last term forgotten": evaluate(terms[:-2]),
+        "grouped from the right": grouped,
+        "minus lost or added": -right,
+        "a guess": rng.randint(-16, 27),
+    }
+    return {kind: str(answer) for kind, answer in wrong.items() if answer != right}
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Preference pairs, tokenizer and the untrained model, as files."""
+    made, rng = demo.problems(seed, NUM_TRAIN + NUM_EVAL), random.Random(seed)
+    verifier = verifiers.ReasoningGymVerifier("", None)
+    pairs = {"train": [], "eval": []}
+    for i, entry in enumerate(made):
+        for kind, answer in wrong_answers(entry, rng).items():
+            better, worse = verifier([entry["answer"], answer], [entry, entry])
+            if better > worse:
+                row = {"question": entry["question"], "chosen": entry["answer"], "rejected": answer, "kind": kind}
+                pairs["train" if i < NUM_TRAIN else "eval"].append(row)
+    for split, rows in pairs.items():
+        demo.write_rows(folder / "data" / f"{split}.jsonl", rows)
+    demo.build_model(folder / "init", [entry["question"] + entry["answer"] for entry in made], seed)
+    print(f"{len(pairs['train'])} pairs about {NUM_TRAIN} problems; {len(pairs['eval'])} about {NUM_EVAL} held out")
+
+
+def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
+    """Of the saved model on the held-out pairs, read and scored as PPO would: how often the right answer wins."""
+    rows = data.load_rows(config.eval_dataset)
+    pairs = preferences.PairEncoder(config, data.load_tokenizer(config.model)).pairs(rows)
+    scorer = RewardScorer(RewardModel.from_pretrained(f"{config.output_dir}/model"), 256)
+    sides = [[getattr(pair, side) for pair in pairs] for side in ("chosen", "rejected")]
+    chosen, rejected = (scorer([p for p, _ in side], [r for _, r in side]) for side in sides)
+    won = {"all": (chosen > rejected).tolist()}
+    for row, hit in zip(rows.rows, won["all"], strict=True):
+        won.setdefault(row["kind"], []).append(hit)
+    return {kind: sum(hits) / len(hits) for kind, hits in won.items()}
+
+
+def run(folder: Path, seed: int) -> dict[str, float]:
+    """One reward model from nothing: its held-out accuracy by kind of wrong answer."""
+    prepare(folder, seed)
+    paths = {"model": folder / "init", "dataset": folder / "data/train.jsonl", "eval_dataset": folder / "data/eval.jsonl"}
+    paths["output_dir"] = folder / "reward"
+    arguments = ["--config", str(demo.RECIPES / "demo_reward.yaml"), "--seed", str(seed)]
+    arguments += [word for key, path in paths.items() for word in (f"--{key}", str(path))]
+    config = cli.parse(reward.RewardConfig, arguments, "fused-rl reward")
+    reward.train(config)
+    return accuracy_by_kind(config)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`make demo-reward`."""
+    import rich
+    import rich.table
+
+    parser = argparse.ArgumentParser(prog="demo-reward", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_reward"))
+    arguments = parser.parse_args(argv)
+    began, found = time.monotonic(), {}
+    engine.quiet()
+    for seed in arguments.seeds:
+        folder = arguments.output_dir if len(arguments.seeds) == 1 else arguments.output_dir / f"seed-{seed}"
+        found[f"seed {seed}"] = run(folder, seed)
+    table = rich.table.Table("held-out accuracy", *found, title="how often the right answer scores higher")
+    for kind in next(iter(found.values())):
+        table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))
+    rich.print(table)
+    print(f"{time.monotonic() - began:.0f} seconds. Scores: {folder}/reward/scores.png")
+    print(f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json  model: {folder}/reward/model")
+    engine.teardown()
+
+
+if __name__ == "__main__":
+    main()
