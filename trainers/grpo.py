@@ -19,7 +19,7 @@ import fused_rl
 from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.metrics import Logger
 from fused_rl.trainers.rollout import Batch, Rollout, Run, roll_out, rollout_metrics
-from fused_rl.trainers.verifiers import load_verifier
+from fused_rl.trainers.verifiers import answer_of, load_verifier
 
 COLUMNS = {
     "reward": "reward",
@@ -229,7 +229,12 @@ def evaluate(run: Run, prompts: list[tuple[list[int], dict]]) -> tuple[dict[str,
 
 def prompts_of(config: GRPOConfig, rows: data.Rows, encoder: data.Encoder) -> list[tuple[list[int], dict]]:
     """(prompt ids, row) of every row whose prompt is short enough."""
-    prompts = [(encoder.prompt(rows, i, config.prompt_column), row) for i, row in enumerate(rows.rows)]
+    prompts = []
+    for i, row in enumerate(rows.rows):
+        row = {**row, "__where__": rows.where(i)}
+        if config.verifiers.startswith(("math", "reasoning_gym")):
+            answer_of(row, config.answer_column)  # a row without it must not stop the run hours later
+        prompts.append((encoder.prompt(rows, i, config.prompt_column), row))
     kept = [p for p in prompts if len(p[0]) <= config.max_prompt_length]
     if len(kept) < len(prompts) and engine.rank() == 0:
         print(f"{rows.source}: dropped {len(prompts) - len(kept)} of {len(prompts)} prompts over max_prompt_length")

@@ -98,10 +98,9 @@ class Logger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        path = self.folder / "metrics.jsonl"
-        self.history = [m for m in read_metrics(path) if m["step"] <= start] if config.resume else []
-        write_atomically(path, "".join(json.dumps(m) + "\n" for m in self.history))
-        self.file = path.open("a")
+        self.history = _kept(self.folder / "metrics.jsonl", start)
+        _kept(self.folder / "samples.jsonl", start)
+        self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
         self.wandb = _wandb_run(config)
         self.progress = _progress_bar(columns, self.steps, start)
@@ -125,7 +124,7 @@ class Logger:
         shown = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step, shown=shown)
-        elif step == self.steps or time.monotonic() - self.line > 10:  # not a terminal: a line now and then
+        elif shown and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
             self.line = time.monotonic()
             print(f"step {step}/{self.steps}  {shown}", flush=True)
 
@@ -164,6 +163,13 @@ def read_metrics(path: Path) -> list[dict]:
             entries.append(json.loads(line))
         except json.JSONDecodeError:
             break
+    return entries
+
+
+def _kept(path: Path, start: int) -> list[dict]:
+    """The entries up to step `start`, where the run begins; later ones are cut from the file."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
+    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in entries))
     return entries
 
 

@@ -29,31 +29,33 @@ class LanguageModel(nn.Module):
         """The transformers model, without the wrapper that LoRA puts around it."""
         return self.lm.get_base_model() if self.lora else self.lm
 
-    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, per_token=(), want_logits=False):
+    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, want_logits=False):
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
         Args:
             input_ids: (B, T) int64, padded on the right: a causal model never sees a pad, so there is no other mask.
             mask: (B, T - 1) bool, True where token t + 1 counts.
             temperature: of the softmax.
-            token_loss, per_token: a loss for `fused_rl.linear_token_loss` and its (B, T - 1) arguments.
+            token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it.
             want_logits: also return the logits (mask.sum(), V) of the rows that count.
 
         Returns:
-            (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` the loss; with `want_logits` a pair.
+            (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` (its sum, logprobs, entropy), the last two
+            without gradient; with `want_logits` the pair of the first and the logits.
         """
-        lm = self.base
-        targets, options = input_ids[:, 1:], {"temperature": temperature, "mask": mask, "softcap": self.softcap}
+        lm, options = self.base, {"temperature": temperature, "mask": mask}
         if self.loss_from == "logits":
-            logits = lm(input_ids=input_ids, use_cache=False).logits
-            options["softcap"] = None  # the model has applied it
+            logits = lm(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
             rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
+            if token_loss is not None:
+                loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy), mask)
+                return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
             return (rows, logits[:, :-1][mask]) if want_logits else rows
         hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        head = lm.get_output_embeddings()
-        options["bias"] = head.bias
+        head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
+        options |= {"bias": head.bias, "softcap": self.softcap}
         if token_loss is not None:
-            return fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
+            return fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, **options)
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
         if not want_logits:
             return rows

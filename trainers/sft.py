@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-import fused_rl
 from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.metrics import Logger
 from fused_rl.trainers.rollout import Batch, make_batch
@@ -76,12 +75,11 @@ def train_step(model, batches: list[Batch]) -> dict[str, torch.Tensor]:
     totals = torch.zeros(2, dtype=torch.float64)
     model.train()
     for batch in batches:
-        rows = model(batch.input_ids, batch.response_mask)
-        loss = -fused_rl.masked_sum(rows.logprobs, batch.response_mask) / num_tokens
-        model.backward(loss * engine.world_size())
-        totals += torch.stack([loss.detach(), rows.entropy.detach().sum() / num_tokens]).cpu()
+        loss, _, entropy = model(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs)
+        model.backward(loss * (engine.world_size() / num_tokens))
+        totals += torch.stack([loss.detach(), entropy.sum()]).cpu()
     model.step()
-    loss, entropy = engine.global_sum(totals).tolist()
+    loss, entropy = (engine.global_sum(totals) / num_tokens).tolist()
     return {"train/loss": loss, "train/entropy": entropy, "train/num_tokens": num_tokens}
 
 

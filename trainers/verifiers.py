@@ -56,10 +56,9 @@ def answer_of(row: dict, column: str | None) -> str:
     """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
     column = column or next((c for c in ANSWER_COLUMNS if row.get(c) is not None), ANSWER_COLUMNS[0])
     if row.get(column) is None:
-        present = sorted(key for key in row if key != "__line__")
-        raise InputError(
-            f"column {column!r} with the ground truth is missing; the row has {present}; use --answer_column"
-        )
+        present = sorted(key for key in row if not key.startswith("__"))
+        where = row.get("__where__", "a row")
+        raise InputError(f"{where}: column {column!r} is missing; the row has {present}; use --answer_column")
     return str(row[column]).rsplit("####", 1)[-1].strip()
 
 

@@ -286,7 +286,19 @@ def test_lora_trains_adapters_and_measures_against_the_model_without_them(files,
     assert changed and not (tmp_path / "model" / "model.safetensors").exists()
 
 
+def test_bfloat16_keeps_fp32_masters_and_starts_on_policy(files, tmp_path, capsys):
+    grpo.train(grpo_config(files, tmp_path, dtype="bfloat16", zero_stage=1, lr=1e-6, steps=4, save_every=4))
+    metrics = tiny.read_metrics(tmp_path)
+    assert all(abs(m["val/ratio"] - 1) < 5e-2 for m in metrics[1:]) and "warning" not in capsys.readouterr().out
+    assert {w.dtype for w in tiny.weights(tmp_path / "model").values()} == {torch.bfloat16}
+    (state,) = (tmp_path / "checkpoints" / "step-4").glob("*optim_states.pt")
+    masters = torch.load(state, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    # Eight updates of 1e-6 are below the last bit of most bf16 weights, but not of their masters.
+    moved = (masters != masters.bfloat16().float()).float().mean()
+    assert masters.dtype == torch.float32 and moved > 0.5  # the rest are embeddings of bytes that never came
+
+
 def test_a_missing_answer_stops_the_run_with_its_column(files, tmp_path):
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "a"}] * 8)
-    with pytest.raises(cli.InputError, match="'ground_truth'.*question"):
+    with pytest.raises(cli.InputError, match=r"rows\.jsonl, line 1: column 'ground_truth'.*question"):
         grpo.train(grpo_config((files[0], rows), tmp_path / "run", verifiers="math"))

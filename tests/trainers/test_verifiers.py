@@ -85,3 +85,5 @@ def test_the_ground_truths_column():
     assert answer_of({"target": "7"}, "target") == "7"
     with pytest.raises(cli.InputError, match="'ground_truth'.*\\['x'\\].*--answer_column"):
         answer_of({"x": 1, "__line__": 3}, None)
+    with pytest.raises(cli.InputError, match="d.jsonl, line 3: column 'y'"):
+        answer_of({"x": 1, "__where__": "d.jsonl, line 3"}, "y")
