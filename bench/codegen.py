@@ -87,10 +87,48 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
+def _kl_inputs(dtype="bfloat16", vocab=VOCAB):
+    import torch
+
+    x, y = (torch.empty(1, ROWS, vocab, dtype=getattr(torch, dtype)) for _ in range(2))
+    return x, y, torch.ones(ROWS)
+
+
+def kl_fwd(jensen_shannon=False, **options):
+    from fused_rl.kernels import kl
+
+    x, y, row = _kl_inputs(**options)
+    if jensen_shannon:
+        kl.js_fwd(x, y, row.bool(), 0.7, row.expand(len(kl.STATE), -1).contiguous())
+    else:
+        kl.kl_fwd(x, y, row.bool(), 0.7)
+
+
+def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
+    from fused_rl.kernels import kl
+
+    x, y, row = _kl_inputs(**options)
+    state, sums = row.expand(len(kl.STATE), -1).contiguous(), row.expand(3, -1).contiguous() if jensen_shannon else None
+    kl.kl_bwd(row, x, y, row.bool(), 0.7, row, state, sums, *wants)
+
+
+def gae():
+    import torch
+
+    from fused_rl.kernels import gae as module
+
+    rewards = torch.ones(ROWS, 4096)
+    module.gae(rewards, rewards, rewards.bool(), 0.99, 0.95, torch.float32)
+
+
 # name -> (function that launches, its arguments, bytes that the main loop reads per element); a line per kernel
 CASES = {
     "logprob_fwd bf16": (logprob_fwd, {}, 2),
     "logprob_bwd bf16": (logprob_bwd, {}, 2),
+    "kl_fwd bf16": (kl_fwd, {}, 4),
+    "kl_bwd bf16": (kl_bwd, {}, 4),
+    "js_fwd bf16": (kl_fwd, {"jensen_shannon": True}, 4),
+    "gae fp32": (gae, {}, 18),  # reward, value and mask of a token and of its successor
 }
 # every other way in which these kernels are launched: they must compile
 VARIANTS = {
@@ -112,6 +150,9 @@ VARIANTS = {
         2,
     ),
     "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}, 2),
+    "kl_fwd fp32, odd vocabulary": (kl_fwd, {"dtype": "float32", "vocab": 50257}, 8),
+    "kl_bwd fp32, odd vocabulary": (kl_bwd, {"dtype": "float32", "vocab": 50257, "wants": (True, True)}, 8),
+    "kl_bwd bf16, Jensen-Shannon": (kl_bwd, {"jensen_shannon": True, "wants": (True, True)}, 4),
 }
 
 

@@ -15,7 +15,7 @@ A row's result has the same bits in any batch, at any stride and alignment, and 
 - the reduction of the lanes is free of order.
 """
 
-import contextlib
+import struct
 
 import torch
 import triton
@@ -27,7 +27,6 @@ THREADS = 128  # per program
 K = 8  # windows per tile: one rescaling per K elements of a lane
 TAIL = tl.constexpr(4)  # the same in the masked end of a row
 SEGMENT = 4  # tiles
-_LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -130,18 +129,19 @@ def last_columns(row_ptr, head, streamed, vocab, softcap, LANES: tl.constexpr):
 
 
 @triton.jit
-def row_scale(inv_t_ptr, row, inv_t, scale):
-    """1 / temperature and log2(e) / temperature of a row; the caller's two numbers where all rows share them."""
+def row_scale(inv_t_ptr, row, inv_t, scale, scale_low):
+    """1 / temperature of a row, and log2(e) / temperature in two parts; the caller's where all rows share them."""
     if inv_t_ptr is not None:
         inv_t = tl.load(inv_t_ptr + row)
-        scale = inv_t * 1.4426950408889634
-    return inv_t, scale
+        scale = tl.fma(inv_t, 1.4426950216293335, 0.0)
+        scale_low = tl.fma(inv_t, 1.4426950216293335, -scale) + inv_t * 1.925963033500011e-08
+    return inv_t, scale, scale_low
 
 
 @triton.jit
-def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, softcap):
+def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap):
     """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
-    m, rest, t = reduce_lanes(state[0], state[1], state[2], scale)
+    m, rest, t = reduce_lanes(state[0], state[1], state[2], scale, scale_low)
     banned = (m <= NEG) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocab)
@@ -162,7 +162,7 @@ def store_zeros(outputs, row):
         tl.store(outputs[i] + row, 0.0)
 
 
-@triton.jit(do_not_specialize=["shift", "vocab", "x_stride", "inv_t", "scale", "softcap"])
+@triton.jit(do_not_specialize=["shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"])
 def logprob_fwd_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
     target_ptr,  # (N,) int64
@@ -179,6 +179,7 @@ def logprob_fwd_kernel(
     x_stride: tl.int64,
     inv_t,
     scale,
+    scale_low,
     softcap,
     K: tl.constexpr,
     LANES: tl.constexpr,
@@ -192,7 +193,7 @@ def logprob_fwd_kernel(
             if lanes_ptr is None:
                 store_zeros(outputs, row)
             return
-    inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
+    inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     streamed = tl.maximum(vocab - 2 * VEC, 0)  # columns; a whole load that begins in them ends in the row
     inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
@@ -218,11 +219,11 @@ def logprob_fwd_kernel(
             m, rest, t = merge(m, rest, t, part[0], part[1], part[2], scale)
         x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
         state = step(m, rest, t, (x,), scale, 1)
-        store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, softcap)
+        store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap)
 
 
 @triton.jit(
-    do_not_specialize=["segments", "shift", "vocab", "x_stride", "inv_t", "scale", "softcap"],
+    do_not_specialize=["segments", "shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
 )
 def logprob_merge_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
@@ -241,6 +242,7 @@ def logprob_merge_kernel(
     x_stride: tl.int64,
     inv_t,
     scale,
+    scale_low,
     softcap,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
@@ -251,7 +253,7 @@ def logprob_merge_kernel(
         if tl.load(mask_ptr + row) == 0:
             store_zeros(outputs, row)
             return
-    inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
+    inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     m, rest, t = start(LANES)
     for segment in tl.range(0, segments, num_stages=1):
         at = lanes_ptr + (row * segments + segment) * 3 * LANES + tl.arange(0, LANES)
@@ -259,7 +261,7 @@ def logprob_merge_kernel(
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
     state = step(m, rest, t, (x,), scale, 1)
-    store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, softcap)
+    store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap)
 
 
 @triton.jit
@@ -323,7 +325,7 @@ def logprob_bwd_kernel(
     part, parts = tl.program_id(1), tl.num_programs(1)
     x_offset, dx_offset = x_shift + row * x_stride, dx_shift + row * dx_stride
     x_row, dx_row = x_ptr + x_offset, dx_ptr + dx_offset
-    inv_t, scale = row_scale(inv_t_ptr, row, inv_t, scale)
+    inv_t, scale, _ = row_scale(inv_t_ptr, row, inv_t, scale, 0.0)
     m = tl.load(m_ptr + row)
     alive = m != float("-inf")
     if mask_ptr is not None:
@@ -400,9 +402,12 @@ def aligned(x):
 
 
 def _temperature(inv_temperature):
+    """inv_t_ptr or None, inv_t, and log2(e) * inv_t as a sum of two fp32."""
     if isinstance(inv_temperature, torch.Tensor):
-        return inv_temperature.contiguous(), 0.0, 0.0
-    return None, float(inv_temperature), inv_temperature * _LOG2E
+        return inv_temperature.contiguous(), 0.0, 0.0, 0.0
+    exact = inv_temperature * 1.4426950408889634
+    scale = struct.unpack("f", struct.pack("f", exact))[0]
+    return None, float(inv_temperature), scale, exact - scale
 
 
 def _programs_per_row(x, lanes):
@@ -415,10 +420,6 @@ def multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _on(device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> logprobs, entropy, lse, m, rest, each (N,) fp32."""
     n, vocab = logits.shape
@@ -426,15 +427,15 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     if n == 0:
         return tuple(outputs)
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
-    inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
+    inv_t_ptr, *scales = _temperature(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
     parts, lanes = _programs_per_row(logits, launch["LANES"]), None
     if parts > 1:
         lanes = torch.empty(n, parts, 3, launch["LANES"], dtype=torch.float32, device=logits.device)
     x, shift = aligned(logits)
     rows = (x, targets, mask, inv_t_ptr, *outputs, lanes)
-    scalars = (shift, vocab, logits.stride(0), inv_t, scale, softcap)
-    with _on(logits.device):
+    scalars = (shift, vocab, logits.stride(0), *scales, softcap)
+    with torch.cuda.device_of(logits):
         logprob_fwd_kernel[(n, parts)](*rows, *scalars, K=K, SEGMENT=SEGMENT, **launch)
         if parts > 1:
             logprob_merge_kernel[(n,)](*rows, parts, *scalars, **launch)
@@ -448,13 +449,13 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     if n == 0:
         return out
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
-    inv_t_ptr, inv_t, scale = _temperature(inv_temperature)
+    inv_t_ptr, inv_t, scale, _ = _temperature(inv_temperature)
     upstream = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
     per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
     (x, x_shift), (dx, dx_shift) = aligned(logits), aligned(out)
     strides = (logits.stride(0), out.stride(0))
     grid = (n, _programs_per_row(logits, launch["LANES"]))
-    with _on(logits.device):
+    with torch.cuda.device_of(logits):
         logprob_bwd_kernel[grid](
             *upstream, x, *per_row, dx, x_shift, dx_shift, vocab, *strides, inv_t, scale, softcap, **launch
         )

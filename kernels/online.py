@@ -89,8 +89,11 @@ def merge(m, rest, t, m2, rest2, t2, scale):
 
 
 @triton.jit
-def reduce_lanes(m, rest, t, scale):
+def reduce_lanes(m, rest, t, scale, scale_low):
     """(LANES,) states -> scalars: the row's maximum, rest = sum(exp(s)) - 1 and t = sum(exp(s) * s), s = (x - m) / T.
+
+    scale + scale_low is log2(e) / T. What rounding the scale does to e^-30 is 30 times its half ulp: sums of s and s^2
+    take it out again (the latter as if all of the rest were at one s, where the error is largest).
 
     Every reduction is free of order, so lanes may be permuted and split over programs without changing a bit.
     """
@@ -104,7 +107,11 @@ def reduce_lanes(m, rest, t, scale):
     rest_top = tl.where(below, w * (rest + 1.0), rest)
     t_top = tl.where(below, w * tl.fma(d, rest + 1.0, t), t)
     ties = tl.sum((m == top).to(tl.int32), 0) - 1
-    return top, exact_sum(rest_top) + ties.to(tl.float32), -LN2 * exact_sum(-t_top)
+    rest = exact_sum(rest_top) + ties.to(tl.float32)
+    t = -LN2 * exact_sum(-t_top)
+    off = scale_low / scale
+    mean = tl.where(rest > 0, t / rest, 0.0)
+    return top, tl.fma(off, t, rest), tl.fma(off, t + t * mean, t)
 
 
 @triton.jit

@@ -1,0 +1,233 @@
+"""The row kernels below the public op: bits, bytes, bounds and races, and the helpers that a row is finished with."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from fused_rl.kernels import logprob, online  # noqa: E402
+from tests import interpreter  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
+# With 32 threads a program streams tiles of 2048 bf16 columns and segments of 4096, so that small rows have all parts:
+# nothing but an end; an end that crosses a segment; whole tiles; several segments, with the last one almost empty.
+VOCABULARIES = [1, 17, 300, 2305, 4100, 2 * 4096 + 100]
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch):
+    monkeypatch.setattr(logprob, "THREADS", 32)
+    monkeypatch.setattr(logprob, "SEGMENT", 2)
+
+
+def split(monkeypatch, yes):
+    monkeypatch.setattr(logprob, "multiprocessors", lambda device: 10**6 if yes else 0)
+
+
+def one_row(vocab, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    row = (3 * torch.randn(1, vocab, generator=generator)).to(dtype)
+    row[torch.rand(1, vocab, generator=generator) < 0.1] = -torch.inf
+    row[0, vocab // 2] = 1.0
+    return row, torch.tensor([vocab // 2])
+
+
+def at(offset, row, n=1, stride=None, fill=float("nan")):
+    """The row n times in a buffer of NaN, `stride` apart, the first one `offset` elements after a 16-byte boundary."""
+    stride = row.shape[1] if stride is None else stride
+    buffer = torch.full((32 + offset + n * stride + row.shape[1],), fill, dtype=row.dtype)
+    view = buffer.as_strided((n, row.shape[1]), (stride, 1), 16 + offset)
+    view.copy_(row.expand(n, -1))
+    return view
+
+
+def both(logits, targets, mask=None, inv_t=0.8, softcap=None, inplace=False):
+    outputs = logprob.logprob_fwd(logits, targets, mask, inv_t, softcap)
+    _, entropy, _, m, rest = outputs
+    upstream = torch.tensor([0.7]), torch.tensor([-1.3]), torch.tensor([0.4])
+    upstream = [u.expand(len(targets)) for u in upstream]
+    out = logits if inplace else None
+    gradient = logprob.logprob_bwd(*upstream, logits, targets, mask, entropy, m, rest, inv_t, softcap, out)
+    return [*outputs, gradient]
+
+
+def assert_same_bits(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a.contiguous().view(torch.uint8), e.expand(a.shape).contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatch):
+    row, target = one_row(vocab, dtype)
+    split(monkeypatch, False)
+    expected = both(row, target)
+    for offset in (1, 2, 7 if dtype == torch.bfloat16 else 3):
+        split(monkeypatch, offset != 2)
+        with interpreter.check_memory():
+            assert_same_bits(both(at(offset, row), target), expected)
+    split(monkeypatch, False)  # four rows, each of another alignment; then the in-place gradient of the second of them
+    assert_same_bits(both(at(0, row, n=4, stride=vocab + 3), target.expand(4)), expected)
+    with interpreter.check_memory():
+        assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
+
+
+@pytest.mark.parametrize("vocab", [17, 2305, 4100])
+def test_split_and_in_place_touch_no_element_twice(vocab, monkeypatch):
+    """Several programs per row, odd strides, a softcap: nothing out of bounds, no program in another's elements."""
+    split(monkeypatch, True)
+    row, target = one_row(vocab, torch.bfloat16)
+    logits = at(5, row, n=3, stride=vocab + 5)
+    with interpreter.check_memory():
+        both(logits, target.expand(3), mask=torch.tensor([True, False, True]), softcap=20.0, inplace=True)
+    assert torch.isfinite(logits).all() and not logits[1].any()
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 2**40])
+def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
+    row, _ = one_row(300, torch.float32)
+    with interpreter.check_memory():
+        outputs = logprob.logprob_fwd(row, torch.tensor([bad]), None, 1.0, None)
+        upstream = torch.ones(1)
+        gradient = logprob.logprob_bwd(
+            upstream, None, None, row, torch.tensor([bad]), None, *outputs[1::2], outputs[4], 1.0, None
+        )
+    assert outputs[0].isnan() and outputs[1].isfinite() and outputs[2].isfinite()
+    torch.testing.assert_close(gradient, -torch.softmax(row, 1))  # as on a shard that does not hold the target
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("vocab", [2048 + 256, 4099, 3 * 4096])
+def test_bytes(vocab, offset, monkeypatch):
+    """One read forward; one read and one write backward; of a masked row no read, and zeros written."""
+    split(monkeypatch, False)
+    row, target = one_row(vocab, torch.bfloat16)
+    logits, size = at(offset, row, n=2), 2 * vocab  # bytes of a row
+    slack = 2 * 8  # the target's logit again, and up to 7 that share 16 bytes with the last columns
+    for mask, rows in ((None, 2), (torch.tensor([True, False]), 1)):
+        with interpreter.count_traffic() as launches:
+            both(logits, target.expand(2), mask)
+        forward, backward = launches
+        assert size * rows <= forward.bytes("x_ptr")[0] <= (size + slack) * rows and forward.bytes("x_ptr")[1] == 0
+        assert backward.bytes("x_ptr")[0] == (size + 2) * rows
+        assert size * 2 <= backward.bytes("dx_ptr")[1] <= (size + 2) * 2
+
+
+def test_an_offset_of_all_logits_cancels():
+    """To rounding in the outputs; to the bit in the gradient."""
+    row = (8 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))).round() / 8
+    target = row.argmin(1)
+    expected = both(row, target)
+    for offset in (1000.0, -1000.0, 16384.0):
+        actual = both(row + offset, target)
+        torch.testing.assert_close(actual[0], expected[0], rtol=3e-7, atol=0)
+        torch.testing.assert_close(actual[1], expected[1], rtol=3e-7, atol=0)
+        torch.testing.assert_close(actual[4], expected[4], rtol=5e-7, atol=0)
+        torch.testing.assert_close(actual[5], expected[5], rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("inv_t", [1.0, 1 / 0.7, 1 / 1.3])
+@pytest.mark.parametrize("gap", [10.0, 17.0, 23.0, 29.0])
+@pytest.mark.parametrize("column", [0, 2380, 2399])  # the last two: beside the narrow end of the row, and in it
+def test_one_token_with_all_the_mass(gap, column, inv_t):
+    """l' and H where sum(exp) - 1 is far below an ulp of 1, wherever the maximum stands."""
+    generator = torch.Generator().manual_seed(int(gap))
+    row = (torch.randn(1, 2400, generator=generator) * 0.5 - gap) / inv_t
+    row[0, column] = 2.0
+    s = (row.double() - 2) * inv_t
+    p = s.exp()
+    p[0, column] = 0
+    rest = p.sum()
+    logprobs, h, _, _, l_prime = logprob.logprob_fwd(row, torch.tensor([column]), None, inv_t, None)
+    entropy = rest.log1p() - (p * s).sum() / (1 + rest)
+    torch.testing.assert_close(h[0].double(), entropy, rtol=3e-7, atol=0)
+    torch.testing.assert_close(l_prime[0].double(), rest, rtol=3e-7, atol=0)
+    torch.testing.assert_close(logprobs[0].double(), -rest.log1p(), rtol=3e-7, atol=0)
+
+
+def test_ties_share_the_mass():
+    row = torch.full((1, 2400), -40.0)
+    for columns in ([5], [5, 6], [5, 261], [5, 2399], [0, 5, 256, 261, 2300, 2399]):
+        row[0, columns] = 3.0
+        logprobs, h, _, _, rest = logprob.logprob_fwd(row, torch.tensor([columns[-1]]), None, 1.0, None)
+        torch.testing.assert_close(rest, torch.tensor([len(columns) - 1.0]), rtol=0, atol=1e-13)
+        torch.testing.assert_close(h, torch.tensor([float(len(columns))]).log(), rtol=2e-7, atol=1e-13)
+        torch.testing.assert_close(logprobs, -h, rtol=2e-7, atol=1e-13)
+
+
+# ----------------------------------------------------------------------------------------- helpers of a row's end
+
+
+@triton.jit
+def apply_kernel(x_ptr, y_ptr, WHICH: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    if WHICH == "log1p":
+        tl.store(y_ptr + i, online.log1p(x))
+    elif WHICH == "tanh":
+        tl.store(y_ptr + i, online.tanh(x))
+    else:
+        tl.store(y_ptr, online.exact_sum(x))
+
+
+def apply(which, x):
+    y = torch.empty_like(x)
+    apply_kernel[(1,)](x, y, WHICH=which, N=len(x))
+    return y
+
+
+def test_log1p_to_an_ulp():
+    x = torch.cat([torch.logspace(-30, 5.5, 2046), torch.tensor([0.0, torch.inf])])
+    torch.testing.assert_close(apply("log1p", x).double(), x.double().log1p(), rtol=1.2e-7, atol=0)
+    assert apply("log1p", torch.tensor([float("nan"), 1.0])).isnan()[0]
+
+
+def test_tanh_to_two_ulp():
+    x = torch.cat([torch.logspace(-30, 2, 1022), torch.tensor([0.0, torch.inf])])
+    x = torch.cat([x, -x])
+    torch.testing.assert_close(apply("tanh", x).double(), x.double().tanh(), rtol=2.4e-7, atol=0)
+    assert apply("tanh", torch.tensor([float("nan"), 1.0])).isnan()[0]
+
+
+def test_exact_sum_is_free_of_order():
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-20, 1.0, 1e6):
+        x = scale * torch.rand(1024, generator=generator) ** 20
+        total = apply("exact_sum", x)[0]
+        torch.testing.assert_close(total.double(), x.double().sum(), rtol=6e-8, atol=0)
+        for _ in range(3):
+            assert apply("exact_sum", x[torch.randperm(1024, generator=generator)])[0] == total
+    assert apply("exact_sum", torch.zeros(1024))[0] == 0
+    x[5] = torch.nan
+    assert apply("exact_sum", x)[0].isnan()
+
+
+# ----------------------------------------------------------------------------------------- the checks themselves
+
+
+@triton.jit
+def scale_kernel(x_ptr, y_ptr, n, factor, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * STEP + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + i, (x * factor).to(y_ptr.dtype.element_ty), mask=i < n)
+
+
+def test_the_interpreter_rounds_as_a_gpu_does():
+    x = torch.cat([torch.randn(1000), torch.tensor([1e-39, 3e38, float("inf")])]).bfloat16()
+    y = torch.empty_like(x)
+    with interpreter.count_traffic() as launches:
+        scale_kernel[(4,)](x, y, len(x), 1.1, STEP=256, BLOCK=256)
+    assert torch.equal(y, (x.float() * torch.tensor(1.1)).bfloat16())
+    assert launches[0].bytes() == (2 * len(x), 2 * len(x)) and launches[0].grid == (4, 1, 1)
+
+
+def test_memory_faults_are_found():
+    x, y = torch.ones(1000), torch.empty(1000)
+    with interpreter.check_memory():
+        scale_kernel[(4,)](x, y, 1000, 1.0, STEP=256, BLOCK=256)
+    with interpreter.check_memory(), pytest.raises(interpreter.MemoryFault, match="outside every argument"):
+        scale_kernel[(4,)](x, y, 1001, 1.0, STEP=256, BLOCK=256)
+    with interpreter.check_memory(), pytest.raises(interpreter.MemoryFault, match="another program"):
+        scale_kernel[(4,)](x, y, 1000, 1.0, STEP=255, BLOCK=256)  # neighbours write one element twice
