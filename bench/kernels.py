@@ -363,7 +363,7 @@ def main(args):
     print(f"{measure.environment(args.device)['device']}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)")
     todo = list(cases(args))
     gae_shapes = [] if args.shapes else (GAE_CPU if args.device == "cpu" else GAE_GPU)
-    seconds = (args.budget or 180) / (len(todo) + len(gae_shapes))
+    seconds = (args.budget or 100) / (len(todo) + len(gae_shapes))
     rows, not_run = [], {}
     for op, *case in todo:
         known = peers.LOGPROBS if op == "token_logprobs" else peers.KL

@@ -198,8 +198,8 @@ def growth(result, kind) -> str:
         lines.append([op, f"{rows[0]['size']} to {rows[-1]['size']}", rows[-1]["ms"],
                       slope(sizes, [r["ms"] for r in upper]), rows[-1]["extra_bytes"] / 1e6,
                       slope(sizes, [r["extra_bytes"] for r in upper])])  # fmt: skip
-    text += "A slope of 1 is linear; taken over the upper half of the sizes. Extra memory counts what a call returns, too: a "
-    text += "gradient, or advantages. Rows by chunks pass through one buffer of 4096.\n\n"
+    text += "A slope of 1 is linear; taken over the upper half of the sizes. Extra memory counts what a call "
+    text += "returns, too: a gradient, or advantages. Rows by chunks pass through one buffer of 4096.\n\n"
     return text + table(["what", "sizes", "ms at the largest", "slope of time", "extra MB at the largest",
                          "slope of memory"], lines)  # fmt: skip
 
