@@ -50,6 +50,7 @@ test-slow: $(VENV)/installed  ## the tests marked slow
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmark suite, beside the peers that install here
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench report
 
 # A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
 .PHONY: gpu

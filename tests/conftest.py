@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before triton is first imported."""
+"""Without a GPU the Triton kernels run in the interpreter, which must be chosen before triton is first imported."""
 
 import os
 

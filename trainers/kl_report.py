@@ -60,7 +60,7 @@ class KLReportConfig:
 
 
 def exact(direction: str = "reverse") -> tuple[float, torch.Tensor]:
-    """KL(policy || reference) of the example, "forward" KL(reference || policy); and its gradient (5,) on the logits."""
+    """KL(policy || reference) of the example ("forward": the other way round) and its gradient (5,) on the logits."""
     logits = torch.tensor(POLICY, dtype=torch.float64, requires_grad=True)
     logp, ref = logits.log_softmax(0), torch.tensor(REFERENCE, dtype=torch.float64).log_softmax(0)
     first, second = (logp, ref) if direction == "reverse" else (ref, logp)
