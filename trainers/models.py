@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -84,10 +85,7 @@ def load_lm(config, device: torch.device, *, trainable: bool = True) -> Language
         ) from error
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
-    for module in lm.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
-                setattr(module, name, 0.0)
+    switch_off_dropout(lm)
     if not trainable:
         lm.requires_grad_(False).eval()
     elif config.lora_rank:
@@ -102,6 +100,24 @@ def load_lm(config, device: torch.device, *, trainable: bool = True) -> Language
     return LanguageModel(lm, config.loss_from, lora=trainable and config.lora_rank > 0)
 
 
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set every dropout and layer-drop probability in a model to 0."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+
+
+@contextmanager
+def whole_folder(folder: str):
+    """A folder to write into that takes its name when the block ends: complete or not at all."""
+    unfinished = f"{folder}.tmp"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    yield unfinished
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(unfinished, folder)
+
+
 def save_lm(trained, tokenizer, folder: str) -> None:
     """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all."""
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
@@ -111,11 +127,8 @@ def save_lm(trained, tokenizer, folder: str) -> None:
         if state is not None:
             state = {name.removeprefix("lm."): value for name, value in state.items()}
         training_config, base.generation_config = base.generation_config, base.saved_generation_config
-        unfinished = f"{folder}.tmp"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        lm.save_pretrained(unfinished, state_dict=state)
-        tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(unfinished, folder)
+        with whole_folder(folder) as unfinished:
+            lm.save_pretrained(unfinished, state_dict=state)
+            tokenizer.save_pretrained(unfinished)
         base.generation_config = training_config
     engine.barrier()

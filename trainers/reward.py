@@ -9,7 +9,6 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 
 import json
 import math
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine
+from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.metrics import Logger
 from fused_rl.trainers.preferences import Pair, PairEncoder, check_lengths
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
@@ -265,14 +264,10 @@ def save(model, tokenizer, folder: Path) -> None:
         config = model.module.classifier.config
         if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
             config.pad_token_id = tokenizer.pad_token_id
-        unfinished = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        model.module.save_pretrained(str(unfinished), state)
-        tokenizer.save_pretrained(str(unfinished))
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    if engine.world_size() > 1:
-        torch.distributed.barrier()
+        with models.whole_folder(str(folder)) as unfinished:
+            model.module.save_pretrained(unfinished, state)
+            tokenizer.save_pretrained(unfinished)
+    engine.barrier()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.cli import InputError
+from fused_rl.trainers.data import pad
+from fused_rl.trainers.models import switch_off_dropout
 
 
 class RewardModel(nn.Module):
@@ -32,10 +34,7 @@ class RewardModel(nn.Module):
                 f"{type(classifier).__name__} has no linear head `score`: a reward model needs a causal LM"
             )
         self.classifier = classifier
-        for module in classifier.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
-                    setattr(module, name, 0.0)
+        switch_off_dropout(classifier)
 
     @classmethod
     def from_pretrained(cls, name: str, *, dtype=torch.float32, lora_rank: int = 0, lora_alpha: float = 32.0):
@@ -115,7 +114,9 @@ class RewardModel(nn.Module):
         front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
         tokens = input_ids.gather(1, front).masked_fill(pads, 0)  # a pad id may lie outside the vocabulary
-        hidden = self.classifier.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        everything = torch.ones_like(tokens)  # says so: without a mask some models warn of pads, or look for them
+        backbone = self.classifier.base_model(input_ids=tokens, attention_mask=everything, use_cache=False)
+        hidden = backbone.last_hidden_state
         last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
         # Row by row, not as a matrix product, whose order of summation depends on the batch.
         raw = (last.float() * self.classifier.score.weight.float()).sum(1)
@@ -210,8 +211,6 @@ class RewardScorer:
 
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
-    from fused_rl.trainers.data import pad
-
     return pad(sequences, 0).to(device), pad([[1] * len(s) for s in sequences], 0).to(device)
 
 

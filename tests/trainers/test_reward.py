@@ -359,12 +359,11 @@ def test_calibration_by_margin():
     assert [r["predicted"] for r in rows] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path):
+def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch):
+    import deepspeed
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
-    lm.save_pretrained(tmp_path / "model")
-    tokenizer = data.load_tokenizer(str(folder / "model"))
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), data.load_tokenizer(str(folder / "model"))
     with torch.no_grad():
         lm.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("z")] = math.inf
     lm.save_pretrained(tmp_path / "model")
@@ -372,20 +371,13 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path):
     lines = (folder / "pairs.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    config = make_config(tmp_path, normalize_pairs=3, save_every=1, steps=20)
-    with pytest.raises(
-        cli.InputError, match=r"1 of 8 rows .* pairs.jsonl, line 7: \[-?[\d.]+, nan\]".replace(" pairs", ".*pairs")
-    ):
+    steps, step = [], deepspeed.DeepSpeedEngine.step
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args)))
+    config = make_config(tmp_path, normalize_pairs=3)  # rows 1 to 3; the first epoch, two steps, meets row 7
+    with pytest.raises(cli.InputError, match=r"1 of 8 rows .*pairs.jsonl, line 7: \[-?[\d.]+, nan\]"):
         reward.train(config)
-    # It stopped before the step that would have spoilt the weights: the last checkpoint is finite.
-    latest = tmp_path / "run" / "checkpoints" / "latest"
-    assert not latest.exists() or all(
-        p.isfinite().all()
-        for k, p in torch.load(
-            tmp_path / "run" / "checkpoints" / latest.read_text() / "mp_rank_00_model_states.pt", weights_only=False
-        )["module"].items()
-        if "embed" not in k
-    )
+    logged = comparable(config)
+    assert len(steps) == len(logged) - 1 < 2  # the step that would have spoilt the weights was not made
 
 
 def test_it_learns(folder):

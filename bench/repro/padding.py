@@ -1,0 +1,108 @@
+"""A reward read at padding: stock sequence classifiers against `RewardModel` on the same weights and inputs.
+
+    python bench/repro/padding.py
+
+Five texts of 3 to 12 tokens that end in EOS. A score should be that of the text alone; the table shows the largest
+deviation from it, in units of the standard deviation of the five scores, by how the batch was padded and by whether
+the pad token is the EOS token. Each text's true score is read by hand, at its last token, from an unpadded row.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from bench.measure import table
+
+VOCABULARY, PAD, EOS = 61, 1, 2
+PADDINGS = ("none", "right", "left", "middle", "middle + right")
+
+
+def configs():
+    """Small models of both kinds of positions: rotary, and learnt by absolute position."""
+    import transformers
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+    rotary = {**shape, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": EOS}
+    opt = {**shape, "ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32, "eos_token_id": EOS}
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "eos_token_id": EOS, "bos_token_id": EOS}
+    return {
+        "Llama": transformers.LlamaConfig(**rotary),
+        "Qwen2": transformers.Qwen2Config(**rotary),
+        "GPT-2": transformers.GPT2Config(vocab_size=VOCABULARY, **gpt2),
+        "OPT": transformers.OPTConfig(**opt),
+    }
+
+
+def classifier(config, pad_id: int):
+    """A stock classifier with one label, and weights large enough that every position counts."""
+    from transformers import AutoModelForSequenceClassification
+
+    config.num_labels, config.pad_token_id = 1, pad_id
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    return model
+
+
+def batches(padding: str, pad_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(input_ids, attention_mask) of the five texts: one batch of 20 columns, or five without padding."""
+    generator = torch.Generator().manual_seed(4)
+    texts = [[*torch.randint(3, VOCABULARY, (n,), generator=generator).tolist(), EOS] for n in (11, 2, 6, 8, 3)]
+    if padding == "none":
+        return [(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts]
+    ids, mask = torch.full((5, 20), pad_id), torch.zeros(5, 20, dtype=torch.long)
+    for i, text in enumerate(texts):
+        fill, half = 20 - len(text), len(text) // 2
+        left, middle = {"right": (0, 0), "left": (fill, 0), "middle": (0, fill), "middle + right": (0, fill // 2)}[
+            padding
+        ]
+        columns = [left + j + (middle if j >= half else 0) for j in range(len(text))]
+        ids[i, columns], mask[i, columns] = torch.tensor(text), 1
+    return [(ids, mask)]
+
+
+@torch.no_grad()
+def deviations(config, pad_id: int) -> dict[str, tuple[float, float]]:
+    """By padding: the largest deviation of the stock scores, and of ours, in standard deviations of the scores."""
+    from fused_rl.trainers.reward_model import RewardModel
+
+    stock = classifier(config, pad_id)
+    ours = RewardModel(stock)
+    hidden = [stock.base_model(input_ids=ids).last_hidden_state[0, -1] for ids, _ in batches("none", pad_id)]
+    true = torch.stack([stock.score(h)[0] for h in hidden])
+    found = {}
+    for padding in PADDINGS:
+        made = batches(padding, pad_id)
+        by_stock = torch.cat([stock(input_ids=ids, attention_mask=mask).logits[:, 0] for ids, mask in made])
+        by_ours = torch.cat([ours(ids, mask) for ids, mask in made])
+        found[padding] = tuple(((s - true).abs().max() / true.std()).item() for s in (by_stock, by_ours))
+    return found
+
+
+def rows() -> list[list[str]]:
+    """The table's rows: model, padding, and the deviation of stock and of ours for pad != eos and pad = eos."""
+    made = []
+    for name, config in configs().items():
+        apart, same = deviations(config, PAD), deviations(config, EOS)
+        for padding in PADDINGS:
+            cells = [apart[padding][0], same[padding][0], apart[padding][1], same[padding][1]]
+            made.append([name, padding, *(f"{cell:.2g}" for cell in cells)])
+    return made
+
+
+if __name__ == "__main__":
+    header = [
+        "model",
+        "padding",
+        "stock, pad != eos",
+        "stock, pad = eos",
+        "RewardModel, pad != eos",
+        "RewardModel, pad = eos",
+    ]
+    print(table(header, rows()))
