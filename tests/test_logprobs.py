@@ -151,6 +151,16 @@ def test_entropy_has_six_digits_from_1e_minus_7_to_log_v(backend):
     assert_outputs_close(token_logprobs(logits, targets), expected)
 
 
+def test_gradient_keeps_its_digits_next_to_certainty(backend):
+    logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(0)).to(backend)
+    targets = torch.full((6,), 77, device=backend)
+    logits[:, 77] = 4 + torch.arange(5, 35, 5, device=backend)  # 1 - p of the target down to 1e-12
+    upstream = upstream_of((6,), backend, ["logprobs"])
+    _, gradient = run(token_logprobs, logits, targets, upstream)
+    _, expected = exact(logits, targets, upstream)
+    torch.testing.assert_close(gradient.double(), expected, rtol=5e-6, atol=0)
+
+
 def test_banned_tokens_anywhere(backend):
     vocab = 20001
     logits, targets = random_rows(6, vocab, torch.float32, backend)
@@ -240,6 +250,18 @@ def test_bits_of_a_row_depend_on_the_row_alone(backend, dtype, vocab):
         assert torch.equal(gradient_alone, gradient[b, t])
 
 
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "columns apart"])
+def test_strided_rows_are_not_copied(monkeypatch, name):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    logits, targets = random_rows(8, 600, torch.float32, "cpu")
+    logits = VIEWS[name](logits.view(2, 4, 600))
+    seen, forward, backward = [], cpu.logprob_fwd, cpu.logprob_bwd
+    monkeypatch.setattr(cpu, "logprob_fwd", lambda x, *a: seen.append(x) or forward(x, *a))
+    monkeypatch.setattr(cpu, "logprob_bwd", lambda *a, out: seen.append(a[3]) or backward(*a, out=out))
+    run(token_logprobs, logits, targets.view(2, 4)[:, :3], upstream_of((2, 3), "cpu"))
+    assert {x.untyped_storage().data_ptr() for x in seen} == {logits.untyped_storage().data_ptr()}
+
+
 def test_bits_do_not_depend_on_chunks_or_threads(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     logits, targets = random_rows(40, 40000, torch.float32, "cpu")
@@ -285,6 +307,7 @@ def test_shift_equals_slicing(backend, with_mask, temperature):
     logits, targets = logits.view(3, 6, 800), targets.view(3, 6)
     temperature = 0.5 + torch.rand(3, 5, device=backend) if temperature == "row" else temperature
     mask = torch.rand(3, 5, device=backend) > 0.4 if with_mask else None
+    logits[:, -1] = torch.nan  # scores nothing
     upstream = upstream_of((3, 5), backend)
     options = {"temperature": temperature, "mask": mask}
     outputs, gradient = run(token_logprobs, logits, targets, upstream, shift=True, **options)
