@@ -21,6 +21,7 @@ from fused_rl.losses import (
     value_loss,
 )
 from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
+from fused_rl.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
 
 __version__ = "0.1.0"
 
@@ -45,5 +46,7 @@ __all__ = [
     "token_kl",
     "token_logprobs",
     "value_loss",
+    "vocab_parallel_token_kl",
+    "vocab_parallel_token_logprobs",
     "whiten",
 ]

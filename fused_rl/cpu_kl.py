@@ -54,17 +54,21 @@ def kl_fwd(x, y, mask, inv_t):
         lone = (d > -BANNED / 2).any(1, True)
         c = torch.where(some, (p * d).sum(1, True) / w * t, 0)
         w = torch.where(some, w, 0)
-        scale = torch.where(some, torch.exp((m - n - offset) * t - c), 0)
+        scale = torch.where(some, torch.exp(_difference(m, n, offset) * t - c), 0)
         u = d.mul_(t).sub_(c)
+        left = torch.where(some, (p * u).sum(1, True) / w, 0)  # what fp32 leaves out of c
         near = (u.abs() < 1) & some
         p.mul_(scale)
         f = torch.where(near, p * _excess(u), (b - n).mul_(t).exp_() + p * (u - 1)).sum(1, True)
-        z = (n - m + offset) * t + c
+        z = c - _difference(m, n, offset) * t
         r = torch.where(some, f / w, 1)
         far = z + torch.where(r > 0, r, 1).log()
         value = torch.where(z > 28, far, torch.log1p(r * z.clamp(max=28).exp())).mul(some)
-        k = value + torch.where(w > 0, (w / w_all).log(), 0)
-        state[:, rows] = torch.cat([m, w, w_all, offset, c, n, f, f + scale * w, k], 1).t()
+        k = value + torch.where(lone & (w > 0), (w / w_all).log(), 0)
+        # c / t goes into the offset, so that c + left is small and keeps its bits for the gradient
+        mean = offset + c / t
+        c = (c.double() + (offset - mean).double() * t).float() + left
+        state[:, rows] = torch.cat([m, w, w_all, mean, c, n, f, f + scale * w, k], 1).t()
         nan = (w_all - w_all) + (n - n)  # 0, or NaN where a logit is NaN or inf
         kl[rows] = (torch.where(lone, torch.inf, value) + nan)[:, 0]
     return kl, state

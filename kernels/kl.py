@@ -26,6 +26,7 @@ both normalisers first, so it sweeps twice: two more reads forward.
 import torch
 import triton
 import triton.language as tl
+
 from fused_rl.kernels.online import log1p
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -69,7 +70,7 @@ def _excess(u):  # exp(-u) - 1 + u for |u| <= 1 by a polynomial (Chebyshev fit, 
 @triton.jit
 def _scale(w, m, c, n, offset, k):
     """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
-    return tl.where(w > 0, tl.exp2(((m - n) - offset) * k - c * LOG2E), 0.0)
+    return tl.where(w > 0, tl.exp2(_difference(m, n, offset, True) * k - c * LOG2E), 0.0)
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def _difference(x, y, offset, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT: tl.constexpr):
+def _step(m, w, w_all, c, left, n, f, d_max, x, y, offset, inv_t, EXACT: tl.constexpr):
     """One tile of x and y, (K, threads, VEC), into the state of each thread, (threads,)."""
     k = inv_t * LOG2E
     m_new = tl.maximum(m, _max(x))
@@ -116,48 +117,51 @@ def _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT: tl.constexpr)
     w_t = _sum(p)
     some = w_t > TINY
     c_t = tl.where(some, _sum(p * d) / w_t * inv_t, 0.0)
-    w_t = tl.where(some, w_t, 0.0)
+    w_t = tl.where(some, w_t, 0.0)  # NaN in f tells that this was NaN
     scale = _scale(w_t, m_new, c_t, n_new, offset, k)
     u = tl.fma(d, inv_t, -c_t[None, :, None])
+    left_t = tl.where(some, _sum(p * u) / w_t, 0.0)  # what fp32 leaves out of c_t
     near = tl.abs(u) < tl.where(some, 1.0, -1.0)[None, :, None]
     e_y = _sum(tl.where(near, 0.0, tl.exp2((y - n_new[None, :, None]) * k)))
     f_t = e_y + scale * _sum(p * tl.where(near, _excess(u), u - 1))
     # both about their common mean
-    own = tl.where(w > 0, w * tl.exp2(((m - n_new) - offset) * k - c * LOG2E), 0.0)
+    own = w * _scale(w, m, c, n_new, offset, k)
     own_t = w_t * scale
     w = w * a
     w_new = w + w_t
     some = w_new > TINY
     c_new = tl.where(some, c + (c_t - c) * (w_t / w_new), 0.0)
+    left_new = tl.where(some, (w * ((c - c_new) + left) + w_t * ((c_t - c_new) + left_t)) / w_new, 0.0)
     w_new = tl.where(some, w_new, 0.0)
     scale = _scale(w_new, m_new, c_new, n_new, offset, k)
     f = f * tl.exp2((n - n_new) * k) + f_t
     f += _moved(own, w, scale, c_new - c, some) + _moved(own_t, w_t, scale, c_new - c_t, some)
-    return m_new, w_new, w_all, c_new, n_new, f, d_max
+    return m_new, w_new, w_all, c_new, left_new, n_new, f, d_max
 
 
 @triton.jit
-def _merge(m, w, w_all, c, n, f, d_max, offset, inv_t):
+def _merge(m, w, w_all, c, left, n, f, d_max, offset, inv_t):
     """The states of all threads, (threads,), into that of the row."""
     k = inv_t * LOG2E
     m_row = tl.max(m, 0)
     n_row = tl.max(n, 0)
     a = tl.exp2((m - m_row) * k)
-    own = tl.where(w > 0, w * tl.exp2(((m - n_row) - offset) * k - c * LOG2E), 0.0)
+    own = w * _scale(w, m, c, n_row, offset, k)
     w = w * a
     w_row = tl.sum(w, 0)
     some = w_row > TINY
     c_row = tl.where(some, tl.sum(w * c, 0) / w_row, 0.0)
+    left = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
     w_row = tl.where(some, w_row, 0.0)
     scale = _scale(w_row, m_row, c_row, n_row, offset, k)
     f = tl.sum(f * tl.exp2((n - n_row) * k) + _moved(own, w, scale, c_row - c, some), 0)
-    return m_row, w_row, tl.sum(w_all * a, 0), c_row, n_row, f, tl.max(d_max, 0), f + scale * w_row
+    return m_row, w_row, tl.sum(w_all * a, 0), c_row, left, n_row, f, tl.max(d_max, 0), f + scale * w_row
 
 
 @triton.jit
 def _divergence(m, w, c, n, f, offset, inv_t):
     """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none."""
-    z = ((n - m) + offset) * (inv_t * LOG2E) + c * LOG2E
+    z = c * LOG2E - _difference(m, n, offset, True) * (inv_t * LOG2E)
     r = tl.where(w > 0, f / w, 1.0)
     far = z * LN2 + tl.log(tl.where(r > 0, r, 1.0))
     return tl.where(w > 0, tl.where(z > 40, far, log1p(r * tl.exp2(tl.minimum(z, 40.0)))), 0.0)
@@ -218,30 +222,34 @@ def kl_fwd_kernel(
     w = tl.zeros((THREADS,), tl.float32)
     w_all = tl.zeros((THREADS,), tl.float32)
     c = tl.zeros((THREADS,), tl.float32)
+    left = tl.zeros((THREADS,), tl.float32)
     f = tl.zeros((THREADS,), tl.float32)
     d_max = tl.zeros((THREADS,), tl.float32)
     full = V // (THREADS * K * VEC) * (THREADS * K * VEC)
     for start in tl.range(0, full, THREADS * K * VEC, num_stages=1):
         x, y = _load(x_ptr, y_ptr, start + cols, V, False)
-        m, w, w_all, c, n, f, d_max = _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT)
+        m, w, w_all, c, left, n, f, d_max = _step(m, w, w_all, c, left, n, f, d_max, x, y, offset, inv_t, EXACT)
     if full < V:
         x, y = _load(x_ptr, y_ptr, full + cols, V, True)
-        m, w, w_all, c, n, f, d_max = _step(m, w, w_all, c, n, f, d_max, x, y, offset, inv_t, EXACT)
-    m, w, w_all, c, n, f, d_max, s = _merge(m, w, w_all, c, n, f, d_max, offset, inv_t)
+        m, w, w_all, c, left, n, f, d_max = _step(m, w, w_all, c, left, n, f, d_max, x, y, offset, inv_t, EXACT)
+    m, w, w_all, c, left, n, f, d_max, s = _merge(m, w, w_all, c, left, n, f, d_max, offset, inv_t)
     kl = _divergence(m, w, c, n, f, offset, inv_t)
     lone = d_max > -0.5 * BANNED  # Q bans a column that P does not, however little its mass
     nan = (w_all - w_all) + (s - s)  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
     tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
+    # c / inv_t goes into the offset, so that c + left is small and keeps its bits for the gradient
+    mean = offset + c / inv_t
+    c = tl.fma(offset - mean, inv_t, c) + left
     state_ptr += row
     tl.store(state_ptr, m)
     tl.store(state_ptr + N, w)
     tl.store(state_ptr + 2 * N, w_all)
-    tl.store(state_ptr + 3 * N, offset)
+    tl.store(state_ptr + 3 * N, mean)
     tl.store(state_ptr + 4 * N, c)
     tl.store(state_ptr + 5 * N, n)
     tl.store(state_ptr + 6 * N, f)
     tl.store(state_ptr + 7 * N, s)
-    tl.store(state_ptr + 8 * N, kl + tl.where(w > 0, tl.log(w / w_all), 0.0))  # delta = u + k
+    tl.store(state_ptr + 8 * N, kl + tl.where(lone & (w > 0), tl.log(w / w_all), 0.0))  # delta = u + k
 
 
 @triton.jit

@@ -96,6 +96,16 @@ def test_close_distributions_keep_their_relative_precision(backend, spread, dist
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("offset", [1000.0, -1000.0])
+def test_an_offset_of_one_row_costs_nothing(backend, offset, direction):
+    """Against fp64 of the same rounded logits, where x - y in fp32 would be off by 6e-5."""
+    x, y = pair(4, 5000, distance=1e-2, device=backend)
+    x = x + offset
+    got = fused_rl.token_kl(x, y, direction=direction)
+    torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("spread", [1.0, 100.0])  # 100: KL of thousands of nats, exp(u) far beyond fp32
 def test_far_distributions(backend, spread, direction):
     x, _ = pair(4, 3000, spread=spread, device=backend)

@@ -1,0 +1,220 @@
+"""token_logprobs and token_kl when the vocabulary is split over the ranks of a tensor-parallel group.
+
+Each rank runs the row kernels on its own columns, and the states merge as those of two blocks of a row would: one
+all-reduce of maxima, one of packed sums, O(rows) numbers in fp64. The gradient of the local logits then needs no
+communication: it is the same kernel, given the merged state. Outputs are the same on every rank, and every rank's
+backward assumes the same upstream gradient, as a replicated loss gives it.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair, kl_backend
+from fused_rl.logprobs import TokenLogprobs, _check_arguments, row_backend
+from fused_rl.tiles import in_columns
+
+__all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
+
+
+def vocab_parallel_token_logprobs(
+    local_logits, targets, vocab_start, group=None, *, temperature=1.0, mask=None, softcap=None
+):
+    """`token_logprobs` of logits whose columns are split over the ranks of `group`, in nats.
+
+    Args:
+        local_logits: (..., V_rank) bf16, fp16 or fp32: columns vocab_start to vocab_start + V_rank of the logits. The
+            shards need not be of one size; together they cover each column once.
+        targets: (...) integers in the whole vocabulary, the same on every rank, as are temperature, mask and softcap.
+        vocab_start: this rank's first column.
+        group: the process group of the split; None is the default group. All its ranks call.
+        temperature, mask, softcap: as in `token_logprobs`.
+
+    Returns:
+        `TokenLogprobs`, (...) fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
+        with respect to local_logits, without communication, given the same upstream gradients on every rank.
+
+    Raises:
+        ValueError: as `token_logprobs`; a target that is on no rank, or on several, is NaN on a GPU.
+    """
+    row_temperature, temperature = _temperatures(temperature)
+    _check_arguments(local_logits, targets, temperature, row_temperature, mask, softcap, False, False)
+    inv_t = _inverse(temperature, row_temperature, targets)
+    mask = None if mask is None else mask.reshape(-1).contiguous()
+    outputs = _VocabParallelLogprobs.apply(
+        _as_matrix(local_logits), targets.long().reshape(-1), mask, inv_t, softcap, vocab_start, group
+    )
+    return TokenLogprobs(*(o.view(targets.shape) for o in outputs))
+
+
+def vocab_parallel_token_kl(
+    local_logits, local_ref_logits, group=None, *, direction="reverse", temperature=1.0, mask=None
+):
+    """`token_kl` of logits whose columns are split over the ranks of `group`, in nats.
+
+    Args:
+        local_logits: (..., V_rank) bf16, fp16 or fp32, this rank's columns; shards may differ in size.
+        local_ref_logits: like local_logits, the same columns.
+        group: the process group of the split; None is the default group. All its ranks call.
+        direction, temperature, mask: as in `token_kl`, the same on every rank.
+
+    Returns:
+        (...) fp32, the same on every rank; differentiable once with respect to local_logits, and to local_ref_logits
+        where it requires grad, without communication, given the same upstream gradient on every rank.
+
+    Raises:
+        ValueError: as `token_kl`.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    row_temperature, temperature = _temperatures(temperature)
+    check_logits_pair(local_logits, local_ref_logits, temperature, row_temperature, mask)
+    if row_temperature is not None:
+        row_temperature = row_temperature.to(local_logits.device, torch.float32).expand(local_logits.shape[:-1])
+    first, second = (local_ref_logits, local_logits) if direction == "forward" else (local_logits, local_ref_logits)
+    x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
+    kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", group)
+    return kl.view(local_logits.shape[:-1])
+
+
+def _temperatures(temperature):
+    return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+
+
+def _inverse(temperature, row_temperature, rows):
+    if row_temperature is None:
+        return 1 / temperature
+    return row_temperature.to(rows.device, torch.float32).expand(rows.shape).reshape(-1).reciprocal()
+
+
+def _as_matrix(logits):
+    logits = logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _reduced(rows, op, group):
+    """One all-reduce of several (N,) fp64."""
+    packed = torch.stack(rows)
+    dist.all_reduce(packed, op=op, group=group)
+    return packed
+
+
+def merge_logprobs(logprobs, entropy, lse, m, rest, owns_target, inv_t, group):
+    """The backend's outputs for the local columns -> those for all columns, (N,) fp64, and the count of target owners.
+
+    The maximum stays out of the sum: a rank that holds it adds its rest, the others add 1 + rest.
+    """
+    logprobs, entropy, m, rest = (x.double() for x in (logprobs, entropy, m, rest))
+    m = torch.where(lse == -torch.inf, -torch.inf, m)  # no column allowed here
+    (m_all,) = _reduced([m.nan_to_num(-torch.inf, torch.inf, -torch.inf)], dist.ReduceOp.MAX, group)
+    below = torch.where(m == -torch.inf, -torch.inf, (m - m_all) * inv_t)
+    share = below.exp()
+    holds = (m == m_all) & (m > -torch.inf)
+    log1p = rest.log1p()
+    # sum of -e^s s over the local columns: both parts are >= 0
+    spread = share * (1 + rest) * ((entropy - log1p).clamp(min=0) - torch.where(share > 0, below, 0))
+    target = torch.where(owns_target, torch.where(m == -torch.inf, -torch.inf, logprobs + log1p + below), 0)
+    rows = [torch.where(holds, rest, share * (1 + rest)), holds.double(), spread, target, owns_target.double()]
+    rest, count, spread, target, owners = _reduced(rows, dist.ReduceOp.SUM, group)
+    dead = (count == 0) & (rest == 0)  # not so with NaN
+    rest = torch.where(dead, 0, rest + (count - 1))
+    log1p = rest.log1p()
+    entropy = torch.where(dead, 0, log1p + spread / (1 + rest))
+    return (target - log1p).clamp(max=0), entropy, m_all * inv_t + log1p, m_all, rest, owners
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group):
+        columns = slice(vocab_start, vocab_start + logits.shape[1])
+        here = (targets >= columns.start) & (targets < columns.stop)
+        local = torch.where(here, targets - columns.start, 0)
+        state = row_backend(logits.device).logprob_fwd(logits, local, mask, inv_t, softcap)
+        *outputs, m, rest, owners = merge_logprobs(*state, here, inv_t, group)
+        counts = torch.ones_like(here) if mask is None else mask
+        astray = counts & (owners != 1)
+        if logits.device.type == "cpu" and astray.any():  # on every rank alike
+            at = int(astray.nonzero()[0])
+            raise ValueError(
+                f"target {int(targets[at])} of row {at} is in the columns of {int(owners[at])} ranks, expected one; "
+                f"check vocab_start ({vocab_start} here) and the targets"
+            )
+        outputs[0] = torch.where(astray, torch.nan, outputs[0])
+        logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in outputs)
+        ctx.save_for_backward(logits, targets, mask, entropy, m.float(), rest.float())
+        ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dlogprobs, dentropy, dlse):
+        logits, targets, mask, entropy, m, rest = ctx.saved_tensors
+        if dlogprobs is None and dentropy is None and dlse is None:
+            return (None,) * 7
+        dlogprobs, dentropy, dlse = (None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse))
+        dlogprobs, dlse, local = in_columns(dlogprobs, dlse, targets, ctx.columns)
+        dlogits = row_backend(logits.device).logprob_bwd(
+            dlogprobs, dentropy, dlse, logits, local, mask, entropy, m, rest, ctx.inv_t, ctx.softcap
+        )
+        return dlogits, *(None,) * 6
+
+
+def merge_kl(kl, state, mask, inv_t, group):
+    """The backend's KL and state for the local columns -> those for all columns, (N,) and (9, N) fp32.
+
+    Every rank moves its sums to one c, the largest: `fused_rl.kernels.kl` has the formulas. There, unlike at the mean,
+    a = sum(p (d - c)) is not 0 and KL = a + log1p(F / W - a), which fp64 can afford to subtract.
+    """
+    state = state.double() if mask is None else torch.where(mask, state, 0).double()
+    m, w, w_all, offset, c, n, f, _, _ = state
+    c = offset * inv_t + c
+    rows = [m, n, torch.where(w > 0, c, -torch.inf), (kl == torch.inf).double()]
+    m_all, n_all, c_all, infinite = _reduced([r.nan_to_num(0, 0, -torch.inf) for r in rows], dist.ReduceOp.MAX, group)
+    c_all = torch.where(c_all == -torch.inf, 0, c_all)
+    share = ((m - m_all) * inv_t).exp()
+    scale = ((m_all - n_all) * inv_t - c_all).exp()
+    own = torch.where(w > 0, w * ((m - n_all) * inv_t - c).exp(), 0)
+    h = c_all - c
+    weight = w * share
+    moved = torch.where(h < 1, weight * scale * (torch.expm1(h) - h), own - weight * scale * (1 + h))
+    moved = torch.where(w > 0, moved, 0)
+    rows = [weight, w_all * share, -weight * h, f * ((n - n_all) * inv_t).exp() + moved]
+    w, w_all, a, f = _reduced(rows, dist.ReduceOp.SUM, group)
+    some = w > 0
+    s = f + torch.where(some, scale * (w - a), 0)
+    a, r = torch.where(some, a / w, 0), torch.where(some, f / w, 1)
+    z = (n_all - m_all) * inv_t + c_all
+    value = torch.where(z > 600, a + z + r.log(), a + torch.log1p(r * z.clamp(max=600).exp() - a)).clamp(min=0)
+    value = torch.where(some, value, 0)
+    k = value + torch.where(some & (infinite > 0), (w / w_all).log(), 0)
+    offset = torch.where(some, (c_all + a) / inv_t, 0).float()
+    c = torch.where(some, c_all + a, 0) - offset.double() * inv_t
+    merged = torch.stack([m_all, w, w_all, offset.double(), c, n_all, f, s, k]).float()
+    nan = 0 * (f + w_all)  # 0, or NaN where a logit is NaN or inf
+    return (torch.where(infinite > 0, torch.inf, value) + nan).float(), merged
+
+
+class _VocabParallelKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, mask, inv_t, js, group):
+        backend = kl_backend(x.device)
+        divergence, state = merge_kl(*backend.kl_fwd(x, y, mask, inv_t), mask, inv_t, group)
+        sums = None
+        if js:
+            sums = backend.js_fwd(x, y, mask, inv_t, state)
+            dist.all_reduce(sums, group=group)
+            divergence = sums[0]
+        divergence = divergence if mask is None else torch.where(mask, divergence, 0)
+        ctx.save_for_backward(x, y, mask, divergence, state, sums)
+        ctx.inv_t = inv_t
+        return divergence.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        x, y, mask, divergence, state, sums = ctx.saved_tensors
+        gradients = kl_backend(x.device).kl_bwd(
+            g.contiguous(), x, y, mask, ctx.inv_t, divergence, state, sums, *ctx.needs_input_grad[:2]
+        )
+        return *gradients, None, None, None, None
