@@ -1,81 +1,160 @@
-"""Masked reductions: what is masked, NaN and inf included, reaches neither a value nor a gradient."""
+"""Masked reductions against the same over the kept elements alone, in fp64; nothing masked reaches anything."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import fused_rl
+from fused_rl import masked_mean, masked_sum, masked_var, whiten
 from tests.distributed import run_distributed
 
 F64 = torch.float64
-VALUES = torch.tensor([[1.0, torch.nan, 3.0, 5.0], [torch.inf, -torch.inf, torch.nan, 2.0], [torch.nan] * 4])
-MASK = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]).bool()
 
 
-def test_reductions_see_only_what_counts():
-    kept = VALUES[MASK]
-    for reduce, want, per_row in (
-        (fused_rl.masked_sum, kept.sum(), [9.0, 2.0, 0.0]),
-        (fused_rl.masked_mean, kept.mean(), [3.0, 2.0, 0.0]),
-        (fused_rl.masked_var, kept.var(), [4.0, 0.0, 0.0]),
-    ):
-        torch.testing.assert_close(reduce(VALUES, MASK), want)
-        torch.testing.assert_close(reduce(VALUES, MASK, 1), torch.tensor(per_row))
-    biased = fused_rl.masked_var(VALUES, MASK, unbiased=False)
-    torch.testing.assert_close(biased, kept.var(unbiased=False))
+def example(*shape, keep=0.6, seed=0, dtype=torch.float32):
+    """Values with NaN and inf wherever the mask is False."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * 3 + 5
+    mask = torch.rand(shape, generator=generator) < keep
+    rubbish = torch.where(torch.rand(shape, generator=generator) < 0.5, torch.nan, -torch.inf)
+    return torch.where(mask, values, rubbish).to(dtype), mask
 
 
-@pytest.mark.parametrize("reduce", [fused_rl.masked_sum, fused_rl.masked_mean, fused_rl.masked_var])
-def test_gradients_are_those_of_the_kept_and_exactly_zero_elsewhere(reduce):
-    values = VALUES.double().requires_grad_()
-    (grad,) = torch.autograd.grad(reduce(values, MASK, 1).sum(), values)
-    assert (grad[~MASK] == 0).all()
-    row = torch.tensor([1.0, 3.0, 5.0], dtype=F64, requires_grad=True)
-    plain = {fused_rl.masked_sum: row.sum, fused_rl.masked_mean: row.mean, fused_rl.masked_var: row.var}[reduce]
-    torch.testing.assert_close(grad[0, MASK[0]], torch.autograd.grad(plain(), row)[0])
+def kept(op, values, mask, dim):
+    """op over the kept elements of each slice, in fp64, by a Python loop."""
+    if dim is None:
+        return op(values[mask].double())
+    slices = zip(values.movedim(dim, -1).flatten(0, -2), mask.movedim(dim, -1).flatten(0, -2), strict=True)
+    shape = [n for d, n in enumerate(values.shape) if d != dim % values.dim()]
+    return torch.stack([op(v[k].double()) for v, k in slices]).view(shape)
 
 
-def test_low_precision_is_summed_in_fp32():
-    values = torch.full((4096,), 0.1, dtype=torch.bfloat16)
-    total = fused_rl.masked_sum(values, torch.ones(4096, dtype=torch.bool))
-    assert total.dtype == torch.float32
-    torch.testing.assert_close(total.item(), 4096 * values[0].item(), rtol=1e-5, atol=0)
+def mean(x):
+    return x.mean() if x.numel() else x.sum()
 
 
-def test_whiten():
-    torch.manual_seed(0)
-    values = 3 + 2 * torch.randn(5, 7, dtype=F64)
-    mask = torch.rand(5, 7) < 0.6
-    values[~mask] = torch.nan
-    kept = values[mask]
-    want = (kept - kept.mean()) / (kept.var() + 1e-8).sqrt()
-    white = fused_rl.whiten(values, mask)
-    torch.testing.assert_close(white[mask], want)
-    assert (white[~mask] == 0).all()
-    torch.testing.assert_close(fused_rl.whiten(values, mask, shift_mean=False)[mask], want + kept.mean())
-    nothing = fused_rl.whiten(values, torch.zeros_like(mask))
-    assert (nothing == 0).all()
+def var(x):
+    return x.var() if x.numel() > 1 else 0 * x.sum()
 
 
-def whiten_part(rank, world):
-    """Rank r has the r-th of three parts of 12 values, of unequal counts under the mask."""
-    torch.manual_seed(0)
-    values, mask = torch.randn(3, 4, dtype=F64), torch.rand(3, 4) < 0.7
-    rows = slice(0, 1) if rank == 0 else slice(1, 3)
-    return fused_rl.whiten(values[rows], mask[rows], group=torch.distributed.group.WORLD).tolist()
+REDUCTIONS = [(masked_sum, torch.sum), (masked_mean, mean), (masked_var, var)]
 
 
-def test_whiten_over_ranks_has_the_moments_of_the_whole():
-    torch.manual_seed(0)
-    values, mask = torch.randn(3, 4, dtype=F64), torch.rand(3, 4) < 0.7
-    parts = run_distributed(whiten_part, 2)
-    torch.testing.assert_close(torch.tensor(parts[0] + parts[1], dtype=F64), fused_rl.whiten(values, mask))
+@pytest.mark.parametrize(("op", "plain"), REDUCTIONS)
+@pytest.mark.parametrize("dim", [None, 0, 1, -1])
+@pytest.mark.parametrize("keep", [0.0, 0.15, 0.6, 1.0])  # 0.15: rows with none and with one
+def test_values_and_gradients(op, plain, dim, keep):
+    values, mask = example(6, 5, 4, keep=keep)
+    values.requires_grad_()
+    got = op(values, mask, dim)
+    copy = values.detach().clone().requires_grad_()
+    want = kept(plain, copy, mask, dim)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    upstream = torch.randn(got.shape)
+    (ours,) = torch.autograd.grad(got, values, upstream)
+    (best,) = torch.autograd.grad(want, copy, upstream.double())
+    torch.testing.assert_close(ours, best, rtol=1e-5, atol=1e-6)
+    assert (ours[~mask] == 0).all()
 
 
-def test_bad_arguments_say_what_came_and_what_is_expected():
-    x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"mask must be bool .*got torch.float32; use mask.bool\(\)"):
-        fused_rl.masked_mean(x, x)
-    with pytest.raises(ValueError, match=r"mask must have the shape of values \(2, 3\), got \(3,\)"):
-        fused_rl.masked_sum(x, x[0] == 0)
-    with pytest.raises(ValueError, match=r"values must be floating point, got torch.int64; use values.float\(\)"):
-        fused_rl.masked_var(x.long(), x == 0)
+@given(
+    rows=st.integers(1, 5),
+    length=st.integers(1, 9),
+    keep=st.floats(0, 1),
+    extra=st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=50, deadline=None)
+def test_padding_changes_nothing(rows, length, keep, extra, seed):
+    values, mask = example(rows, length, keep=keep, seed=seed)
+    padded = torch.nn.functional.pad(values, (0, extra), value=torch.nan)
+    padded_mask = torch.nn.functional.pad(mask, (0, extra))
+    for op, _ in REDUCTIONS:
+        for dim in (None, 1):
+            torch.testing.assert_close(op(padded, padded_mask, dim), op(values, mask, dim), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whiten(padded, padded_mask)[:, :length], whiten(values, mask), rtol=1e-6, atol=1e-6)
+
+
+def test_variance_divides_by_n_when_asked():
+    values, mask = example(4, 9)
+    torch.testing.assert_close(
+        masked_var(values, mask, unbiased=False).double(), values[mask].double().var(unbiased=False), rtol=1e-6, atol=0
+    )
+
+
+def test_variance_does_not_cancel():
+    """A large mean: E[x^2] - E[x]^2 in fp32 would be off by more than the variance."""
+    values = 1e4 + torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1000, dtype=torch.bool)
+    want = values.double().var().item()
+    assert masked_var(values, mask).item() == pytest.approx(want, rel=1e-4)
+    assert whiten(values, mask).double().var().item() == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64])
+def test_at_least_fp32(dtype):
+    values, mask = example(3, 300, dtype=dtype)
+    for op in (masked_sum, masked_mean, masked_var, whiten):
+        assert op(values, mask).dtype == (F64 if dtype == F64 else torch.float32)
+    torch.testing.assert_close(masked_mean(values, mask).double(), values[mask].double().mean(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_whiten(shift_mean):
+    values, mask = example(7, 11)
+    values.requires_grad_()
+    got = whiten(values, mask, shift_mean=shift_mean)
+    x = values.detach()[mask].double()
+    want = (x - x.mean()) / (x.var() + 1e-8).sqrt() + (0 if shift_mean else x.mean())
+    torch.testing.assert_close(got[mask].double(), want, rtol=1e-6, atol=1e-6)
+    assert (got[~mask] == 0).all()
+    (gradient,) = torch.autograd.grad(got.sum(), values)  # the moments are constants
+    torch.testing.assert_close(gradient, torch.where(mask, (x.var() + 1e-8).rsqrt().float(), 0))
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_whiten_of_nothing_and_of_one(keep):
+    values, mask = torch.full((3, 4), torch.nan), torch.zeros(3, 4, dtype=torch.bool)
+    if keep:
+        values[1, 2], mask[1, 2] = 7.0, True
+    assert (whiten(values, mask) == 0).all()
+    kept_mean = whiten(values, mask, shift_mean=False)
+    assert (kept_mean[mask] == 7).all() and (kept_mean[~mask] == 0).all()
+
+
+def whiten_here(rank, world, keep_last):
+    """The last rank may keep nothing; all must still agree on the moments of the union."""
+    values, mask = example(world, 40, seed=5)
+    if not keep_last:
+        values[-1], mask[-1] = torch.nan, False
+    group = torch.distributed.group.WORLD
+    here = (
+        whiten(values[rank], mask[rank], group=group),
+        whiten(values[rank], mask[rank], shift_mean=False, group=group),
+    )
+    whole = whiten(values, mask)[rank], whiten(values, mask, shift_mean=False)[rank]
+    return [(a - b).abs().max().item() for a, b in zip(here, whole, strict=True)]
+
+
+@pytest.mark.parametrize("keep_last", [True, False])
+def test_whiten_over_a_process_group(keep_last):
+    for errors in run_distributed(whiten_here, 2, keep_last):
+        assert max(errors) < 1e-6  # NaN fails too
+
+
+def test_entropy_metric_of_padded_responses():
+    """Per-token NLL of 0.6, responses of 20 and 53 of 53 tokens: the mean over responses of the sum is 21.9."""
+    mask = torch.arange(53) < torch.tensor([[20], [53]])
+    logprobs = torch.where(mask, -0.6, 1.0)  # the fill that once reached the sum
+    assert masked_sum(-logprobs, mask, 1).mean().item() == pytest.approx(21.9, abs=1e-4)
+
+
+@pytest.mark.parametrize("op", [masked_sum, masked_mean, masked_var, whiten])
+def test_errors(op):
+    values, mask = example(2, 3)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        op(values, mask.long())
+    with pytest.raises(ValueError, match=r"shape of values \(2, 3\), got \(3,\)"):
+        op(values, mask[0])  # broadcasting would count wrongly
+    with pytest.raises(ValueError, match="values must be floating point"):
+        op(mask.long(), mask)
