@@ -23,10 +23,10 @@ TIMEOUT = timedelta(minutes=30)
 
 def quiet() -> None:
     """Keep other libraries' progress bars and notices off the screen: a run shows its own."""
-    import transformers
-
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
+    import transformers  # imports deepspeed
+
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
 
