@@ -148,8 +148,9 @@ def test_one_token_with_all_the_mass(gap, column, inv_t):
 
 
 def test_ties_share_the_mass():
-    row = torch.full((1, 2400), -40.0)
+    # alone; in one thread, one lane, the narrow end; everywhere
     for columns in ([5], [5, 6], [5, 261], [5, 2399], [0, 5, 256, 261, 2300, 2399]):
+        row = torch.full((1, 2400), -40.0)
         row[0, columns] = 3.0
         logprobs, h, _, _, rest = logprob.logprob_fwd(row, torch.tensor([columns[-1]]), None, 1.0, None)
         torch.testing.assert_close(rest, torch.tensor([len(columns) - 1.0]), rtol=0, atol=1e-13)
