@@ -115,9 +115,9 @@ def test_temperature_per_row_in_any_broadcastable_shape(backend, shape):
 @pytest.mark.parametrize("vocab", [32, 1000, 50304, 151936])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_entropy_never_negative(backend, dtype, vocab, flat, request):
-    few = "kernel" in request.node.callspec.id and vocab > 10_000  # the interpreter takes 0.1 s a row
+    few = "kernel" in request.node.callspec.id  # the interpreter takes up to 0.1 s a row
     gaps, offsets = (0, 10, 20, 30, 40, 60), (0, 20, 1000, -1000)
-    cases = list(itertools.product(gaps, offsets, (False, True)))[:: 7 if few else 1]
+    cases = list(itertools.product(gaps, offsets, (False, True)))[:: 5 if few else 1]
     rest = torch.zeros(vocab) if flat else torch.randn(vocab, generator=torch.Generator().manual_seed(0))
     rows = []
     for gap, offset, banned in cases:
