@@ -24,7 +24,7 @@ from fused_rl.logprobs import (
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
-# On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three products for 24 to 512);
+# On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three GEMMs for 24 to 512);
 # a GPU wants blocks of a thousand rows or more, which for 128k to 150k tokens of vocabulary take 300 MB.
 WORKSPACE_MB = 512
 
