@@ -178,7 +178,8 @@ def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], consta
 
 
 def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:
-    """A few held-out pairs as text, with their scores."""
+    """A few held-out pairs as text, from all over the set, with their scores."""
+    stride = math.ceil(len(pairs) / count)
     return [
         {
             "prompt": tokenizer.decode(pair.chosen[0]),
@@ -187,7 +188,7 @@ def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int 
             "rejected": tokenizer.decode(pair.rejected[1]),
             "its score": round(rejected, 3),
         }
-        for pair, (chosen, rejected) in zip(pairs[:count], scores[:count].tolist(), strict=True)
+        for pair, (chosen, rejected) in zip(pairs[::stride], scores[::stride].tolist(), strict=True)
     ]
 
 

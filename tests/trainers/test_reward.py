@@ -446,11 +446,11 @@ def resume_bit_for_bit(rank, world, folder):
 def train_splits(rank, world, folder, splits):
     leave_out_figures()
     found = {}
-    for stage, micro_batch_size in splits:
-        name = f"split-{world}-{stage}-{micro_batch_size}"
-        config = make_config(folder, name, zero_stage=stage, micro_batch_size=micro_batch_size, eval_every=9)
+    for split in splits:
+        options = dict(zip(("zero_stage", "micro_batch_size", "lora_rank"), split, strict=True))
+        config = make_config(folder, f"split-{world}-{split}", eval_every=9, **options)
         reward.train(config)
-        found[stage, micro_batch_size] = (
+        found[split] = (
             {key: value.double().numpy() for key, value in weights(config).items()},
             comparable(config),
             json.loads((Path(config.output_dir) / "evaluation.json").read_text())["normalization"],
@@ -461,13 +461,40 @@ def train_splits(rank, world, folder, splits):
 def check_agreement(folder, one, two):
     one = run_distributed(train_splits, 1, folder, one, timeout=600)[0]
     two = run_distributed(train_splits, 2, folder, two, timeout=600)[0]
-    weights, metrics, constants = one[0, 8]
-    for (stage, size), (other_weights, other_metrics, other_constants) in [*one.items(), *two.items()]:
+    for split, (other_weights, other_metrics, other_constants) in [*one.items(), *two.items()]:
+        weights, metrics, constants = one[0, 8, split[2]]
         for key in weights:
-            assert abs(weights[key] - other_weights[key]).max() < 1e-6, (stage, size, key)
+            assert abs(weights[key] - other_weights[key]).max() < 1e-6, (split, key)
         for a, b in zip(metrics, other_metrics, strict=True):
-            assert a == pytest.approx(b, abs=1e-5), (stage, size)
+            assert a == pytest.approx(b, abs=1e-5), split
         assert other_constants["after"] == pytest.approx(constants["after"], abs=1e-5)
+
+
+def head_under_zero_3(rank, world, folder):
+    """Loaded where transformers itself partitions the weights: the head of the whole, as every rank has it."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from fused_rl.trainers import engine
+
+    engine.setup(rank)  # another seed on every rank
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    alive = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    model = RewardModel.from_pretrained(folder / "model")
+    head = model.classifier.score.weight
+    assert head.shape == (0,) and alive is not None  # partitioned
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        del alive
+        embeddings = AutoModelForCausalLM.from_pretrained(folder / "model").get_input_embeddings().weight
+        assert torch.equal(model.classifier.get_input_embeddings().weight, embeddings)
+        return head[0].tolist()
+
+
+def test_the_head_under_zero_3(folder):
+    draws = run_distributed(head_under_zero_3, 2, folder)
+    assert draws[0] == draws[1]
+    assert torch.tensor(draws[0]).std().item() == pytest.approx(1 / math.sqrt(17), rel=0.5)  # of 16 draws; stock: 0.1
 
 
 def test_resume_bit_for_bit(folder):
@@ -480,11 +507,12 @@ def test_resume_bit_for_bit_two_processes(folder):
 
 
 def test_processes_micro_batches_and_zero_stages_agree(folder):
-    # With two processes a micro-batch of 8 sequences is all that a rank has; 1 is one pair at a time.
-    check_agreement(folder, [(0, 8), (2, 4), (3, 1)], [(0, 1), (1, 4), (2, 2), (3, 8)])
+    # (ZeRO stage, micro-batch, LoRA rank). Two processes have 8 sequences each; 1 means one pair at a time.
+    one = [(0, 8, 0), (2, 4, 0), (3, 1, 0), (0, 8, 2), (3, 4, 2)]
+    check_agreement(folder, one, [(0, 1, 0), (1, 4, 0), (2, 2, 0), (3, 8, 0), (2, 8, 2)])
 
 
 @pytest.mark.slow
 def test_every_split_agrees(folder):
-    every = [(stage, size) for stage in (0, 1, 2, 3) for size in (8, 4, 2, 1)]
+    every = [(stage, size, rank) for stage in (0, 1, 2, 3) for size in (8, 4, 2, 1) for rank in (0, 2)]
     check_agreement(folder, every, every)
