@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
 from fused_rl import reference
@@ -179,6 +180,20 @@ def test_banned_in_both(backend, direction):
         )
         for ours, best in zip((value[row], dx[row, at], dy[row, at]), want, strict=True):
             torch.testing.assert_close(ours.double(), best, rtol=1e-5, atol=1e-7)
+
+
+def test_jensen_shannon_where_one_bans_the_likeliest(backend):
+    """Columns with mass in one distribution alone: early and late ones, small and nearly all of the mass."""
+    x, y = pair(4, 9001, device=backend)
+    for row, (at, height) in enumerate([(3, 12.0), (8999, 12.0), (3, 300.0), (8999, 300.0)]):
+        x[row, at], y[row, at] = height, -torch.inf
+        y[row, 9000 - at], x[row, 9000 - at] = 5.0, -torch.inf
+    upstream = torch.ones(4, device=backend)
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
+    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
+    for ours, best in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), best, rtol=1e-5, atol=1e-7)
+    assert fused_rl.token_kl(x, y).isinf().all()
 
 
 def test_banned_in_one(backend):
@@ -390,6 +405,24 @@ def test_operator_registrations(js, monkeypatch):
     x, y = pair(3, 40)
     arguments = (x.requires_grad_(), y.requires_grad_(), None, 0.7, None, js)
     torch.library.opcheck(torch.ops.fused_rl.token_kl.default, arguments)
+
+
+def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    compiled = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=compiled)
+    def loss(x, y, temperature):
+        return fused_rl.token_kl(2 * x, y, temperature=temperature).sum()
+
+    for length, temperature in ((5, 0.7), (6, 1.3), (9, 2.0)):
+        x, y = pair(2, length, 40)
+        x.requires_grad_()
+        got = loss(x, y, temperature)
+        want = fused_rl.token_kl(2 * x, y, temperature=temperature).sum()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(z, x)[0] for z in (got, want)))
+    assert compiled.frame_count == 1
 
 
 @pytest.mark.parametrize(
