@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-COMMANDS = ("sft", "reward", "ppo", "grpo", "demo", "kl-report")
+COMMANDS = ("sft", "reward", "grpo", "demo", "kl-report")
 Config = TypeVar("Config")
 
 

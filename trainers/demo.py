@@ -24,9 +24,12 @@ def problems(seed: int, count: int) -> list[dict]:
     """Distinct problems as reasoning-gym makes them: question, answer, metadata."""
     gym = verifiers.import_reasoning_gym()
     options = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-    made = gym.create_dataset("chain_sum", size=8 * count, seed=seed * 1_000_003, **options)
-    distinct = {entry["question"]: entry for entry in made}
-    return list(distinct.values())[:count]
+    distinct: dict[str, dict] = {}
+    for entry in gym.create_dataset("chain_sum", size=100 * count, seed=seed * 1_000_003, **options):
+        distinct.setdefault(entry["question"], entry)
+        if len(distinct) == count:
+            return list(distinct.values())
+    raise ValueError(f"chain_sum makes only {len(distinct)} distinct problems of this kind, not {count}")
 
 
 def careless_answer(entry: dict, rng: random.Random) -> str:

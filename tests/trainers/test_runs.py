@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, data, grpo, models, sft
+from fused_rl.trainers import cli, data, grpo, models, rollout, sft
 from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -208,6 +208,28 @@ def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
     assert m["completions/min_length"] <= tokens <= m["completions/max_length"] <= 6
     # The sampled negative log-likelihood of a response has the entropy as its mean: 16 responses, so roughly.
     assert m["objective/entropy"] == pytest.approx(m["policy/entropy_avg"] * tokens, rel=0.25)
+
+
+def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatch):
+    options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
+    grpo.train(grpo_config(files, tmp_path / "narrow", **options))
+    sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
+    make_batch = rollout.make_batch
+
+    def wider(prompts, responses, pad_id, device):
+        width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+        return make_batch(prompts, responses, pad_id, device, width=min(width, 128))
+
+    def untrimmed(batch, index):
+        return rollout.Batch(batch.input_ids[index], batch.response_mask[index])
+
+    monkeypatch.setattr(rollout, "make_batch", wider)
+    monkeypatch.setattr(sft, "make_batch", wider)
+    monkeypatch.setattr(rollout.Batch, "rows", untrimmed)  # else the pads would never reach the model
+    grpo.train(grpo_config(files, tmp_path / "wide", **options))
+    sft.train(sft_config(files, tmp_path / "wide-sft", steps=1))
+    assert_same_metrics(tmp_path / "narrow", tmp_path / "wide", rtol=1e-6)
+    assert_same_metrics(tmp_path / "narrow-sft", tmp_path / "wide-sft", rtol=1e-6)
 
 
 def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
