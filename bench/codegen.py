@@ -347,7 +347,7 @@ def _count_variants():
 
 def subprocess_lines(*arguments):
     """What this file, run with these arguments and triton's compiler in place of its interpreter, prints as JSON."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, str(Path(__file__).resolve()), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -53,7 +53,8 @@ def fix_numerics():
     """Make the interpreter compute what a GPU computes, without its needless copies of CPU tensors.
 
     The stock one truncates fp32 to bf16 and loses bf16 denormals; keeps a Python float as fp64; rounds an fma twice;
-    lets NaN through a minimum or maximum that drops it on the device; and warns about inf and NaN.
+    lets NaN through a minimum or maximum that drops it on the device; gives a comparison the type of what it compares,
+    which spoils a scalar one in a mask; and warns about inf and NaN.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
@@ -96,8 +97,13 @@ def fix_numerics():
         pick = [{k: d[k] for k in names} for d in (kwargs, host_kwargs)]
         return restore(self, [dev[i] for i in moved], [host[i] for i in moved], *pick)
 
+    def comparison(compare):
+        return lambda self, a, b: handle(compare(self, a, b).data, tl.int1)
+
     for name in casts:
         setattr(builder, name, cast(name))
+    for name in [n for n in dir(builder) if n.startswith(("create_icmp", "create_fcmp"))]:
+        setattr(builder, name, comparison(getattr(builder, name)))
     builder.create_fma = fma
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
@@ -245,12 +251,14 @@ def check_memory():
 
 
 def _check_race(touched, where, name, span, builder, addresses, size, reads, writes):
-    if (span[0], size) not in touched:  # who read and who wrote each element: 0 nobody, -1 several programs
-        touched[span[0], size] = [np.zeros((span[1] - span[0]) // size + 1, np.int32) for _ in range(2)]
-    readers, writers = touched[span[0], size]
+    unit = min(size, 2)  # bytes; one kernel may load pairs of what it stores singly
+    if (span[0], unit) not in touched:  # who read and who wrote each unit: 0 nobody, -1 several programs
+        touched[span[0], unit] = [np.zeros((span[1] - span[0]) // unit + 1, np.int32) for _ in range(2)]
+    readers, writers = touched[span[0], unit]
     x, y, z = builder.grid_idx
     me = 1 + (x * builder.grid_dim[1] + y) * builder.grid_dim[2] + z
-    at = ((addresses - np.uint64(span[0])) // np.uint64(size)).astype(np.int64)
+    first = ((addresses - np.uint64(span[0])) // np.uint64(unit)).astype(np.int64)
+    at = (first[..., None] + np.arange(size // unit)).ravel()
     others = [writers[at]] + [readers[at]] * writes
     if any(((o != 0) & (o != me)).any() for o in others):
         raise MemoryFault(f"{where}: touches elements of {name} that another program touches, one of them writing")
