@@ -153,3 +153,17 @@ def test_missing_models_and_tokenizers_are_named(tmp_path):
         load(str(tmp_path / "no_model"))
     with pytest.raises(cli.InputError, match="zero_stage=0"):
         load("x", dtype="bfloat16")
+
+
+def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(capsys):
+    config = grpo.GRPOConfig(model="", dataset="", output_dir="")
+    for ratio, dtype, warned in (
+        (1 + 5e-7, torch.float32, False),
+        (1 + 2e-6, torch.float32, True),
+        (1.04, torch.bfloat16, False),
+        (0.9, torch.bfloat16, True),
+        (float("nan"), torch.float32, True),
+    ):
+        grpo.warn_if_off_policy(config, ratio, dtype)
+        out = capsys.readouterr().out
+        assert ("wrong ratios" in out) == warned, (ratio, dtype)
