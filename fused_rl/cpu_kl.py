@@ -3,7 +3,8 @@
 import torch
 
 _CHUNK_BYTES = 6 << 20
-BANNED, FLOOR, TINY = -1e20, -5e19, 1e-30  # as in the kernels: -inf, the maximum of nothing, a mass that is none
+# As in the kernels: -inf, the maximum of nothing, a mass that is none, log(p / q) where P has no mass.
+BANNED, FLOOR, TINY, NONE = -1e20, -5e19, 1e-30, -1e10
 STATE = 9  # m, w, w_all, offset, c, n, f, s, k
 # exp(-u) - 1 + u = u^2 (1/2 + ...), |u| <= 1, to 1.2e-7 (Chebyshev fit)
 _EXCESS = (2.5358644e-05, -2.0329202e-04, 1.3885394e-03, -8.3308844e-03, 4.1666735e-02, -1.6666697e-01, 0.5)
@@ -12,7 +13,7 @@ _EXCESS = (2.5358644e-05, -2.0329202e-04, 1.3885394e-03, -8.3308844e-03, 4.16667
 def _polynomial(u, coefficients):
     total = torch.full_like(u, coefficients[0])
     for coefficient in coefficients[1:]:
-        total.mul_(u).add_(coefficient)
+        torch.addcmul(torch.tensor(coefficient), total, u, out=total)
     return total
 
 
@@ -64,7 +65,7 @@ def kl_fwd(x, y, mask, inv_t):
         r = torch.where(some, f / w, 1)
         far = z + torch.where(r > 0, r, 1).log()
         value = torch.where(z > 28, far, torch.log1p(r * z.clamp(max=28).exp())).mul(some)
-        k = value + torch.where(lone & (w > 0), (w / w_all).log(), 0)
+        k = torch.where(w > 0, value + torch.where(lone, (w / w_all).log(), 0), NONE)
         # c / t goes into the offset, so that c + left is small and keeps its bits for the gradient
         mean = offset + c / t
         c = (c.double() + (offset - mean).double() * t).float() + left
@@ -119,6 +120,7 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
     for rows, a, b, t in _chunks(x, y, mask, inv_t):
         p, q, u, delta, expm1 = _p_q_delta(a, b, t, state[:, rows])
         g_t = g[rows, None].mul(t).masked_fill_(divergence[rows, None] == torch.inf, 0)
+        g_t.masked_fill_(state[2, rows, None] == 0, 0)  # P bans everything
         if sums is None:
             a_x, a_y = p * u, torch.where(delta.abs() < 1, p * expm1, q - p)
         else:

@@ -112,8 +112,8 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
 
     A column where both logits are -inf adds nothing. Where the second distribution of a KL is -inf and the first is
     not, that KL is inf, however small the probability; such a row gets a gradient of exactly 0, as no step along it
-    would make the KL finite. A row whose first distribution is -inf throughout gives 0. NaN or +inf in an unmasked row
-    makes it NaN. Logits of -1e20 and below count as -inf.
+    would make the KL finite. A row that is -inf throughout is no distribution: KL(it || other) is 0, KL(other || it)
+    inf, without gradient. NaN or +inf in an unmasked row makes it NaN. Logits of -1e20 and below count as -inf.
 
     Args:
         logits: (..., V), bf16, fp16 or fp32, of the policy. Any strides; copied only when a stride of the last

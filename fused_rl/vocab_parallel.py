@@ -187,7 +187,7 @@ def merge_kl(kl, state, mask, inv_t, group):
     z = (n_all - m_all) * inv_t + c_all
     value = torch.where(z > 600, a + z + r.log(), a + torch.log1p(r * z.clamp(max=600).exp() - a)).clamp(min=0)
     value = torch.where(some, value, 0)
-    k = value + torch.where(some & (infinite > 0), (w / w_all).log(), 0)
+    k = torch.where(some, value + torch.where(infinite > 0, (w / w_all).log(), 0), -1e10)  # NONE of the kernels
     offset = torch.where(some, (c_all + a) / inv_t, 0).float()
     c = torch.where(some, c_all + a, 0) - offset.double() * inv_t
     merged = torch.stack([m_all, w, w_all, offset.double(), c, n_all, f, s, k]).float()

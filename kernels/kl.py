@@ -33,6 +33,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 BANNED = tl.constexpr(-1e20)  # stands for -inf, and for whatever is below: differences stay finite
 FLOOR = tl.constexpr(-5e19)  # the maximum of nothing: exp2(BANNED - FLOOR) is 0
+NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, beyond every logit
 TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
 ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -93,7 +94,7 @@ def _load(x_ptr, y_ptr, cols, V, MASKED: tl.constexpr):
 
 @triton.jit
 def _difference(x, y, offset, EXACT: tl.constexpr):
-    """x - y - offset; fp32 logits with what x - y rounds off (Knuth's TwoSum), which bf16 logits do not have."""
+    """x - y - offset, with what x - y rounds off (Knuth's TwoSum) but for bf16, where that is next to nothing."""
     d = x - y
     if not EXACT:
         return d - offset
@@ -208,7 +209,7 @@ def kl_fwd_kernel(
         inv_t = tl.load(inv_t_ptr + row)
     x_ptr += _row(row, T, stride_xb, stride_xt, ALIGNED)
     y_ptr += _row(row, T, stride_yb, stride_yt, ALIGNED)
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
     cols = (
         tl.arange(0, K)[:, None, None] * (THREADS * VEC)
         + tl.arange(0, THREADS)[None, :, None] * VEC
@@ -249,7 +250,9 @@ def kl_fwd_kernel(
     tl.store(state_ptr + 5 * N, n)
     tl.store(state_ptr + 6 * N, f)
     tl.store(state_ptr + 7 * N, s)
-    tl.store(state_ptr + 8 * N, kl + tl.where(lone & (w > 0), tl.log(w / w_all), 0.0))  # delta = u + k
+    # delta = u + k; without a mean, every column that is not P's alone belongs to Q alone
+    k = tl.where(w > 0, kl + tl.where(lone, tl.log(w / w_all), 0.0), NONE)
+    tl.store(state_ptr + 8 * N, k)
 
 
 @triton.jit
@@ -326,7 +329,7 @@ def js_kernel(
         inv_t = tl.load(inv_t_ptr + row)
     x_ptr += _row(row, T, stride_xb, stride_xt, ALIGNED)
     y_ptr += _row(row, T, stride_yb, stride_yt, ALIGNED)
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
     cols = tl.arange(0, BLOCK)
     state = _state(state_ptr, row, N)
     js = tl.zeros((BLOCK,), tl.float32)
@@ -402,7 +405,8 @@ def kl_bwd_kernel(
     if inv_t_ptr is not None:
         inv_t = tl.load(inv_t_ptr + row)
     g = tl.load(g_ptr + row) * inv_t
-    g = tl.where(tl.load(divergence_ptr + row) == float("inf"), 0.0, g)
+    none = tl.load(state_ptr + 2 * N + row) == 0  # P bans everything
+    g = tl.where((tl.load(divergence_ptr + row) == float("inf")) | none, 0.0, g)
     a_mean = 0.0
     b_mean = 0.0
     if sums_ptr is not None:
@@ -414,11 +418,11 @@ def kl_bwd_kernel(
     JS: tl.constexpr = sums_ptr is not None
     for start in tl.range(0, full, BLOCK, num_stages=1):
         x, y = _load(x_ptr, y_ptr, start + cols, V, False)
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty == tl.float32)
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty != tl.bfloat16)
         _store(dx_ptr, dy_ptr, dx, dy, start + cols, V, False)
     if full < V:
         x, y = _load(x_ptr, y_ptr, full + cols, V, True)
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty == tl.float32)
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty != tl.bfloat16)
         _store(dx_ptr, dy_ptr, dx, dy, full + cols, V, True)
 
 

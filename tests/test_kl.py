@@ -227,7 +227,9 @@ def test_disjoint_and_empty_rows(backend, direction):
     else:
         assert value[0] == torch.inf
         assert value.tolist()[1:] == ([0, torch.inf] if direction == "reverse" else [torch.inf, 0])
-    assert torch.isfinite(dx).all() and torch.isfinite(dy).all() and not value.isnan().any()
+    assert not value.isnan().any()
+    # no step would bring the two together
+    assert dx.abs().max() < 1e-6 and dy.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

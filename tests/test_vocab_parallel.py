@@ -1,5 +1,6 @@
 """Vocabulary split unevenly over 2 and 3 gloo processes against the unsharded reference: values and every gradient."""
 
+import math
 import os
 
 import pytest
@@ -132,6 +133,11 @@ def check_edges(rank, world):
     assert kl[1, 3] == torch.inf and kl[1, 1] == 0
     kl = vocab_parallel.vocab_parallel_token_kl(shard(x, rank, world), shard(y, rank, world), mask=mask)
     assert kl[1, 3].isnan() and kl[0, 0] == 0
+    x[:, :, 1600], y[:, :, 1600] = 300.0, -torch.inf  # all of the policy's mass where the reference has none
+    js = vocab_parallel.vocab_parallel_token_kl(
+        shard(x, rank, world), shard(y, rank, world), mask=mask, direction="jensen-shannon"
+    )
+    torch.testing.assert_close(js[0], torch.full((4,), math.log(2)))
 
 
 def run_all(rank, world):
