@@ -294,6 +294,16 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
     return g if softcap is None else g * uncap(y, softcap)
 
 
+@triton.jit
+def owns(target, lead, tiles, first, last, part, parts, TILE: tl.constexpr, LANES: tl.constexpr):
+    """Whether this program writes the target's column: in its whole tiles, or in its share of the columns around."""
+    column = target - lead
+    if (column < 0) | (column >= tiles * TILE):
+        around = tl.where(column < 0, target, target - tiles * TILE)
+        return around // LANES % parts == part
+    return (column >= first * TILE) & (column < last * TILE)
+
+
 @triton.jit(
     do_not_specialize=["x_shift", "dx_shift", "vocab", "x_stride", "dx_stride", "inv_t", "scale", "softcap"],
 )
@@ -348,12 +358,8 @@ def logprob_bwd_kernel(
     around = vocab - tiles * TILE
 
     target = tl.load(target_ptr + row)
-    index = target - lead
-    owner = (index >= first * TILE) & (index < last * TILE)
-    index = tl.where(target < lead, target, target - tiles * TILE)
-    if (target < lead) | (target >= lead + tiles * TILE):
-        owner = index // LANES % parts == part
-    owner = owner & alive & (target >= 0) & (target < vocab)
+    owner = alive & (target >= 0) & (target < vocab)
+    owner = owner & owns(target, lead, tiles, first, last, part, parts, TILE, LANES)
     x_target = tl.load(x_row + target, mask=owner, other=0.0).to(tl.float32)
     if dlogprob_ptr is not None:
         tl.debug_barrier()  # dx may be x: every thread has the target's logit before one overwrites it
