@@ -43,8 +43,10 @@ def kl_fwd(x, y, mask, inv_t):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     kl, state = torch.zeros(x.shape[0] * x.shape[1]), torch.zeros(STATE, x.shape[0] * x.shape[1])
     for rows, a, b, t in _chunks(x, y, mask, inv_t):
-        both = (a[:, :1] > BANNED) & (b[:, :1] > BANNED)
-        offset = torch.where(both, a[:, :1] - b[:, :1], 0)
+        # x - y at the first column that both allow: a constant between the rows then costs c and u no bits
+        at = ((a > BANNED) & (b > BANNED)).to(torch.uint8).argmax(1, True)
+        x_0, y_0 = a.gather(1, at), b.gather(1, at)
+        offset = torch.where((x_0 > BANNED) & (y_0 > BANNED), x_0 - y_0, 0)
         m, n = a.amax(1, True).clamp_(min=FLOOR), b.amax(1, True).clamp_(min=FLOOR)
         p = (a - m).mul_(t).exp_()
         w_all = p.sum(1, True)

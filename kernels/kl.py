@@ -160,6 +160,18 @@ def _merge(m, w, w_all, c, left, n, f, d_max, offset, inv_t):
 
 
 @triton.jit
+def _offset(x_ptr, y_ptr, V):
+    """x - y at one of the first columns that both allow: a constant between the rows then costs c and u no bits."""
+    offset = -float("inf")
+    start = 0
+    while (offset == -float("inf")) & (start < V):
+        x, y = _load(x_ptr, y_ptr, start + tl.arange(0, 32), V, True)
+        offset = tl.max(tl.where((x > BANNED) & (y > BANNED), x - y, -float("inf")), 0)
+        start += 32
+    return tl.where(offset == -float("inf"), 0.0, offset)
+
+
+@triton.jit
 def _divergence(m, w, c, n, f, offset, inv_t):
     """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none."""
     z = c * LOG2E - _difference(m, n, offset, True) * (inv_t * LOG2E)
@@ -215,9 +227,7 @@ def kl_fwd_kernel(
         + tl.arange(0, THREADS)[None, :, None] * VEC
         + tl.arange(0, VEC)[None, None, :]
     )
-    # a constant between the rows leaves here, once, so that it costs c and u no bits
-    x_0, y_0 = _load(x_ptr, y_ptr, 0, V, False)
-    offset = tl.where((x_0 > BANNED) & (y_0 > BANNED), x_0 - y_0, 0.0)
+    offset = _offset(x_ptr, y_ptr, V)
     m = tl.full((THREADS,), FLOOR, tl.float32)
     n = tl.full((THREADS,), FLOOR, tl.float32)
     w = tl.zeros((THREADS,), tl.float32)
