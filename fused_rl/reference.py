@@ -33,9 +33,7 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     x = x / (temperature[..., None] if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
     top, at = x.max(-1, keepdim=True)
-    rest = (
-        (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)
-    )  # next to the maximum's 1 these drown
+    rest = (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)  # next to the maximum's 1 these drown
     logp = x - top - rest.log1p()
     # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)

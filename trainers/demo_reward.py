@@ -1,4 +1,4 @@
-"""`make demo-reward`: a small reward model learns to tell right answers to arithmetic from wrong ones, on two CPU cores.
+"""`make demo-reward`: a small reward model learns to tell right answers to arithmetic from wrong ones, on two cores.
 
 Problems are reasoning-gym's; a right answer is paired with each of several kinds of wrong ones, and every pair with
 reasoning-gym's own `score_answer`. Problems of the held-out pairs are not trained on.
@@ -76,7 +76,11 @@ def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
 def run(folder: Path, seed: int) -> dict[str, float]:
     """One reward model from nothing: its held-out accuracy by kind of wrong answer."""
     prepare(folder, seed)
-    paths = {"model": folder / "init", "dataset": folder / "data/train.jsonl", "eval_dataset": folder / "data/eval.jsonl"}
+    paths = {
+        "model": folder / "init",
+        "dataset": folder / "data/train.jsonl",
+        "eval_dataset": folder / "data/eval.jsonl",
+    }
     paths["output_dir"] = folder / "reward"
     arguments = ["--config", str(demo.RECIPES / "demo_reward.yaml"), "--seed", str(seed)]
     arguments += [word for key, path in paths.items() for word in (f"--{key}", str(path))]
@@ -104,7 +108,9 @@ def main(argv: list[str] | None = None) -> None:
         table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))
     rich.print(table)
     print(f"{time.monotonic() - began:.0f} seconds. Scores: {folder}/reward/scores.png")
-    print(f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json  model: {folder}/reward/model")
+    print(
+        f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json  model: {folder}/reward/model"
+    )
     engine.teardown()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 import fused_rl
 from fused_rl.trainers import cli, data, preferences, reward
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
