@@ -108,9 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))
     rich.print(table)
     print(f"{time.monotonic() - began:.0f} seconds. Scores: {folder}/reward/scores.png")
-    print(
-        f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json  model: {folder}/reward/model"
-    )
+    print(f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json")
+    print(f"Model: {folder}/reward/model")
     engine.teardown()
 
 
