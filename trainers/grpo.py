@@ -31,7 +31,7 @@ COLUMNS = {
 CURVES = {
     "reward (mean of a step)": ["reward"],
     "held-out accuracy": ["eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k"],
-    "KL to the reference (nats per response)": ["objective/kl_exact", "objective/kl1_avg", "objective/kl3_avg"],
+    "KL to the reference (nats per response)": ["objective/kl1_avg", "objective/kl_exact"],
     "entropy (nats per token)": ["policy/entropy_avg"],
 }
 
