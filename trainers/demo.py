@@ -10,8 +10,11 @@
 import argparse
 import json
 import random
+import sys
 import time
 from pathlib import Path
+
+import torch
 
 from fused_rl.trainers import checkpoint, cli, engine, grpo, metrics, sft, verifiers
 
@@ -128,8 +131,19 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     began, folder, seed = time.monotonic(), arguments.output_dir, str(arguments.seed)
     engine.quiet()
+    # Of so small a model two threads win little, and lose tenfold where another process has one of the two cores.
+    torch.set_num_threads(1)
+    try:
+        _run(folder, seed)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    report(folder / "grpo", time.monotonic() - began)
+    engine.teardown()
+
+
+def _run(folder: Path, seed: str) -> None:
     print("1/3 problems from reasoning-gym, an untrained model")
-    prepare(folder, arguments.seed)
+    prepare(folder, int(seed))
     print("2/3 warm start: fused-rl sft --config recipes/demo_sft.yaml")
     data = folder / "data"
     paths = {"model": folder / "init", "dataset": data / "demonstrations.jsonl", "output_dir": folder / "sft"}
@@ -138,8 +152,6 @@ def main(argv: list[str] | None = None) -> None:
     paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
     paths["output_dir"] = folder / "grpo"
     grpo.train(cli.parse(grpo.GRPOConfig, _arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo"))
-    report(folder / "grpo", time.monotonic() - began)
-    engine.teardown()
 
 
 def _arguments(recipe: str, seed: str, paths: dict[str, Path]) -> list[str]:

@@ -1,5 +1,6 @@
 """Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # two would wait for each other, busily, on a loaded machine
 VERIFIER = "tests.trainers.tiny:odd_characters"
 
 
@@ -140,7 +142,9 @@ def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp
         if key not in ("output_dir",) and value is not None:
             command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     stopped = tmp_path / "stopped"
-    process = subprocess.Popen([*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True, env=ONE_THREAD
+    )
     while process.poll() is None and not (
         (stopped / "metrics.jsonl").exists() and len((stopped / "metrics.jsonl").read_text().splitlines()) >= 3
     ):
@@ -289,7 +293,7 @@ def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
         "--eval_size",
         "2",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
