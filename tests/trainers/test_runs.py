@@ -16,8 +16,12 @@ from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # two would wait for each other, busily, on a loaded machine
 VERIFIER = "tests.trainers.tiny:odd_characters"
+
+
+def one_thread() -> dict[str, str]:
+    """The environment of a command: two threads would wait for each other, busily, on a loaded machine."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}  # read now: the CPU path is chosen there, test by test
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +147,7 @@ def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp
             command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     stopped = tmp_path / "stopped"
     process = subprocess.Popen(
-        [*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True, env=ONE_THREAD
+        [*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True, env=one_thread()
     )
     while process.poll() is None and not (
         (stopped / "metrics.jsonl").exists() and len((stopped / "metrics.jsonl").read_text().splitlines()) >= 3
@@ -293,7 +297,7 @@ def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
         "--eval_size",
         "2",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD)
+    done = subprocess.run(command, capture_output=True, text=True, env=one_thread())
     assert done.returncode == 0, done.stderr
     assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
