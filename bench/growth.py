@@ -20,7 +20,8 @@ import fused_rl
 from bench import measure
 
 CHUNK = 4096  # rows of logits that exist at once while N grows
-SECONDS = 1.0  # of repeats per size, three at least where one takes less
+BUDGET = 60  # seconds, all sizes together
+SECONDS = 0.5  # of repeats per size at most, three at least where one takes less
 
 
 def rows_by_chunks(n, device, vocab=512):
@@ -87,7 +88,7 @@ def slope(xs, ys):
     return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
 
 
-def measured(run, device):
+def measured(run, device, seconds):
     """Peak extra bytes, and samples in ms; the run that measures memory counts where it takes long."""
     samples = []
 
@@ -98,35 +99,46 @@ def measured(run, device):
         samples.append(1e3 * (time.perf_counter() - started))
 
     memory = measure.peak_extra_bytes(timed, device)
-    if samples[0] > 1e3 * SECONDS:
+    if samples[0] > 1e3 * seconds:
         return memory, samples
     samples.clear()
-    while len(samples) < 3 or sum(samples) < 1e3 * SECONDS:
+    while len(samples) < 3 or sum(samples) < 1e3 * seconds:
         timed()
     return memory, samples
 
 
 def main(args):
-    rows = []
+    rows, not_run = [], {}
+    print(measure.heading(args.device))
+    budget = measure.Budget(args.budget or BUDGET, sum(len(sizes) for _, _, sizes in SERIES.values()))
     for name, (axis, make, sizes) in SERIES.items():
-        samples = [0.0]
+        samples, last = [0.0], sizes[0]
         for size in sizes:
+            seconds, left = min(SECONDS, budget.share() / 2), budget.end - time.perf_counter()
+            if 1e-3 * samples[0] * size / last > left:
+                not_run[f"{name}, {axis} = {size}"] = "left out for time; --budget gives more"
+                continue
             torch.manual_seed(0)
             run = make(size, args.device)
-            if samples[0] < 2e3:  # compiles, beyond a size that pays for it; what takes long has done so before
+            if samples[0] < 1e3 * seconds:  # compiles, beyond a size that pays for it; what takes long has done so
                 run()
-            memory, samples = measured(run, args.device)
+            memory, samples = measured(run, args.device, seconds)
+            last = size
             rows.append({"op": name, "axis": axis, "size": size, "ms": measure.median(samples),
                          "samples_ms": samples, "extra_bytes": memory})  # fmt: skip
         own = [r for r in rows if r["op"] == name]
         # The smallest sizes measure the call, not the growth: the slope is that of the upper half.
-        upper = own[len(own) // 2 - 1 :]
+        upper = own[max(0, len(own) // 2 - 1) :]
         sizes_up = [r["size"] for r in upper]
+        if len(upper) < 2:
+            continue
         print(f"\n{name}: time grows with {axis}^{slope(sizes_up, [r['ms'] for r in upper]):.2f}, "
               f"extra memory with {axis}^{slope(sizes_up, [r['extra_bytes'] or 1 for r in upper]):.2f}")  # fmt: skip
-        print(measure.table([axis, "ms", "extra MB"],
-                            [[r["size"], r["ms"], (r["extra_bytes"] or 0) / 1e6] for r in own]))  # fmt: skip
-    measure.save(args, rows)
+        cells = [[r["size"], r["ms"], len(r["samples_ms"]), (r["extra_bytes"] or 0) / 1e6] for r in own]
+        print(measure.table([axis, "ms", "runs", "extra MB"], cells))
+        measure.save(args, rows, not_run=not_run)
+    for what, reason in not_run.items():
+        print(f"  not run: {what}: {reason}")
 
 
 if __name__ == "__main__":

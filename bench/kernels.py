@@ -8,8 +8,10 @@ wrong is timed and its row says by how much. Bytes are those the operation canno
 case; so GB/s and the share of the copy bandwidth compare implementations, not how much they waste.
 """
 
+import contextlib
 import functools
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -19,6 +21,7 @@ import torch
 
 import fused_rl
 from bench import measure, peers
+from bench.case import Case, wrong
 
 # layout, shape, dtypes, fraction of the tokens that the mask drops. "rows" is (N, V); "shift" is (B, T, V) scored
 # against targets[:, 1:], which others do with the copy logits[:, :-1].
@@ -47,136 +50,12 @@ KL_CPU = [("rows", (1024, 32000), ("bf16", "fp32"), 0.0), ("rows", (256, 151936)
 KL_GPU = [("rows", (8192, 151936), ("bf16",), 0.0), ("rows", (8192, 50257), ("bf16",), 0.0)]
 GAE_CPU = [(64, 1024), (16, 16384), (4, 131072)]
 GAE_GPU = [(512, 1024), (64, 16384), (16, 131072)]
+BUDGET = 190  # seconds, all cases together
 LONGEST_LOOP = 16384  # T beyond which the loop over T is left out: seconds per call
 
-COLUMNS = ["implementation", "fwd ms", "bwd ms", "both ms", "GB/s", "% copy", "extra/logits", "time/ours",
+COLUMNS = ["implementation", "fwd ms", "bwd ms", "both ms", "runs", "GB/s", "% copy", "extra/logits", "time/ours",
            "value err", "entropy err", "grad err", "note"]  # fmt: skip
-WRONG_NATS, WRONG_GRADIENT = 1e-3, 1e-2  # from here a peer's row says that it is wrong
-
-
-def dropped(shape, fraction, generator, device):
-    """A mask that drops this fraction at random, or None."""
-    if not fraction:
-        return None
-    return (torch.rand(shape, generator=generator) >= fraction).to(device)
-
-
-class Case:
-    """Inputs, reference and byte counts of one row-statistics case; `refs` is how many logits tensors it reads."""
-
-    def __init__(self, op, layout, shape, dtype, fraction, device):
-        self.op, self.layout, self.shape, self.dtype, self.fraction = op, layout, shape, dtype, fraction
-        self.device, generator = device, torch.Generator().manual_seed(0)
-        lead, vocab = shape[:-1], shape[-1]
-        self.scored = (*lead[:-1], lead[-1] - 1) if layout == "shift" else lead
-        sets = 2
-        self.logits = [torch.empty(shape, dtype=measure.DTYPES[dtype], device=device) for _ in range(sets)]
-        for i, x in enumerate(self.logits):
-            torch.manual_seed(i)
-            x.normal_(0, 3)
-        self.ref_logits = None
-        if op == "token_kl":
-            self.ref_logits = torch.empty_like(self.logits[0]).normal_().mul_(0.5).add_(self.logits[0])
-        self.targets = torch.randint(vocab, lead, generator=generator).to(device)
-        self.mask = dropped(self.scored, fraction, generator, device)
-        outputs = 2 if op == "token_logprobs" else 1
-        self.upstream = [torch.randn(self.scored, generator=generator).to(device) for _ in range(outputs)]
-
-    def bytes(self) -> dict:
-        """Bytes of logits that each phase must move, and the count spelled out."""
-        size = self.logits[0].numel() * self.logits[0].element_size()
-        scored = torch.Size(self.scored).numel() * self.shape[-1] * self.logits[0].element_size()
-        kept = 1.0 if self.mask is None else self.mask.float().mean().item()
-        reads = 2 if self.op == "token_kl" else 1
-        forward, backward = reads * kept * scored, reads * kept * scored + size
-        text = f"{reads} read forward, {reads} read + 1 write backward"
-        text += "" if kept == 1 else f"; {kept:.0%} of the rows read"
-        return {"forward": forward, "backward": backward, "both": forward + backward, "text": text, "logits": size}
-
-    # How each implementation is called: with what a trainer has in hand, so a slice counts where a peer needs one.
-    def ours(self, x, inplace=False):
-        if self.op == "token_kl":
-            return (fused_rl.token_kl(x, self.ref_logits, mask=self.mask),)
-        out = fused_rl.token_logprobs(x, self.targets, mask=self.mask, shift=self.layout == "shift", inplace=inplace)
-        return out.logprobs, out.entropy
-
-    def peer(self, call, name):
-        def run(x):
-            if self.op == "token_kl":
-                return (call(x, self.ref_logits, self.mask),)
-            if self.layout == "shift":
-                whole = name == "Liger GRPO loss"
-                return call(x if whole else x[:, :-1], self.targets[:, 1:], self.mask)
-            return call(x, self.targets, self.mask)
-
-        return run
-
-    def backward(self, outputs, x):
-        pairs = [(o, g) for o, g in zip(outputs, self.upstream, strict=True) if o is not None]
-        # One number for all rows can only be weighted as one.
-        grads = [g.to(o.dtype) if o.dim() else torch.ones_like(o) for o, g in pairs]
-        return torch.autograd.grad([o for o, _ in pairs], x, grads, retain_graph=self.device != "cpu")[0]
-
-    def rows_to_check(self):
-        """Up to 6 scored rows, spread, as an index per leading dimension."""
-        n = torch.Size(self.scored).numel()
-        picked = torch.linspace(0, n - 1, min(n, 6)).long()
-        return torch.unravel_index(picked, self.scored) if len(self.scored) > 1 else (picked,)
-
-    def inputs(self, peer) -> list:
-        """Logits for it to run on: shared, unless its gradient overwrites them, which a leaf forbids."""
-        if not peer.overwrites:
-            return [x.detach().requires_grad_() for x in self.logits]
-        leaf = self.logits[0].clone().requires_grad_()
-        return [leaf.view_as(leaf)]
-
-    def errors(self, peer) -> dict:
-        """Largest error of outputs and gradient against fp64 on some rows, from the same rounded logits."""
-        x = self.inputs(peer)[0]
-        outputs = peer.call(x)
-        gradient = self.backward(outputs, x)
-        at = tuple(i.to(self.device) for i in self.rows_to_check())
-        exact = self.logits[0][at].double().requires_grad_()
-        keep = torch.ones(len(exact), dtype=torch.bool, device=self.device) if self.mask is None else self.mask[at]
-        logp = torch.log_softmax(exact, -1)
-        if self.op == "token_kl":
-            ref = torch.log_softmax(self.ref_logits[at].double(), -1)
-            truth = {"kl": (logp.exp() * (logp - ref)).sum(-1)}
-        else:
-            scored = self.targets[:, 1:] if self.layout == "shift" else self.targets
-            chosen = logp.gather(-1, scored[at][:, None])[:, 0]
-            truth = {"logprob": chosen, "entropy": -(logp.exp() * logp).sum(-1)}
-        truth = {name: torch.where(keep, value, 0) for name, value in truth.items()}
-        weights = [
-            torch.zeros_like(keep) if o is None else g[at] if o.dim() else torch.ones_like(keep)
-            for o, g in zip(outputs, self.upstream, strict=True)
-        ]
-        total = sum((w * t).sum() for w, t in zip(weights, truth.values(), strict=True))
-        exact_gradient = torch.autograd.grad(total, exact)[0]
-        found = {}
-        for (name, value), output in zip(truth.items(), outputs, strict=True):
-            if output is not None and output.dim():
-                found[name] = (output[at].double() - value).abs().max().item()
-        scale = exact_gradient.abs().max().clamp(min=1e-30)
-        found["gradient"] = ((gradient[at].double() - exact_gradient).abs().max() / scale).item()
-        return found
-
-    def failure(self, errors: dict) -> str:
-        """Why our own op may not be timed; empty when it is right: tighter than any peer is asked to be."""
-        # fp32 results of sums over V terms; a gradient in the logits' dtype can be half an ulp off its largest element.
-        most = {"logprob": 5e-5, "entropy": 5e-5, "kl": 5e-5, "gradient": 5e-5 if self.dtype == "fp32" else 2**-8}
-        over = [f"{name} off by {e:.1e}" for name, e in errors.items() if not e <= most[name]]
-        return ", ".join(over)
-
-
-def wrong(errors: dict) -> str:
-    """What a peer's row says where its answer is wrong, and by how much."""
-    over = [
-        f"{name} off by {e:.2g}" + (" of its largest" if name == "gradient" else " nats")
-        for name, e in errors.items()
-        if not e <= (WRONG_GRADIENT if name == "gradient" else WRONG_NATS)
-    ]
-    return "WRONG: " + ", ".join(over) if over else ""
+NO_TIME = "left out for time; --budget gives more"
 
 
 def contenders(case, known, args):
@@ -193,19 +72,29 @@ def contenders(case, known, args):
 
 def run_case(case, known, args, copy_bytes_per_s, seconds):
     """Check, measure and describe every implementation of one case; what raises is listed with the reason."""
-    rows, runs = [], {}
+    rows, runs, once, memory, started = [], {}, {}, {}, time.perf_counter()
     found, missing = contenders(case, known, args)
     amount = case.bytes()
     for peer in found:
         name = peer.name
-        ours, errors, failed = name.startswith("fused_rl"), {}, ""
+        ours, errors, failed = name.startswith("fused_rl"), {}, ""  # ours compiles, too
+        if not ours and time.perf_counter() - started > seconds:
+            missing[f"{name} at {label(case)}"] = NO_TIME
+            continue
         try:
-            errors = case.errors(peer)
+            if ours or peer.compiles:
+                case.run_once(peer)
+            outputs, gradient, once[name], memory[name] = case.run_once(peer)
+            errors = case.errors(outputs, gradient)
+            del outputs, gradient
             failed = case.failure(errors) if ours else ""
-        except (peers.Unavailable, ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError) as reason:
-            told = f"{type(reason).__name__}: {reason}".splitlines()[0].replace("Unavailable: ", "")
+        except Exception as reason:  # noqa: BLE001 - a peer fails in its own way; ours is listed as failed
+            told = f"{type(reason).__name__}: {reason}".splitlines()[0]
+            if isinstance(reason, peers.Unavailable):
+                missing[name] = str(reason)
+            elif not ours:
+                missing[f"{name} at {label(case)}"] = told
             if not ours:
-                missing[name] = told
                 continue
             failed = told
         row = {
@@ -225,33 +114,33 @@ def run_case(case, known, args, copy_bytes_per_s, seconds):
         }
         rows.append(row)
         if not failed:
-            runs[name] = peer
-    time_rows(case, rows, runs, args, copy_bytes_per_s, seconds)
+            runs[name] = (peer.call, case.backward, case.inputs(peer), not peer.overwrites)
+    samples = measure.sampled(runs, args.device, seconds - (time.perf_counter() - started), once, ours_of(runs))
+    describe(rows, samples, memory, copy_bytes_per_s)
     return rows, missing
 
 
-def time_rows(case, rows, runs, args, copy_bytes_per_s, seconds):
-    """Fill in memory, samples, medians and ratios."""
-    samples, memory, timed = {}, {}, {}
-    for name, peer in runs.items():
-        inputs, run = case.inputs(peer), peer.call
-        memory[name] = measure.peak_extra_bytes(lambda: case.backward(run(inputs[0]), inputs[0]), args.device)  # noqa: B023
-        if args.device == "cpu":
-            timed[name] = measure.phases_cpu(run, case.backward, inputs)
-        else:
-            samples[name] = measure.phases_gpu(run, case.backward, inputs, twice=not peer.overwrites)
-    samples = samples or measure.interleaved(timed, seconds)
+def ours_of(names):
+    return [name for name in names if name.startswith("fused_rl")]
+
+
+def label(case) -> str:
+    return f"{case.op} {' x '.join(map(str, case.shape))} {case.dtype}"
+
+
+def describe(rows, samples, memory, copy_bytes_per_s):
+    """Fill in memory, samples, medians and ratios of the rows that were timed."""
     medians = {n: {phase: measure.median(s) for phase, s in phases.items()} for n, phases in samples.items()}
     for row in rows:
         name = row["implementation"]
         if name not in medians:
             continue
-        ms = medians[name]
+        ms = medians[name] | {"both": medians[name].get("both", medians[name]["forward"])}
         row["ms"], row["samples_ms"], row["extra_bytes"] = ms, samples[name], memory[name]
         row["gb_per_s"] = {phase: row["bytes"][phase] / t / 1e6 for phase, t in ms.items()}
         row["copy_fraction"] = {phase: row["bytes"][phase] / (1e-3 * t) / copy_bytes_per_s for phase, t in ms.items()}
         if "fused_rl" in medians:
-            row["time_over_ours"] = ms["both"] / medians["fused_rl"]["both"]
+            row["time_over_ours"] = measure.sum_of(ms) / measure.sum_of(medians["fused_rl"])
 
 
 def show(rows, missing, copy_bytes_per_s):
@@ -270,6 +159,7 @@ def show(rows, missing, copy_bytes_per_s):
                 ms.get("forward"),
                 ms.get("backward"),
                 ms.get("both"),
+                measure.repeats(row),
                 row.get("gb_per_s", {}).get("both"),
                 100 * row["copy_fraction"]["both"] if ms else None,
                 None if memory is None else memory / row["bytes"]["logits"],
@@ -290,7 +180,7 @@ def show(rows, missing, copy_bytes_per_s):
 
 def run_gae(shape, args, copy_bytes_per_s, seconds):
     """gae beside the loop over T; bytes: rewards, values and mask read, advantages and returns written."""
-    generator = torch.Generator().manual_seed(0)
+    generator, started = torch.Generator().manual_seed(0), time.perf_counter()
     rewards, values = (torch.randn(shape, generator=generator).to(args.device) for _ in range(2))
     lengths = torch.randint(shape[1] // 2, shape[1] + 1, (shape[0], 1), generator=generator)
     mask = (torch.arange(shape[1]) < lengths).to(args.device)
@@ -300,11 +190,11 @@ def run_gae(shape, args, copy_bytes_per_s, seconds):
     running, missing = peers.find(peers.GAE, args.device, args.peers)
     for peer in running:
         if shape[1] > LONGEST_LOOP:
-            missing[peer.name] = f"T = {shape[1]} takes it seconds per call; left out beyond {LONGEST_LOOP}"
+            missing[f"{peer.name} at T = {shape[1]}"] = f"seconds per call; left out beyond {LONGEST_LOOP}"
         else:
             runs[peer.name] = lambda _, call=peer.call: call(rewards, values, mask, 0.999, 0.95)
     moved = rewards.numel() * (4 * 4 + 1)
-    rows, timed = [], {}
+    rows, timed, once, memory = [], {}, {}, {}
     for name, run in runs.items():
         error = (run(None)[0].double().cpu() - exact).abs().max().item() / exact.abs().max().item()
         failed = name == "fused_rl" and not error <= 1e-6
@@ -323,23 +213,11 @@ def run_gae(shape, args, copy_bytes_per_s, seconds):
             }
         )
         if not failed:
-            timed[name] = run
-    memory = {n: measure.peak_extra_bytes(lambda run=run: run(None), args.device) for n, run in timed.items()}
-    if args.device == "cpu":
-        samples = measure.interleaved({n: measure.phases_cpu(r, None, [None]) for n, r in timed.items()}, seconds)
-    else:
-        samples = {n: measure.phases_gpu(r, None, [None]) for n, r in timed.items()}
-    medians = {n: measure.median(s["forward"]) for n, s in samples.items()}
-    for row in rows:
-        name = row["implementation"]
-        if name in medians:
-            ms = medians[name]
-            row["ms"], row["extra_bytes"] = {"forward": ms, "both": ms}, memory[name]
-            row["samples_ms"] = samples[name]
-            row["gb_per_s"] = {"forward": moved / ms / 1e6, "both": moved / ms / 1e6}
-            row["copy_fraction"] = {phase: g * 1e9 / copy_bytes_per_s for phase, g in row["gb_per_s"].items()}
-            if "fused_rl" in medians:
-                row["time_over_ours"] = ms / medians["fused_rl"]
+            timed[name] = (run, None, [None], False)
+            first = measure.phases_cpu(*timed[name][:3])
+            memory[name] = measure.peak_extra_bytes(lambda: once.update({name: first()}), args.device)  # noqa: B023
+    samples = measure.sampled(timed, args.device, seconds - (time.perf_counter() - started), once, ours_of(timed))
+    describe(rows, samples, memory, copy_bytes_per_s)
     return rows, missing
 
 
@@ -358,24 +236,36 @@ def cases(args):
                     yield op, layout, shape, dtype, fraction
 
 
+def warm_up(todo, args):
+    """Import and compile what the cases need, on few rows, so that the first case has as much time as the others."""
+    for op, layout, dtype, masked in dict.fromkeys((op, layout, dtype, f > 0) for op, layout, _, dtype, f in todo):
+        shape = (2, 9, 2048) if layout == "shift" else (16, 2048)
+        case = Case(op, layout, shape, dtype, 0.5 * masked, args.device)
+        for peer in contenders(case, peers.LOGPROBS if op == "token_logprobs" else peers.KL, args)[0]:
+            with contextlib.suppress(Exception):  # the case itself will say what is wrong
+                case.run_once(peer)
+
+
 def main(args):
     copy = measure.copy_bandwidth(args.device)
-    print(f"{measure.environment(args.device)['device']}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)")
+    print(f"{measure.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)")
     todo = list(cases(args))
     gae_shapes = [] if args.shapes else (GAE_CPU if args.device == "cpu" else GAE_GPU)
-    seconds = (args.budget or 100) / (len(todo) + len(gae_shapes))
+    budget = measure.Budget(args.budget or BUDGET, len(todo) + len(gae_shapes))
+    warm_up(todo, args)
     rows, not_run = [], {}
     for op, *case in todo:
         known = peers.LOGPROBS if op == "token_logprobs" else peers.KL
-        found, missing = run_case(Case(op, *case, args.device), known, args, copy, seconds)
+        found, missing = run_case(Case(op, *case, args.device), known, args, copy, budget.share())
         show(found, missing, copy)
         rows += found
-        not_run |= {f"{op}: {name}": reason for name, reason in missing.items()}
+        not_run |= missing
         measure.save(args, rows, copy_bytes_per_s=copy, not_run=not_run)
     for shape in gae_shapes:
-        found, missing = run_gae(shape, args, copy, seconds)
+        found, missing = run_gae(shape, args, copy, budget.share())
         show(found, missing, copy)
         rows += found
+        not_run |= missing
     measure.save(args, rows, copy_bytes_per_s=copy, not_run=not_run)
     return any("FAILED" in row["note"] for row in rows)
 

@@ -38,7 +38,7 @@ def arguments(description: str, group: str) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16,fp32", help="comma-separated: bf16, fp16, fp32")
     parser.add_argument("--shapes", default=None, help="comma-separated, rows x vocabulary: 1024x32000,256x151936")
     parser.add_argument("--peers", default="all", help="all, none, or comma-separated names")
-    parser.add_argument("--budget", type=float, default=None, help="seconds of timing in all; more cases, less each")
+    parser.add_argument("--budget", type=float, default=None, help="seconds in all: more cases, less for each")
     parser.add_argument("--out", default=None, help="folder for the JSON result (default: none is written)")
     args = parser.parse_args()
     args.group = group
@@ -46,8 +46,17 @@ def arguments(description: str, group: str) -> argparse.Namespace:
     unknown = [d for d in args.dtype if d not in DTYPES]
     if unknown:
         parser.error(f"--dtype {unknown[0]}: expected one of {', '.join(DTYPES)}")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no such device here")
+    if args.budget is not None and args.budget <= 0:
+        parser.error("--budget: expected seconds above 0")
     if args.shapes:
-        args.shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.shapes.split(",")]
+        try:
+            args.shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.shapes.split(",")]
+        except ValueError:
+            parser.error(f"--shapes {args.shapes}: expected sizes such as 1024x32000, comma-separated")
+        if any(n < 1 for shape in args.shapes for n in shape):
+            parser.error(f"--shapes {args.shapes}: sizes start at 1")
     return args
 
 
@@ -59,20 +68,60 @@ def synchronize(device: str):
         torch.cuda.synchronize()
 
 
-def interleaved(runs: dict, budget_s: float, least: int = 3, most: int = 40) -> dict:
+class Budget:
+    """Seconds of wall time, shared out among the parts to come: what one leaves over, the next ones get."""
+
+    def __init__(self, seconds: float, parts: int):
+        self.end, self.parts = time.perf_counter() + seconds, parts
+
+    def share(self) -> float:
+        """Seconds for the next part."""
+        seconds = max(0.0, self.end - time.perf_counter()) / max(1, self.parts)
+        self.parts -= 1
+        return seconds
+
+
+def interleaved(runs: dict, budget_s: float, first: dict, keep=(), most: int = 40) -> dict:
     """Samples in ms of each run: name -> {phase: [ms, ...]}.
 
-    Each run is a function that returns {phase: seconds}. They take turns, so that what slows the machine slows all.
-    They have run before: the check against fp64 and the measurement of memory compile and touch what there is.
+    Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. They take
+    turns, so that what slows the machine slows all, and each repeats as often as its equal part of the time allows: a
+    slow one less often, spread over the rounds; one that has no time to repeat at all keeps its first sample. Those in
+    `keep`, to which others are compared, run three times at least.
     """
+    part = budget_s / max(1, len(runs))
+    counts = {n: max(3 * (n in keep), min(most, int(part / max(1e-6, sum_of(first[n]))))) for n in runs}
     samples = {name: {} for name in runs}
+    rounds = max(counts.values(), default=0)
     started = time.perf_counter()
-    for repeat in range(most):
-        if repeat >= least and time.perf_counter() - started > budget_s:
-            break
+    for turn in range(rounds):
+        late = time.perf_counter() - started > 1.5 * budget_s  # the machine has become slower since
         for name, run in runs.items():
+            due = (turn + 1) * counts[name] // rounds > turn * counts[name] // rounds
+            if not due or (late and name not in keep):
+                continue
             for phase, seconds in run().items():
                 samples[name].setdefault(phase, []).append(1e3 * seconds)
+    return {n: found or {k: [1e3 * v] for k, v in first[n].items()} for n, found in samples.items()}
+
+
+def sum_of(phases: dict) -> float:
+    """Seconds that a run took."""
+    return phases.get("both", phases["forward"])
+
+
+def sampled(runs: dict, device: str, budget_s: float, first: dict, keep=()) -> dict:
+    """{name: {phase: [ms, ...]}} of runs given as {name: (forward, backward, inputs, whether backward repeats)}."""
+    if device == "cpu":
+        return interleaved({n: phases_cpu(*run[:3]) for n, run in runs.items()}, budget_s, first, keep)
+    ms = int(min(200, max(20, 1e3 * budget_s / max(1, len(runs)) / 4)))
+    samples = {}
+    for name, (forward, backward, inputs, twice) in runs.items():
+        try:
+            samples[name] = phases_gpu(forward, backward, inputs, ms, twice)
+        except torch.OutOfMemoryError:  # several input sets, each with its graph, are more than one
+            torch.cuda.empty_cache()
+            samples[name] = phases_gpu(forward, backward, inputs[:1], ms, twice)
     return samples
 
 
@@ -126,6 +175,11 @@ def median(samples: list) -> float:
     return statistics.median(samples)
 
 
+def repeats(row: dict) -> int | None:
+    """How many times a row was timed."""
+    return len(next(iter(row["samples_ms"].values()))) if "samples_ms" in row else None
+
+
 # ------------------------------------------------------------------ memory
 
 
@@ -169,7 +223,8 @@ def copy_bandwidth(device: str) -> float:
         samples = phases_gpu(lambda x: target.copy_(x), None, [source])["forward"]
     else:
         target.copy_(source)
-        samples = interleaved({"copy": phases_cpu(target.copy_, None, [source])}, 1.0, least=7)["copy"]["forward"]
+        run = phases_cpu(target.copy_, None, [source])
+        samples = [1e3 * run()["forward"] for _ in range(11)]
     return 2 * n / (1e-3 * median(samples))
 
 
@@ -227,6 +282,12 @@ def environment(device: str) -> dict:
     return described
 
 
+def heading(device: str) -> str:
+    """The device, with the threads that a CPU run uses."""
+    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    return environment(device)["device"] + threads
+
+
 # ------------------------------------------------------------------ results
 
 
@@ -237,7 +298,10 @@ def save(args, rows: list, **more) -> Path | None:
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{args.group}-{'cpu' if args.device == 'cpu' else 'gpu'}.json"
-    path.write_text(dumps({"group": args.group, "environment": environment(args.device), **more, "rows": rows}))
+    text = dumps({"group": args.group, "environment": environment(args.device), **more, "rows": rows})
+    part = path.with_suffix(".part")  # a run that is stopped while it writes leaves the last result whole
+    part.write_text(text)
+    part.replace(path)
     return path
 
 

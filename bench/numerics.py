@@ -55,6 +55,8 @@ def one_pass(x, targets, mask=None):
 
 
 CPU_PATH = "fused_rl on CPU"
+# How far the reference's logits are from the policy's; the KL of the first row is about scale² / 2 nats.
+KL_SCALES = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 
 def ours(x, targets, mask=None):
@@ -123,6 +125,35 @@ def measured(peer, dtype, cases, device):
     return worst
 
 
+def exact_kl(x, ref):
+    """Reverse KL in fp64 as a sum of terms that are all >= 0, so that close distributions lose nothing."""
+    logp, logq = torch.log_softmax(x.double(), -1), torch.log_softmax(ref.double(), -1)
+    delta = logp - logq
+    # e^-d - 1 + d: its series where the difference would lose digits
+    series = delta**2 * (1 / 2 - delta * (1 / 6 - delta * (1 / 24 - delta / 120)))
+    terms = torch.where(delta.abs() < 1e-2, series, torch.expm1(-delta) + delta)
+    return (logp.exp() * terms).sum(-1)
+
+
+def kl_rows(device):
+    """token_kl and plain fp32 torch at distances that shrink: worst relative error, and the smallest value."""
+    found = []
+    for scale in KL_SCALES:
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(6, VOCABULARY, generator=generator).mul_(3)
+        ref = (x + scale * torch.randn(6, VOCABULARY, generator=generator)).to(device)
+        x = x.to(device)
+        exact = exact_kl(x, ref)
+        calls = {"fused_rl": lambda x, ref: fused_rl.token_kl(x, ref), "plain torch, fp32": peers.plain_kl}
+        for name, call in calls.items():
+            value = call(x, ref).double()
+            version = fused_rl.__version__ if name == "fused_rl" else measure.version("torch")
+            found.append({"table": "kl", "implementation": name, "version": version, "exact": exact.mean().item(),
+                          "relative": ((value - exact).abs() / exact).max().item(),
+                          "smallest": value.min().item()})  # fmt: skip
+    return found
+
+
 def _most(a, b):
     """The larger; NaN wins."""
     return b if a is None or not b <= a else a
@@ -154,7 +185,13 @@ def main(args):
                          for r in rows]))  # fmt: skip
     for name, reason in missing.items():
         print(f"  not measured: {name}: {reason}")
-    measure.save(args, rows, not_run=missing)
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # the kernel, as a GPU runs it
+    of_kl = kl_rows(args.device)
+    print("\nreverse KL of fp32 logits that come closer: largest relative error, and the smallest value\n")
+    print(measure.table(["exact KL (nats)", "implementation", "relative error", "smallest value"],
+                        [[r["exact"], r["implementation"], r["relative"], r["smallest"]] for r in of_kl]))  # fmt: skip
+    measure.save(args, rows + of_kl, not_run=missing)
     return any(name.startswith("fused_rl") for name in missing)
 
 

@@ -21,6 +21,7 @@ class Peer(NamedTuple):
     call: Callable
     note: str = ""  # what it does not do
     overwrites: bool = False  # its gradient takes the logits' storage
+    compiles: bool = False  # a first call on new shapes may compile
 
 
 class Unavailable(Exception):
@@ -55,7 +56,7 @@ def _compiled(device, interpreted):
         raise Unavailable("Inductor's kernels are not interpreted")
     if device == "cpu" and not shutil.which("g++"):
         raise Unavailable("Inductor needs a C++ compiler (g++)")
-    return Peer("torch.compile", version("torch"), torch.compile(plain_logprobs, dynamic=True))
+    return Peer("torch.compile", version("torch"), torch.compile(plain_logprobs, dynamic=True), compiles=True)
 
 
 def _cross_entropy(device, interpreted):
@@ -152,8 +153,9 @@ def _verl(device, interpreted):
     functional = import_peer("verl.utils.torch_functional")
 
     def call(logits, targets, mask=None):
-        entropy = functional.entropy_from_logits(logits)
-        return _masked((functional.logprobs_from_logits(logits, targets), entropy), mask)
+        # As its actors do with an entropy: flash-attn's gradient in place would corrupt the logits that it needs.
+        logprobs = functional.logprobs_from_logits(logits, targets, inplace_backward=False)
+        return _masked((logprobs, functional.entropy_from_logits(logits)), mask)
 
     return Peer("verl", version("verl"), call, "two functions")
 
@@ -172,7 +174,8 @@ def _plain_kl(device, interpreted):
 
 
 def _compiled_kl(device, interpreted):
-    return Peer("torch.compile", _compiled(device, interpreted).version, torch.compile(plain_kl, dynamic=True))
+    version = _compiled(device, interpreted).version
+    return Peer("torch.compile", version, torch.compile(plain_kl, dynamic=True), compiles=True)
 
 
 def _liger_kl(device, interpreted):

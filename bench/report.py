@@ -6,7 +6,7 @@ python -m bench report
 import json
 import math
 
-from bench.measure import RESULTS, ROOT
+from bench.measure import RESULTS, ROOT, repeats
 
 DOCS = ROOT / "docs"
 # Okabe and Ito's colours, told apart with any colour vision; a marker each for print. Ours is the blue disc.
@@ -98,6 +98,7 @@ def kernels(result, kind) -> str:
                     ms.get("forward"),
                     ms.get("backward"),
                     ms.get("both"),
+                    repeats(row),
                     row.get("gb_per_s", {}).get("both"),
                     None if share is None else f"{100 * share:.0f} %",
                     None if extra is None else extra / row["bytes"]["logits"],
@@ -109,8 +110,9 @@ def kernels(result, kind) -> str:
                 ]
             )  # fmt: skip
         value = {"token_kl": "KL error", "gae": "relative error"}.get(rows[0]["op"], "log-prob error")
-        text += table(["implementation", "forward ms", "backward ms", "both ms", "GB/s", "of copy", "extra memory",
-                       "time / ours", value, "entropy error", "gradient error", "note"], lines)  # fmt: skip
+        text += table(["implementation", "forward ms", "backward ms", "both ms", "runs", "GB/s", "of copy",
+                       "extra memory", "time / ours", value, "entropy error", "gradient error", "note"],
+                      lines)  # fmt: skip
     return text + not_run(result)
 
 
@@ -193,15 +195,18 @@ def growth(result, kind) -> str:
     lines = []
     for op in dict.fromkeys(r["op"] for r in result["rows"]):
         rows = [r for r in result["rows"] if r["op"] == op]
-        upper = rows[len(rows) // 2 - 1 :]
+        upper = rows[max(0, len(rows) // 2 - 1) :]
+        if len(upper) < 2:
+            continue
         sizes = [r["size"] for r in upper]
         lines.append([op, f"{rows[0]['size']} to {rows[-1]['size']}", rows[-1]["ms"],
-                      slope(sizes, [r["ms"] for r in upper]), rows[-1]["extra_bytes"] / 1e6,
-                      slope(sizes, [r["extra_bytes"] for r in upper])])  # fmt: skip
+                      slope(sizes, [r["ms"] for r in upper]), (rows[-1]["extra_bytes"] or 0) / 1e6,
+                      slope(sizes, [r["extra_bytes"] or 1 for r in upper])])  # fmt: skip
     text += "A slope of 1 is linear; taken over the upper half of the sizes. Extra memory counts what a call "
     text += "returns, too: a gradient, or advantages. Rows by chunks pass through one buffer of 4096.\n\n"
-    return text + table(["what", "sizes", "ms at the largest", "slope of time", "extra MB at the largest",
-                         "slope of memory"], lines)  # fmt: skip
+    text += table(["what", "sizes", "ms at the largest", "slope of time", "extra MB at the largest",
+                   "slope of memory"], lines)  # fmt: skip
+    return text + not_run(result)
 
 
 def draw_growth(result, kind):
@@ -213,7 +218,7 @@ def draw_growth(result, kind):
         colour, marker = LOOKS[i]
         sizes = [r["size"] for r in rows]
         left.plot(sizes, [r["ms"] for r in rows], color=colour, marker=marker, label=op)
-        right.plot(sizes, [max(r["extra_bytes"], 1) / 1e6 for r in rows], color=colour, marker=marker)
+        right.plot(sizes, [max(r["extra_bytes"] or 1, 1) / 1e6 for r in rows], color=colour, marker=marker)
     left.set(xscale="log", yscale="log", xlabel="size", ylabel="ms")
     right.set(xscale="log", yscale="log", xlabel="size", ylabel="peak extra memory, MB")
     left.legend(fontsize=8, frameon=False)
@@ -229,15 +234,24 @@ def numerics(result, kind) -> str:
         [r["dtype"], r["logits"], f"**{r['implementation']}**" if r["implementation"].startswith("fused_rl") else
          f"{r['implementation']} ({r['version']})", r["logprob"], r["entropy"], r["relative"], r["smallest"],
          r["gradient"]]
-        for r in result["rows"]
+        for r in result["rows"] if r.get("table") != "kl"
     ]  # fmt: skip
     text = machine(result) + "\n" + table(
         ["logits", "kind", "implementation", "log-prob (nats)", "entropy (nats)", "entropy (relative)",
          "smallest entropy", "gradient (of its row's largest)"], lines)  # fmt: skip
+    text += not_run(result)
+    of_kl = {}
+    for r in (r for r in result["rows"] if r.get("table") == "kl"):
+        of_kl.setdefault(r["exact"], []).extend((r["relative"], r["smallest"]))
+    text += (
+        "\n`token_kl` and two fp32 log-softmaxes, from the same fp32 logits, as the two distributions come closer:\n\n"
+    )
+    text += table(["exact KL (nats)", "fused_rl, relative error", "its smallest value", "plain torch, relative error",
+                   "its smallest value"], [[f"{exact:.1e}", *values] for exact, values in of_kl.items()])  # fmt: skip
     page = DOCS / "numerics.md"
     before, _, rest = page.read_text().partition("<!-- measured -->\n")
     _, _, after = rest.partition("<!-- end -->")
-    page.write_text(f"{before}<!-- measured -->\n{text}{not_run(result)}<!-- end -->{after}")
+    page.write_text(f"{before}<!-- measured -->\n{text}<!-- end -->{after}")
     return ""
 
 
@@ -279,17 +293,22 @@ def linear(result, kind) -> str:
     for name in dict.fromkeys((tuple(r["shape"]), r["dtype"]) for r in result["rows"] if "shape" in r):
         (n, width, vocab), dtype = name
         rows = [r for r in result["rows"] if tuple(r.get("shape", ())) == name[0] and r["dtype"] == dtype]
-        text += f"\n**{n} rows × {width} hidden × {vocab} vocabulary, {dtype}**\n\n"
+        text += f"\n**{n} rows × {width} hidden × {vocab} vocabulary, {dtype}**"
+        text += (
+            f" ({rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB)\n\n" if "bytes" in rows[0] else "\n\n"
+        )
         lines = []
         for row in rows:
             ours = row["implementation"].startswith("fused_rl")
             label = f"**{row['implementation']}**" if ours else f"{row['implementation']} {row['version'] or ''}"
             errors = [row["error"].get(e) for e in ("loss", "dhidden", "dweight")]
-            extra = (row.get("extra_bytes") or 0) / 1e6
-            times = [row["ms"].get("forward"), row["ms"].get("both"), row.get("over_gemms"), row.get("over_ours")]
-            lines.append([label, *times, extra, *errors, row["note"]])
-        text += table(["implementation", "forward ms", "both ms", "/ GEMMs", "/ ours", "extra MB",
-                       "loss error", "dhidden error", "dweight error", "note"], lines)  # fmt: skip
+            extra = None if row.get("extra_bytes") is None else row["extra_bytes"] / 1e6
+            share = row.get("copy_fraction", {}).get("both")
+            lines.append([label, row["ms"]["forward"], row["ms"]["both"], repeats(row), row["over_gemms"],
+                          row["over_ours"], row.get("gb_per_s", {}).get("both"),
+                          None if share is None else f"{100 * share:.1f} %", extra, *errors, row["note"]])  # fmt: skip
+        text += table(["implementation", "forward ms", "both ms", "runs", "/ GEMMs", "/ ours", "GB/s", "of copy",
+                       "extra MB", "loss error", "dhidden error", "dweight error", "note"], lines)  # fmt: skip
     return text + not_run(result)
 
 
@@ -307,11 +326,29 @@ GROUPS = {"kernels": (kernels, draw_kernels), "traffic": (traffic, draw_traffic)
           "numerics": (numerics, None)}  # fmt: skip
 
 
+def read_results():
+    """({name: result}, names of those that cannot be read), each of the latter said."""
+    found, broken = {}, []
+    for path in sorted(RESULTS.glob("*.json")):
+        try:
+            result = json.loads(path.read_text())
+            if not (result["rows"] and result["group"] and result["environment"]):
+                raise ValueError("it holds no rows")
+            found[path.stem] = result
+        except (ValueError, KeyError, TypeError) as reason:
+            print(f"left out: {path.name}: {type(reason).__name__}: {reason}")
+            broken.append(path.name)
+    return found, broken
+
+
 def main() -> int:
     import matplotlib
 
     matplotlib.use("Agg")
-    found = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json"))}
+    found, broken = read_results()
+    if not found:
+        print(f"no results in {RESULTS}: run python -m bench first; docs/benchmarks.md stays as it is")
+        return 1
     order = ["prototypes", "kernels", "linear", "trainers", "traffic", "codegen", "growth", "numerics"]
     sections = []
     for stem, result in sorted(found.items(), key=lambda item: (order.index(item[1]["group"]) if item[1]["group"]
@@ -322,5 +359,5 @@ def main() -> int:
         if draw:
             draw(result, kind.lower())
     (DOCS / "benchmarks.md").write_text(HEAD + "".join(f"\n{section}" for section in sections if section))
-    print(f"wrote docs/benchmarks.md from {', '.join(found)}")
-    return 0
+    print(f"wrote {DOCS.name}/benchmarks.md from {', '.join(found)}")
+    return int(bool(broken))
