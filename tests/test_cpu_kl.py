@@ -1,0 +1,172 @@
+"""The CPU path of the exact divergences beyond what `test_kl` asks of both backends: blocks, and the compiled form."""
+
+import pytest
+import torch
+
+import fused_rl
+from bench import measure
+from fused_rl import cpu, cpu_kl
+from tests.test_kl import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
+
+VOCAB = 4 * cpu._BLOCK + 77  # blocks and a tail
+
+
+@pytest.fixture(autouse=True)
+def cpu_path(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Sends small inputs to the compiled functions; returns the names of those that were called."""
+    if not cpu._compiler_found():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(cpu, "_WORTH_COMPILING", 1)
+    names, call = [], cpu._compiled
+    monkeypatch.setattr(cpu, "_compiled", lambda function: names.append(function.__name__) or call(function))
+    return names
+
+
+def tops(x):
+    """The column of each block's largest logit, (N, blocks)."""
+    return torch.cat([i * cpu._BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(cpu._BLOCK, 1))], 1)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("where", ["one token", "the top of each block", "each block alike", "all but the tops"])
+def test_blocks_that_move_apart(where, size, direction):
+    """Where the reference of a block, x - y at its top, is far from the mean in units of the spread."""
+    x = torch.randn(6, VOCAB).double()
+    top = tops(x)
+    move = torch.zeros_like(x)
+    if where == "one token":
+        move[range(6), x.argmax(1)] = size
+    elif where == "each block alike":
+        move += size * torch.randn(6, 5).double().repeat_interleave(cpu._BLOCK, 1)[:, :VOCAB]
+    else:
+        move.scatter_(1, top, size * torch.randn(6, top.shape[1]).double())
+        if where == "all but the tops":
+            move = size * torch.randn(6, VOCAB).double().masked_fill(move != 0, 0)
+    x = x.float()
+    y = (x.double() + move).float()
+    got = fused_rl.token_kl(x, y, direction=direction)
+    torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_blocks_without_mass(direction):
+    """Blocks that are banned, thousands of nats down in one or both, or nearly all of the mass."""
+    x, y = pair(5, VOCAB)
+    x[0, 512:1024], y[0, 512:1024] = -torch.inf, -torch.inf
+    x[1, :1024], y[1, :1024] = x[1, :1024] - 3000.0, y[1, :1024] - 2000.0
+    x[2, :1024] -= 8.0
+    x[3], y[3] = x[3] * 100, y[3].flip(0) * 100
+    x[4, 700] += 90.0
+    upstream = torch.randn(5)
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    assert_as_good_as_reference(got, *(z.clamp(min=-1e5) for z in (x, y)), upstream, direction=direction)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # with and without what x - y rounds off
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_compiled(compiled, direction, dtype):
+    x, y = (z[:, :-1] for z in pair(3, 5, VOCAB, dtype=dtype))  # not one matrix
+    x[0, 0, :600], y[0, 0, :600] = -torch.inf, -torch.inf
+    x[1, 1] += 1000.0
+    y[1, 2] = x[1, 2]
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[2, 1:3] = False
+    x[2, 2, 7] = torch.nan  # not read
+    options = {"direction": direction, "temperature": torch.rand(3, 1) + 0.5, "mask": mask}
+    upstream = torch.randn(3, 4)
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
+    names = {"_js_sums", "_js_dx", "_js_dy"} if direction == "jensen-shannon" else {"_kl_dx", "_kl_dy"}
+    assert set(compiled) == {"_block_sums"} | names
+    assert all((z[~mask] == 0).all() for z in got) and got[0][1, 2] == 0 and (got[1][1, 2] == 0).all()
+    finite = [z.masked_fill(~mask[..., None], 0).clamp(min=-1e4) for z in (x, y)]
+    # floor: 1 / temperature is rounded to fp32
+    assert_as_good_as_reference(got, *finite, upstream, floor=3e-6, **options)
+    # the bits of a row are its own
+    alone = both_gradients(fused_rl.token_kl, x[1:, :2], y[1:, :2], upstream[1:, :2], direction=direction,
+                           temperature=options["temperature"][1:])  # fmt: skip
+    for ours, best in zip(alone, got, strict=True):
+        assert torch.equal(ours[0], best[1, :2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("distance", [0.5, 1e-3, 1e-6])  # down to 3e-13 nats
+def test_compiled_keeps_relative_precision(compiled, distance, direction):
+    x, y = pair(4, VOCAB, distance=distance)
+    for offset in (0.0, 1000.0):
+        z = x + offset
+        got = fused_rl.token_kl(z, y, direction=direction)
+        torch.testing.assert_close(got.double(), exact(z, y, direction), rtol=1e-6, atol=0)
+    x = (64 * x).round() / 64
+    assert (fused_rl.token_kl(x, x - 64.0, direction=direction) == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_compiled_semantics(compiled, direction):
+    """As in `test_kl`: banned in one, empty rows, NaN."""
+    x, y = pair(8, VOCAB)
+    x[0, :1500:2] = -torch.inf
+    y[1, 1234], x[1, 1234] = -torch.inf, -500.0
+    x[2] = -torch.inf
+    y[3] = -torch.inf
+    x[4, 2000], y[5, 2100], x[6, 3] = torch.nan, torch.inf, torch.inf
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(8), direction=direction)
+    assert value.isnan().tolist() == [False] * 4 + [True] * 3 + [False]
+    infinite = {"reverse": [1, 3], "forward": [0, 2], "jensen-shannon": []}[direction]
+    assert value.isinf().nonzero()[:, 0].tolist() == infinite
+    assert (dx[infinite] == 0).all() and (dy[infinite] == 0).all()
+    for row in [row for row in (0, 1, 7) if row not in infinite]:
+        want = fused_rl.reference.token_kl(x[row].double(), y[row].double(), direction=direction)
+        torch.testing.assert_close(value[row].double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_compiled_keeps_no_intermediate(compiled, direction):
+    """The gradient, and next to nothing else, is as large as the logits: also in what is compiled second."""
+    small = [z.requires_grad_() for z in pair(8, VOCAB)]
+    fused_rl.token_kl(*small, direction=direction).sum().backward()
+    x, y = pair(128, 65_613, dtype=torch.bfloat16)
+    x.requires_grad_()
+    least = min(
+        measure.peak_extra_bytes(
+            lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x), "cpu"
+        )
+        for _ in range(3)  # the first time compiles
+    )
+    assert least <= 1.6 * x.nbytes
+
+
+def test_slices_are_not_copied():
+    x = torch.randn(3, 5, 40)
+    for z in (x[:, :-1], x[:, 1:], x[..., :30], x[1:, 2:4, 5:]):
+        rows = torch.tensor([0, 2, z.shape[0] * z.shape[1] - 1])
+        matrix, at = cpu_kl._matrix(z, rows)
+        assert matrix.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert torch.equal(matrix[at], z.reshape(-1, z.shape[-1])[rows])
+    z = torch.randn(5, 40).expand(3, 5, 40)  # the same rows again and again
+    matrix, at = cpu_kl._matrix(z, rows)
+    assert torch.equal(matrix[at], z.reshape(-1, 40)[rows])
+
+
+def test_small_inputs_never_compile(monkeypatch):
+    monkeypatch.setattr(cpu, "_compiled", lambda function: pytest.fail("compiled"))
+    x, y = pair(64, VOCAB)
+    fused_rl.token_kl(x.requires_grad_(), y).sum().backward()
+
+
+def test_without_a_compiler_large_inputs_stay_eager(monkeypatch):
+    monkeypatch.setattr(cpu, "_compiled", lambda function: pytest.fail("compiled"))
+    monkeypatch.setattr(cpu, "_compiler_found", lambda: False)
+    monkeypatch.setattr(cpu, "_WORTH_COMPILING", 1)
+    x, y = pair(64, VOCAB)
+    fused_rl.token_kl(x.requires_grad_(), y).sum().backward()
