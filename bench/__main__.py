@@ -11,6 +11,7 @@ what one group breaks or exhausts does not end the others.
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ def run_group(group: str, options: list[str], timeout: float | None = None) -> s
     script = ROOT / "bench" / f"{group}.py"
     if not script.exists():
         return "not there"
-    environment = os.environ | {"BENCH_COMMAND": " ".join(["python -m bench --group", group, *options])}
+    environment = os.environ | {"BENCH_COMMAND": shlex.join(["python", "-m", "bench", "--group", group, *options])}
     environment.pop("TRITON_INTERPRET", None)  # each script chooses
     command = [sys.executable, str(script.relative_to(ROOT)), *options]
     try:
@@ -46,6 +47,31 @@ def run_codegen(out: str | None) -> str:
     return "ok"
 
 
+def of_group(shapes: str | None, group: str) -> list[str]:
+    """Those of the shapes that have as many dimensions as the group's cases."""
+    return [s for s in (shapes or "").split(",") if s.count("x") + 1 == DIMENSIONS.get(group)]
+
+
+def parse():
+    """The arguments, `options` as each group's script takes them, and the groups."""
+    from bench import measure
+
+    parser = measure.parser(__doc__)
+    parser.add_argument("--group", default=None, help=f"comma-separated: {', '.join(GROUPS)} (default: all)")
+    args = parser.parse_args()
+    measure.checked(parser, argparse.Namespace(**vars(args)))
+    groups = args.group.split(",") if args.group else [g for g in GROUPS if (ROOT / "bench" / f"{g}.py").exists()]
+    if unknown := [g for g in groups if g not in GROUPS]:
+        parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
+    if args.shapes and not any(of_group(args.shapes, group) for group in groups):
+        wanted = ", ".join(f"{n} dimensions for {g}" for g, n in DIMENSIONS.items())
+        parser.error(f"--shapes {args.shapes}: expected {wanted}")
+    names = ("device", "dtype", "peers", "budget")
+    given = {n: getattr(args, n) for n in names if getattr(args, n) != parser.get_default(n)}
+    args.options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return args, groups
+
+
 def main() -> int:
     if sys.argv[1:2] == ["report"]:
         from bench import report
@@ -55,33 +81,25 @@ def main() -> int:
         from bench import gpu
 
         return gpu.main(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--group", default=None, help=f"comma-separated: {', '.join(GROUPS)} (default: all)")
-    parser.add_argument("--out", default=None, help="folder for the JSON results (default: bench/results)")
-    parser.add_argument("--shapes", default=None, help="NxV for kernels, NxHxV for linear, comma-separated")
-    args, options = parser.parse_known_args()
-    groups = args.group.split(",") if args.group else [g for g in GROUPS if (ROOT / "bench" / f"{g}.py").exists()]
-    unknown = [g for g in groups if g not in GROUPS]
-    if unknown:
-        parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
+    args, groups = parse()
     # A run of chosen shapes, dtypes or peers does not replace the whole results unless it says where to.
-    out = args.out or (
-        None if args.shapes or {"--dtype", "--peers"} & {o.split("=")[0] for o in options} else "bench/results"
-    )
-    options += ["--out", out] if out else []
+    chosen = args.shapes or "--dtype" in args.options or "--peers" in args.options
+    out = args.out or (None if chosen else "bench/results")
+    options = args.options + (["--out", out] if out else [])
     outcome = {}
     for group in groups:
         print(f"\n== {group} ==", flush=True)
         started = time.perf_counter()
-        shapes = [s for s in (args.shapes or "").split(",") if s.count("x") + 1 == DIMENSIONS.get(group)]
-        if args.shapes and group in DIMENSIONS and not shapes:
-            print(f"no shape of {DIMENSIONS[group]} dimensions in --shapes {args.shapes}")
+        shapes = of_group(args.shapes, group)
+        if args.shapes and not shapes:
+            outcome[group] = "left out: --shapes has none for it"
+            print(outcome[group])
             continue
         given = options + (["--shapes", ",".join(shapes)] if shapes else [])
         status = run_codegen(out) if group == "codegen" else run_group(group, given)
         outcome[group] = f"{status}, {time.perf_counter() - started:.0f} s"
     print("\n" + "\n".join(f"{group}: {what}" for group, what in outcome.items()))
-    return int(any(not what.startswith("ok") for what in outcome.values()))
+    return int(any(not what.startswith(("ok", "left out")) for what in outcome.values()))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import functools
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -97,27 +98,29 @@ def run_case(case, known, args, copy_bytes_per_s, seconds):
             if not ours:
                 continue
             failed = told
-        row = {
-            "op": case.op,
-            "layout": case.layout,
-            "shape": list(case.shape),
-            "dtype": case.dtype,
-            "masked": case.fraction,
-            "implementation": name,
-            "version": peer.version,
-            "bytes": {k: v for k, v in amount.items() if k != "text"},
-            "bytes_text": amount["text"],
-            "error": errors,
-            "note": "; ".join(
-                t for t in (f"FAILED, not timed: {failed}" if failed else "", wrong(errors), peer.note) if t
-            ),
-        }
-        rows.append(row)
+        notes = (f"FAILED, not timed: {failed}" if failed else "", wrong(errors), peer.note)
+        rows.append(row_of(case, amount, peer, errors, "; ".join(note for note in notes if note)))
         if not failed:
             runs[name] = (peer.call, case.backward, case.inputs(peer), not peer.overwrites)
     samples = measure.sampled(runs, args.device, seconds - (time.perf_counter() - started), once, ours_of(runs))
     describe(rows, samples, memory, copy_bytes_per_s)
     return rows, missing
+
+
+def row_of(case, amount, peer, errors, note):
+    return {
+        "op": case.op,
+        "layout": case.layout,
+        "shape": list(case.shape),
+        "dtype": case.dtype,
+        "masked": case.fraction,
+        "implementation": peer.name,
+        "version": peer.version,
+        "bytes": {k: v for k, v in amount.items() if k != "text"},
+        "bytes_text": amount["text"],
+        "error": errors,
+        "note": note,
+    }
 
 
 def ours_of(names):
@@ -195,23 +198,14 @@ def run_gae(shape, args, copy_bytes_per_s, seconds):
             runs[peer.name] = lambda _, call=peer.call: call(rewards, values, mask, 0.999, 0.95)
     moved = rewards.numel() * (4 * 4 + 1)
     rows, timed, once, memory = [], {}, {}, {}
+    case = SimpleNamespace(op="gae", layout="(B, T)", shape=shape, dtype="fp32", fraction=0.0)
+    amount = {"forward": moved, "both": moved, "logits": 4 * rewards.numel(), "text": "2 reads + mask + 2 writes"}
     for name, run in runs.items():
         error = (run(None)[0].double().cpu() - exact).abs().max().item() / exact.abs().max().item()
         failed = name == "fused_rl" and not error <= 1e-6
-        rows.append(
-            {
-                "op": "gae",
-                "layout": "(B, T)",
-                "shape": list(shape),
-                "dtype": "fp32",
-                "implementation": name,
-                "version": fused_rl.__version__ if name == "fused_rl" else torch.__version__,
-                "bytes": {"forward": moved, "both": moved, "logits": rewards.numel() * 4},
-                "bytes_text": "2 reads + mask + 2 writes",
-                "error": {"advantages": error},
-                "note": f"FAILED, not timed: {error:.1e}" if failed else "",
-            }
-        )
+        peer = peers.Peer(name, fused_rl.__version__ if name == "fused_rl" else torch.__version__, run)
+        note = f"FAILED, not timed: {error:.1e}" if failed else ""
+        rows.append(row_of(case, amount, peer, {"advantages": error}, note))
         if not failed:
             timed[name] = (run, None, [None], False)
             first = measure.phases_cpu(*timed[name][:3])

@@ -31,32 +31,47 @@ PACKAGES = (
 )
 
 
-def arguments(description: str, group: str) -> argparse.Namespace:
+def parser(description: str) -> argparse.ArgumentParser:
     """The options that every group understands; a group ignores those that mean nothing to it."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--dtype", default="bf16,fp32", help="comma-separated: bf16, fp16, fp32")
-    parser.add_argument("--shapes", default=None, help="comma-separated, rows x vocabulary: 1024x32000,256x151936")
-    parser.add_argument("--peers", default="all", help="all, none, or comma-separated names")
-    parser.add_argument("--budget", type=float, default=None, help="seconds in all: more cases, less for each")
-    parser.add_argument("--out", default=None, help="folder for the JSON result (default: none is written)")
-    args = parser.parse_args()
-    args.group = group
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    made.add_argument("--dtype", default="bf16,fp32", help="comma-separated: bf16, fp16, fp32")
+    made.add_argument("--shapes", default=None, help="comma-separated, rows x vocabulary: 1024x32000,256x151936")
+    made.add_argument("--peers", default="all", help="all, none, or comma-separated names")
+    made.add_argument("--budget", type=float, default=None, help="seconds for a group: more cases, less for each")
+    made.add_argument("--out", default=None, help="folder for the JSON result (default: none is written)")
+    return made
+
+
+def checked(made: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with dtypes and shapes as lists; ends with a message where one means nothing."""
+    from bench import linear, peers  # they import this file
+
     args.dtype = args.dtype.split(",")
-    unknown = [d for d in args.dtype if d not in DTYPES]
-    if unknown:
-        parser.error(f"--dtype {unknown[0]}: expected one of {', '.join(DTYPES)}")
+    if unknown := [d for d in args.dtype if d not in DTYPES]:
+        made.error(f"--dtype {unknown[0]}: expected one of {', '.join(DTYPES)}")
     if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: torch sees no such device here")
-    if args.budget is not None and args.budget <= 0:
-        parser.error("--budget: expected seconds above 0")
+        made.error(f"--device {args.device}: torch sees no such device here")
+    if args.budget is not None and not args.budget > 0:
+        made.error("--budget: expected seconds above 0")
+    names = list(dict.fromkeys((*peers.LOGPROBS, *peers.KL, *peers.GAE, *linear.KNOWN)))
+    if unknown := [n for n in args.peers.split(",") if n not in ("all", "none", *names)]:
+        made.error(f"--peers {unknown[0]}: expected all, none or some of {', '.join(names)}")
     if args.shapes:
         try:
             args.shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.shapes.split(",")]
         except ValueError:
-            parser.error(f"--shapes {args.shapes}: expected sizes such as 1024x32000, comma-separated")
+            made.error(f"--shapes {args.shapes}: expected sizes such as 1024x32000, comma-separated")
         if any(n < 1 for shape in args.shapes for n in shape):
-            parser.error(f"--shapes {args.shapes}: sizes start at 1")
+            made.error("--shapes: sizes start at 1")
+    return args
+
+
+def arguments(description: str, group: str) -> argparse.Namespace:
+    """Those of a group's own script."""
+    made = parser(description)
+    args = checked(made, made.parse_args())
+    args.group = group
     return args
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fused_rl.reference
+from bench import __main__ as suite
 from bench import gpu, growth, kernels, linear, measure, numerics, peers, prototypes, report
 from bench.case import Case
 from bench.repro import entropy, kl_table
@@ -214,15 +215,35 @@ def test_linear_rows_hold_every_column(capsys):
     assert "hidden states and weight read forward" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--dtype", "bf17"], ["--shapes", "64by1000"], ["--shapes", "0x10"],
-                                   ["--budget", "0"], ["--bogus"], ["--device", "cuda"]])  # fmt: skip
+@pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
+                                   "--peers TLR", "--device cuda"])  # fmt: skip
 def test_wrong_options_end_with_a_line_that_names_them(wrong, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench/kernels.py", *wrong])
+    monkeypatch.setattr(sys, "argv", ["bench/kernels.py", *wrong.split()])
     with pytest.raises(SystemExit) as stopped:
         measure.arguments("kernels", "kernels")
     assert stopped.value.code == 2
-    assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
+    assert wrong.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append((group, options)) or "ok")
+    monkeypatch.setattr(suite, "run_codegen", lambda out: ran.append(("codegen", out)) or "ok")
+    monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels,linear,codegen", "--out", "there"])
+    assert suite.main() == 0
+    assert ran == [("kernels", ["--out", "there"]), ("linear", ["--out", "there"]), ("codegen", "there")]
+    ran.clear()
+    monkeypatch.setattr(sys, "argv", ["bench", "--shapes", "64x1000,8x9", "--dtype", "bf16", "--peers", "plain torch"])
+    assert suite.main() == 0
+    # results of chosen shapes do not replace whole ones
+    assert ran == [("kernels", ["--dtype", "bf16", "--peers", "plain torch", "--shapes", "64x1000,8x9"])]
+    assert "linear: left out" in capsys.readouterr().out
+    for wrong in (["--group", "kernel"], ["--group", "linear", "--shapes", "64x1000"]):
+        monkeypatch.setattr(sys, "argv", ["bench", *wrong])
+        with pytest.raises(SystemExit):
+            suite.main()
+        assert wrong[-2] in capsys.readouterr().err
 
 
 def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
