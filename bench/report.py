@@ -24,8 +24,8 @@ def number(value, digits=3):
     """A cell: 3 significant digits, no exponent where it reads badly."""
     if value is None or value == "":
         return ""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | int):
+        return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}" if value else "0"
     return f"{value:.1e}"
@@ -118,28 +118,49 @@ def kernels(result, kind) -> str:
 
 def draw_kernels(result, kind):
     """One line per case: where each implementation stands below the roof that a plain copy sets."""
+    shown = {name: [r for r in rows if "ms" in r] for name, rows in cases(result).items()}
+    draw_roofline(
+        {name: rows for name, rows in shown.items() if rows},
+        lambda row: row["gb_per_s"]["both"],
+        (result["copy_bytes_per_s"] / 1e9, "a plain copy"),
+        "useful GB/s, forward + backward (right is faster)",
+        f"benchmarks-{kind}.png",
+    )
+
+
+def draw_linear(result, kind):
+    """One line per case: the speed of each implementation as a share of that of the three products alone."""
+    shown = {}
+    for row in result["rows"]:
+        if row["implementation"] != "three GEMMs":
+            shown.setdefault(f"{' × '.join(map(str, row['shape']))} {row['dtype']}", []).append(row)
+    label = "speed in % of the three products that nobody can avoid (right is faster)"
+    draw_roofline(
+        shown, lambda row: 100 / row["over_gemms"], (100, "three GEMMs"), label, f"benchmarks-linear-{kind}.png"
+    )
+
+
+def draw_roofline(shown, value, roof, label, name):
+    """{case: rows} as one line each, a marker per implementation, below a roof (value, name)."""
     from matplotlib import pyplot as plt
 
-    shown = {name: [r for r in rows if "ms" in r] for name, rows in cases(result).items()}
-    shown = {name: rows for name, rows in shown.items() if rows}
     names = list(dict.fromkeys(r["implementation"] for rows in shown.values() for r in rows))
-    figure, axes = plt.subplots(figsize=(10, 2 + 0.36 * len(shown)), layout="constrained")
-    for i, name in enumerate(names):
+    figure, axes = plt.subplots(figsize=(10, 2.5 + 0.36 * len(shown)), layout="constrained")
+    for i, implementation in enumerate(names):
         colour, marker = LOOKS[i % len(LOOKS)]
-        points = [(r["gb_per_s"]["both"], y) for y, rows in enumerate(shown.values()) for r in rows
-                  if r["implementation"] == name]  # fmt: skip
-        axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=70 if i == 0 else 36, label=name,
-                     zorder=4 if i == 0 else 3)  # fmt: skip
-    roof = result["copy_bytes_per_s"] / 1e9
-    axes.axvline(roof, color="black", lw=1.5)
-    axes.text(roof, -0.5, "a plain copy ", ha="right", va="bottom", fontsize=8)
-    axes.hlines(range(len(shown)), 0, roof, color="0.85", lw=0.8, zorder=1)
+        points = [(value(r), y) for y, rows in enumerate(shown.values()) for r in rows
+                  if r["implementation"] == implementation]  # fmt: skip
+        axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=70 if i == 0 else 36,
+                     label=implementation, zorder=4 if i == 0 else 3)  # fmt: skip
+    axes.axvline(roof[0], color="black", lw=1.5)
+    axes.text(roof[0], -0.5, f"{roof[1]} ", ha="right", va="bottom", fontsize=8)
+    axes.hlines(range(len(shown)), 0, roof[0], color="0.85", lw=0.8, zorder=1)
     axes.set_yticks(range(len(shown)), list(shown), fontsize=8)
     axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="useful GB/s, forward + backward (right is faster)")
+    axes.set(xscale="log", xlabel=label)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=5)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(DOCS / f"benchmarks-{kind}.png", dpi=120)
+    figure.savefig(DOCS / name, dpi=120)
     plt.close(figure)
 
 
@@ -290,6 +311,7 @@ def _flat(row, prefix="") -> dict:
 
 def linear(result, kind) -> str:
     text = f"## Linear (hidden states to loss and gradients), {kind}\n\n{machine(result)}"
+    text += f"\n![Speed of each implementation against the GEMMs alone](benchmarks-linear-{kind}.png)\n"
     for name in dict.fromkeys((tuple(r["shape"]), r["dtype"]) for r in result["rows"] if "shape" in r):
         (n, width, vocab), dtype = name
         rows = [r for r in result["rows"] if tuple(r.get("shape", ())) == name[0] and r["dtype"] == dtype]
@@ -322,7 +344,7 @@ def anything(result, kind) -> str:
 
 
 GROUPS = {"kernels": (kernels, draw_kernels), "traffic": (traffic, draw_traffic), "growth": (growth, draw_growth),
-          "linear": (linear, None), "codegen": (codegen, None),
+          "linear": (linear, draw_linear), "codegen": (codegen, None),
           "numerics": (numerics, None)}  # fmt: skip
 
 

@@ -310,6 +310,7 @@ def test_the_report_leaves_out_what_it_cannot_read_and_says_so(tmp_path, monkeyp
     assert report.main() == 1
     assert "left out: kernels-cpu.json: JSONDecodeError" in capsys.readouterr().out
     assert "fused_rl one pass" in (tmp_path / "benchmarks.md").read_text()
+    assert (tmp_path / "benchmarks-linear-cpu.png").stat().st_size > 5000
 
 
 def test_gpu_steps_end_on_their_own(tmp_path, monkeypatch, capsys):
