@@ -20,7 +20,7 @@ STATE = 9  # m, w, w_all, offset, c, n, f, s, k
 _LOG2E = 1.4426950408889634
 _CHUNK = 1 << 18  # elements that eager passes over again and again, in the cache
 # Inductor would write to memory what several sums use; here it is to compute it again, from a block in the cache.
-_RECOMPUTE = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 10000}
+_RECOMPUTE = {f"realize_{what}_threshold": 10000 for what in ("reads", "acc_reads", "opcount")}
 
 
 def kl_fwd(x, y, mask, inv_t):
@@ -106,6 +106,9 @@ def _over_blocks(function, x, y, *per_row):
 def _sums(function, x, y, per_row, compiled):
     """Of blocks ((M, blocks, width), (R,)) twice. One index for rows and blocks: Inductor then fuses all into one."""
     count, rows = x[0].shape[1], x[1].numel()
+    if compiled:
+        for z, _ in (x, y):
+            torch._dynamo.mark_static(z, 2)
     block = torch.arange(count).repeat(rows)
     x, y = ((z, (at.repeat_interleave(count), block)) for z, at in (x, y))
     per_row = [z.repeat_interleave(count)[:, None] for z in per_row]
@@ -178,8 +181,10 @@ def _block_sums(x, x_at, y, y_at, t):
     d, allowed = x - y, y > BANNED
     # x - y where P is largest: a constant between the rows, or one token's mass, then costs u no bits
     at_top = torch.where(allowed & (x == m), d, -torch.inf).amax(-1, True)
-    e = _difference(x, y, torch.where(at_top > BANNED, at_top, 0.0), dtype) * t
-    p_all = _exp((x - m.clamp(min=FLOOR)) * t)
+    found = at_top > BANNED
+    e = _difference(x, y, torch.where(found, at_top, 0.0), dtype) * t
+    # the condition changes nothing but the order: w_all waits, and is summed in one pass with w and a
+    p_all = _exp((x - torch.where(found, m, m.clamp(min=FLOOR))) * t)
     p = torch.where(allowed, p_all, 0.0)
     w_all, w, a = (z.sum(-1, True) for z in (p_all, p, p * e))
     some = w > TINY
