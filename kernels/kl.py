@@ -53,6 +53,7 @@ from fused_rl.kernels.online import exact_sum, log1p
 __all__ = ["STATE", "js_fwd", "kl_bwd", "kl_fwd"]
 
 LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(1e3)  # of F in a lane: beyond, n is too far below the maximum of y for q's last digits
 TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
 
 A0, A1, A2, A3, A4 = (
@@ -332,6 +333,8 @@ def _fast(rows, first, stop, LANES: tl.constexpr, VEC: tl.constexpr, K: tl.const
             exact_sum(tl.where(lanes[1] > 0, lanes[1], 0.0)) - exact_sum(tl.where(lanes[1] > 0, 0.0, -lanes[1]))
         ) / w
         f = tl.fma(lanes[3], b, lanes[2])
+        bounded = (half * (tl.abs(f) + lanes[4]) < FAR) & (tl.abs(lanes[1]) < 1e24)
+        f = tl.where(bounded, f, float("nan"))
         noise = half * exact_sum(tl.abs(f) + lanes[4])
         f = half * exact_sum(f)
         f = tl.maximum(f - w * (0.5 * b * inv_t) * _exp_excess(-mean * inv_t), 0.0, propagate_nan=ALL_NAN)
