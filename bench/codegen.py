@@ -101,8 +101,7 @@ def kl_fwd(jensen_shannon=False, **options):
     if jensen_shannon:
         kl.js_fwd(x, y, row.bool(), 0.7, row.expand(len(kl.STATE), -1).contiguous())
     else:
-        with _device(kl):
-            kl.kl_fwd(x, y, row.bool(), 0.7)
+        kl.kl_fwd(x, y, row.bool(), 0.7)
 
 
 def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
@@ -151,8 +150,10 @@ VARIANTS = {
         2,
     ),
     "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}, 2),
+    "kl_fwd fp32": (kl_fwd, {"dtype": "float32"}, 8),
     "kl_fwd fp32, odd vocabulary": (kl_fwd, {"dtype": "float32", "vocab": 50257}, 8),
     "kl_fwd fp16": (kl_fwd, {"dtype": "float16"}, 4),
+    "kl_fwd fp16, odd vocabulary": (kl_fwd, {"dtype": "float16", "vocab": 50257}, 4),
     "kl_fwd bf16, odd vocabulary": (kl_fwd, {"vocab": 50257}, 4),
     "kl_bwd fp32, odd vocabulary": (kl_bwd, {"dtype": "float32", "vocab": 50257, "wants": (True, True)}, 8),
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, {"jensen_shannon": True, "wants": (True, True)}, 4),
@@ -226,11 +227,6 @@ def _width(opcode):
     return (width, 0) if found[1] == "load" else (0, width)
 
 
-def _usual(widths):
-    """The smallest width that moves more than a twentieth of the bytes; a rare branch may touch single elements."""
-    return min((w for w in widths if w and 20 * w * widths.count(w) > sum(widths)), default=0)
-
-
 def _loop(loop, element_bytes):
     opcodes = [opcode for _, opcode, _ in loop if opcode and not opcode.startswith(("NOP", "s_nop", "s_waitcnt"))]
     loads, stores = zip(*map(_width, opcodes), strict=True)
@@ -240,8 +236,8 @@ def _loop(loop, element_bytes):
     return {
         "elements": elements,
         "bytes": sum(loads) + sum(stores),
-        "load": _usual(loads),
-        "store": _usual(stores),
+        "load": min((w for w in loads if w), default=0),
+        "store": min((w for w in stores if w), default=0),
         "barriers": count["BAR"] + count["s_barrier"],
         "instructions": len(opcodes) / elements,
         "alu": sum(n for name, n in count.items() if name in ALU) / elements,

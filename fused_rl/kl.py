@@ -117,7 +117,8 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
 
     Args:
         logits: (..., V), bf16, fp16 or fp32, of the policy. Any strides; copied only when a stride of the last
-            dimension is not 1, or when more than three dimensions do not merge.
+            dimension is not 1, when more than three dimensions do not merge, or, on a GPU, where rows do not begin at
+            16 bytes although V is a multiple of 16.
         ref_logits: like logits, same shape and device; detach it (or compute it under no_grad) to save its gradient.
         direction: "reverse", "forward" or "jensen-shannon".
         temperature: a number > 0, or a tensor broadcastable to (...), one > 0 per row (not differentiated). It divides

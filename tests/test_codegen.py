@@ -10,8 +10,7 @@ from bench import codegen  # noqa: E402
 @pytest.fixture(scope="module")
 def compiled():
     rows = codegen.subprocess_lines("--only", "bf16")
-    assert [(row["kernel"], row["target"]) for row in rows if row["spills"]] == []
-    return {(row["case"], row["target"]): row for row in reversed(rows)}  # of several kernels the first
+    return {(row["case"], row["target"]): row for row in rows}
 
 
 def test_no_kernel_spills_anywhere(compiled):
@@ -42,22 +41,13 @@ def test_16_bytes_per_load_and_store_on_every_target(compiled):
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
 
 
-def test_kl_forward_budget(compiled):
-    """Of 27.6 instructions and 3.4 exponentials per pair at an H200's memory roof."""
-    row = compiled["kl_fwd bf16", "sm_90"]
-    aligned, rotated = row["loops"][:2]  # rows that begin at 16 bytes, and all others; last, rows of two alignments
-    assert aligned["instructions"] <= 26 and aligned["special"] <= 2.1
-    assert rotated["instructions"] <= 28 and rotated["special"] <= 2.1
-    for target in codegen.TARGETS:
-        loops = compiled["kl_fwd bf16", target]["loops"]
-        assert [loop["load"] for loop in loops[:2]] == [16, 16] and not any(loop["barriers"] for loop in loops)
-
-
 def test_every_way_to_launch_compiles():
     """Types, temperatures per row, soft caps, splits, missing upstream gradients; the interpreter accepts too much."""
-    rows = codegen.subprocess_lines("--variants", "--targets", "sm_90")
+    rows = codegen.subprocess_lines("--variants", "--targets", "sm_90,sm_100,gfx942")
     assert {row["case"] for row in rows} == set(codegen.VARIANTS)
-    assert [row["case"] for row in rows if row["case"].startswith("logprob") and row["spills"]] == []
+    assert [(row["case"], row["target"]) for row in rows if row["spills"]] == []
+    streams = [row for row in rows if row["kernel"].startswith(("logprob", "kl", "js"))]
+    assert not any(loop["barriers"] for row in streams for loop in row["loops"])
 
 
 def test_lengths_temperatures_and_vocabularies_never_compile():

@@ -4,7 +4,7 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -140,6 +140,7 @@ def test_equal_rows_are_exactly_zero(backend, offset, direction):
     direction=st.sampled_from(DIRECTIONS),
     seed=st.integers(0, 1000),
 )
+@example(142, 50.0, 300.0, 0.0, 0.0, torch.float32, "jensen-shannon", 1)  # at 660 nats, log 2 but for the rounding
 @settings(max_examples=40, deadline=None)
 def test_never_negative_never_nan(vocab, spread, distance, offset, banned, dtype, direction, seed):
     """On both backends; and they agree within what an fp32 sum allows."""
@@ -281,10 +282,10 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
             assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
 
 
+@pytest.mark.parametrize("vocab", [5001, 5008])  # neighbouring columns in neighbouring threads, or in one
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_have_the_same_bits_at_any_alignment(backend, dtype):
+def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
     """Both rows at 0, 1 and 5 elements from a 16-byte boundary, and at different ones; with a banned column, too."""
-    vocab = 5001 if dtype == torch.bfloat16 else 2501  # two whole tiles and a tail
     x, y = pair(2, vocab, dtype=dtype, device=backend)
     x[1, 700] = -torch.inf
     want = fused_rl.token_kl(x, y)
@@ -353,11 +354,9 @@ def test_traffic_and_memory(direction):
         x.requires_grad_()
         with interpreter.count_traffic() as launches, interpreter.check_memory():
             fused_rl.token_kl(x, y, direction=direction, mask=mask).sum().backward()
-        *forward, backward = launches
+        forward, backward = launches
         unit = 2 * vocab
-        read, written = (sum(launch.bytes()[i] for launch in forward) for i in (0, 1))
-        # and a little more: the window between two programs, parts of rows
-        assert 2 * reads <= read / unit <= 2.1 * reads and written <= 0.01 * n * unit
+        assert round(forward.bytes()[0] / unit, 1) == 2 * reads and forward.bytes()[1] <= 0.01 * n * unit
         assert round(backward.bytes()[0] / unit, 1) == 2 * reads and backward.bytes()[1] == n * unit
 
 
