@@ -9,6 +9,7 @@ small ones and machines without a C++ compiler through eager PyTorch, a few rows
 row depend on nothing but the row; the two paths differ in the last bits of exp.
 """
 
+import ctypes
 import functools
 import logging
 import os
@@ -22,9 +23,26 @@ import torch
 _BLOCK = 512  # columns whose exponentials are summed in fp32: few enough for 1e-7, enough to hide the merge
 _CHUNK = 1 << 18  # elements that eager passes over again and again, in the cache
 _WORTH_COMPILING = 1 << 24  # elements; below, a hundred calls do not earn the compilation back
+_HUGE = 1 << 25  # bytes; below, malloc may hand out memory that it has already touched
+_MADV_HUGEPAGE = 14
 _FLAT = -200.0  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tokens
 
 _log = logging.getLogger(__name__)
+
+
+def in_huge_pages(fresh):
+    """The tensor, large memory of it in huge pages where Linux gives them when asked.
+
+    The first touch of 4 KiB pages takes 20 to 30 % of the time of a gradient kernel that writes to fresh memory.
+    """
+    size = fresh.numel() * fresh.element_size()
+    if fresh.device.type == "cpu" and sys.platform == "linux" and size >= _HUGE:
+        page = os.sysconf("SC_PAGE_SIZE")
+        begin = -(-fresh.data_ptr() // page) * page
+        end = (fresh.data_ptr() + size) // page * page
+        # advice: where it is refused, the memory is as it was
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+    return fresh
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
@@ -46,7 +64,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
 def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
     """Gradient of the logits, (N, V) in their dtype; upstream gradients (N,) fp32 or None; `out` may be the logits."""
     n = logits.shape[0]
-    out = torch.empty_like(logits) if out is None else out
+    out = in_huge_pages(torch.empty_like(logits)) if out is None else out
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)
     zero = torch.zeros(n, dtype=torch.float64)
     dlp, dh, dlse = (zero if d is None else d.double() for d in (dlogprobs, dentropy, dlse))

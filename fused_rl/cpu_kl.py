@@ -44,8 +44,10 @@ def js_fwd(x, y, mask, inv_t, state):
 def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
     """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
     new = torch.empty if mask is None else torch.zeros
-    dx = new(x.shape, dtype=x.dtype) if wants_dx else None
-    dy = new(y.shape, dtype=y.dtype) if wants_dy else None
+    dx, dy = (
+        cpu.in_huge_pages(new(z.shape, dtype=z.dtype)) if wanted else None
+        for z, wanted in ((x, wants_dx), (y, wants_dy))
+    )
     rows, t, x, y = _selected(x, y, mask, inv_t)
     state = state[:, rows]
     _, _, w_all, offset, c, *_ = state

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fused_rl import tiles
+from fused_rl.cpu import in_huge_pages
 from fused_rl.logprobs import (
     _INTEGERS,
     TokenLogprobs,
@@ -103,7 +104,7 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     backend = row_backend(hidden.device)
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
-    buffer = hidden.new_empty(step * vocab)
+    buffer = in_huge_pages(hidden.new_empty(step * vocab))
     loss = torch.zeros((), device=hidden.device)
     logprobs, entropy, m, rest, dlogprobs, dentropy = torch.zeros(6, n, device=hidden.device)
     for rows in tiles.blocks(n, step):

@@ -6,6 +6,7 @@ In FLOP per logit 2H for each head forward, and again for the logits recomputed 
 import torch
 
 from fused_rl import tiles
+from fused_rl.cpu import in_huge_pages
 from fused_rl.kl import DIRECTIONS, kl_backend
 from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
 
@@ -27,7 +28,7 @@ class _LinearTokenKL(torch.autograd.Function):
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = kl_backend(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget // _TILES)
-        buffers = hidden.new_empty(2, step * vocab)
+        buffers = in_huge_pages(hidden.new_empty(2, step * vocab))
         divergence, state, sums = [], [], []
         for rows in tiles.blocks(n, step):
             logits = tiles.logits_tile(hidden[rows], *head, buffers[0])
@@ -64,7 +65,7 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     backend = kl_backend(hidden.device)
     tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
     gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
-    buffers = hidden.new_empty(2, tile[0] * tile[1])
+    buffers = in_huge_pages(hidden.new_empty(2, tile[0] * tile[1]))
     wants = (False, True) if direction == "forward" else (True, False)
     for rows in tiles.blocks(n, max(1, tile[0])):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)

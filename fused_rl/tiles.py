@@ -9,6 +9,7 @@ of the (V, H) gradient. `backward_tile` takes the smaller; a single tile needs n
 
 import torch
 
+from fused_rl.cpu import in_huge_pages
 from fused_rl.logprobs import row_backend
 
 # Below this many rows in a tile, reading and writing the fp32 sum of the weight's gradient costs more than the GEMM
@@ -66,7 +67,7 @@ class Gradients:
         new = torch.empty_like if n else torch.zeros_like
         self.dtype = hidden.dtype
         self.hidden = new(hidden, dtype=row_sum) if needs[0] else None
-        self.weight = new(weight, dtype=column_sum) if needs[1] else None
+        self.weight = in_huge_pages(new(weight, dtype=column_sum)) if needs[1] else None
         self.bias = new(bias, dtype=column_sum) if needs[2] else None
 
     def add(self, dlogits, hidden, weight, rows, columns):  # (n, v), (n, H), (v, H) of one tile
@@ -131,7 +132,7 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
     backend = row_backend(hidden.device)
     outputs = torch.zeros(5, n, device=hidden.device, dtype=torch.float32)
     step = forward_rows(hidden, vocab, budget)
-    buffer = hidden.new_empty(step * vocab)
+    buffer = in_huge_pages(hidden.new_empty(step * vocab))
     for rows in blocks(n, step):
         logits = logits_tile(hidden[rows], weight, bias, buffer)
         block = backend.logprob_fwd(logits, targets[rows], None, at(inv_temperature, rows), softcap)
@@ -159,7 +160,7 @@ def recomputed(needs, upstream, hidden, weight, bias, targets, statistics, inv_t
     backend = row_backend(hidden.device)
     tile = backward_tile(hidden, vocab, needs, budget)
     gradients = Gradients(needs, hidden, weight, bias, tile)
-    buffer = hidden.new_empty(tile[0] * tile[1])
+    buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
     for rows in blocks(n, max(1, tile[0])):
         dlogprobs, dentropy, dlse = (at(d, rows) for d in upstream)

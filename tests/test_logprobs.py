@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -635,3 +637,23 @@ def test_compiled_cpu_path(monkeypatch, dtype):
         lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k), logits, targets, upstream, **options
     )
     assert torch.equal(inplace, gradient)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
+def test_large_gradients_ask_for_huge_pages():
+    """The kernel's flags of the mapping that holds them; small ones share theirs with everything else."""
+
+    def flags(tensor):
+        inside = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                middle = tensor.data_ptr() + tensor.nbytes // 2
+                inside = int(span[1], 16) <= middle < int(span[2], 16)
+            elif inside and line.startswith("VmFlags"):
+                return line.split()[1:]
+        raise AssertionError("no mapping")
+
+    large, small = torch.empty(1 << 24), torch.empty(1 << 10)
+    assert "hg" not in flags(large)
+    assert cpu.in_huge_pages(large) is large and "hg" in flags(large)
+    assert "hg" not in flags(cpu.in_huge_pages(small))
