@@ -224,11 +224,12 @@ def import_peer(module: str):
         raise Unavailable("not installed" if missing else f"{type(error).__name__}: {error}") from error
 
 
+# in this order they run, and where time is short the last are left out
 LOGPROBS = {
+    "TRL": _trl,
     "plain torch": _plain,
     "torch.compile": _compiled,
     "F.cross_entropy": _cross_entropy,
-    "TRL": _trl,
     "TRL kernel": _trl_kernel,
     "Liger GRPO loss": _liger_grpo,
     "Liger cross-entropy": _liger_ce,
