@@ -16,7 +16,7 @@ def dropped(shape, fraction, generator, device):
 
 
 class Case:
-    """Inputs, reference and byte counts of one row-statistics case; `refs` is how many logits tensors it reads."""
+    """Inputs, reference and byte counts of one row-statistics case."""
 
     def __init__(self, op, layout, shape, dtype, fraction, device):
         self.op, self.layout, self.shape, self.dtype, self.fraction = op, layout, shape, dtype, fraction

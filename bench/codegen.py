@@ -87,29 +87,30 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
-def _kl_inputs(dtype="bfloat16", vocab=VOCAB):
+def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
     import torch
 
     x, y = (torch.empty(1, ROWS, vocab, dtype=getattr(torch, dtype)) for _ in range(2))
-    return x, y, torch.ones(ROWS)
+    row = torch.ones(ROWS)
+    return (x, y, row.bool() if mask else None, row if per_row else 0.7), row
 
 
 def kl_fwd(jensen_shannon=False, **options):
     from fused_rl.kernels import kl
 
-    x, y, row = _kl_inputs(**options)
+    rows, row = _kl_inputs(**options)
     if jensen_shannon:
-        kl.js_fwd(x, y, row.bool(), 0.7, row.expand(len(kl.STATE), -1).contiguous())
+        kl.js_fwd(*rows, row.expand(len(kl.STATE), -1).contiguous())
     else:
-        kl.kl_fwd(x, y, row.bool(), 0.7)
+        kl.kl_fwd(*rows)
 
 
 def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
     from fused_rl.kernels import kl
 
-    x, y, row = _kl_inputs(**options)
+    rows, row = _kl_inputs(**options)
     state, sums = row.expand(len(kl.STATE), -1).contiguous(), row.expand(3, -1).contiguous() if jensen_shannon else None
-    kl.kl_bwd(row, x, y, row.bool(), 0.7, row, state, sums, *wants)
+    kl.kl_bwd(row, *rows, row, state, sums, *wants)
 
 
 def gae():
@@ -150,7 +151,8 @@ VARIANTS = {
         2,
     ),
     "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}, 2),
-    "kl_fwd fp32": (kl_fwd, {"dtype": "float32"}, 8),
+    "kl_fwd fp32, per-row temperature": (kl_fwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
+    "kl_bwd fp32, per-row temperature": (kl_bwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
     "kl_fwd fp32, odd vocabulary": (kl_fwd, {"dtype": "float32", "vocab": 50257}, 8),
     "kl_fwd fp16": (kl_fwd, {"dtype": "float16"}, 4),
     "kl_fwd fp16, odd vocabulary": (kl_fwd, {"dtype": "float16", "vocab": 50257}, 4),

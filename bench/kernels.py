@@ -129,7 +129,8 @@ def ours_of(names):
 
 
 def label(case) -> str:
-    return f"{case.op} {' x '.join(map(str, case.shape))} {case.dtype}"
+    masked = f", {case.fraction:.0%} masked" if case.fraction else ""
+    return f"{case.op} {' x '.join(map(str, case.shape))} {case.dtype}{masked}"
 
 
 def describe(rows, samples, memory, copy_bytes_per_s):

@@ -18,7 +18,6 @@ from fused_rl import cpu
 BANNED, FLOOR, TINY, NONE = -1e20, -5e19, 1e-30, -1e10
 STATE = 9  # m, w, w_all, offset, c, n, f, s, k
 _LOG2E = 1.4426950408889634
-_CHUNK = 1 << 18  # elements that eager passes over again and again, in the cache
 # Inductor would write to memory what several sums use; here it is to compute it again, from a block in the cache.
 _RECOMPUTE = {f"realize_{what}_threshold": 10000 for what in ("reads", "acc_reads", "opcount")}
 
@@ -117,7 +116,7 @@ def _sums(function, x, y, per_row, compiled):
     if compiled:
         found = _compiled(function, *x, *y, *per_row)
     else:
-        step = _CHUNK // cpu._BLOCK
+        step = cpu._CHUNK // cpu._BLOCK
         parts = []
         for c in (slice(i, i + step) for i in range(0, max(1, block.numel()), step)):
             at = [tuple(i[c] for i in z[1]) for z in (x, y)]
@@ -140,7 +139,7 @@ def _write(function, out, rows, x, y, per_row):
     if _compile_pays(x):
         _compiled(function, out, rows, *x, *y, *per_row)
     else:
-        step = max(1, _CHUNK // out.shape[1])
+        step = max(1, cpu._CHUNK // out.shape[1])
         for c in (slice(i, i + step) for i in range(0, rows.numel(), step)):
             function(out, rows[c], x[0], x[1][c], y[0], y[1][c], *(z[c] for z in per_row))
 

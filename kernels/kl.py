@@ -460,10 +460,10 @@ def _layout(dtype, aligned):
     """
     vec = 16 // dtype.itemsize if aligned else 1
     columns = COLUMNS if dtype == torch.bfloat16 else COLUMNS // 2
-    return {"THREADS": THREADS, "K": columns // vec, "VEC": vec, "num_warps": warps()}
+    return {"THREADS": THREADS, "K": columns // vec, "VEC": vec, "num_warps": _warps()}
 
 
-def warps():
+def _warps():
     return THREADS // (64 if torch.version.hip else 32)
 
 
@@ -503,7 +503,7 @@ def js_fwd(x, y, mask, inv_t, state):
     x, y, inv_t, numbers = _common(x, y, inv_t)
     if n:
         with torch.cuda.device_of(x):
-            js_kernel[(n,)](x, y, mask, inv_t, state, sums, *numbers, BLOCK=1024, num_warps=warps())
+            js_kernel[(n,)](x, y, mask, inv_t, state, sums, *numbers, BLOCK=1024, num_warps=_warps())
     return sums
 
 
@@ -515,5 +515,5 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
     if numbers[0]:
         arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
         with torch.cuda.device_of(x):
-            kl_bwd_kernel[(numbers[0],)](*arguments, BLOCK=1024, num_warps=warps())
+            kl_bwd_kernel[(numbers[0],)](*arguments, BLOCK=1024, num_warps=_warps())
     return dx, dy

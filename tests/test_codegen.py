@@ -39,6 +39,9 @@ def test_16_bytes_per_load_and_store_on_every_target(compiled):
         forward, backward = (compiled[f"logprob_{way} bf16", target]["loops"] for way in ("fwd", "bwd"))
         assert len(forward) == 2 and {loop["load"] for loop in forward} == {16}
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
+        forward, backward, js = (compiled[f"{case} bf16", target]["loops"] for case in ("kl_fwd", "kl_bwd", "js_fwd"))
+        assert {loop["load"] for loop in forward + js} == {16}
+        assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
 
 
 def test_every_way_to_launch_compiles():

@@ -294,7 +294,7 @@ def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
         assert torch.equal(fused_rl.token_kl(*shifted), want), at
 
 
-def test_a_reference_off_the_mean_is_found_and_replaced(backend):
+def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
     """Where the likeliest column's difference is far from all others': 1 - 1e-3 of F would cancel."""
     x = torch.zeros(1, 4000, device=backend)
     y = 1e-4 * torch.randn(1, 4000, device=backend)

@@ -657,3 +657,23 @@ def test_large_gradients_ask_for_huge_pages():
     assert "hg" not in flags(large)
     assert cpu.in_huge_pages(large) is large and "hg" in flags(large)
     assert "hg" not in flags(cpu.in_huge_pages(small))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("interpret", "ulps"), [("0", 0), ("1", 4)])  # the CPU path; the kernels
+def test_an_offset_cancels(interpret, ulps, seed, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    torch.manual_seed(seed)
+    eighths = torch.randint(-64, 64, (5, 3001)) / 8  # so that the sums below are exact
+    targets = torch.randint(3001, (5,))
+
+    def results(x):
+        x = x.clone().requires_grad_()
+        out = token_logprobs(x, targets, temperature=0.7)
+        return out.logprobs, out.entropy, *torch.autograd.grad((out.logprobs + out.entropy).sum(), x)
+
+    for offset in (64.0, 512.0, -1024.0):
+        for ours, moved in zip(results(eighths), results(eighths + offset), strict=True):
+            atol = ulps * 2**-24 * ours.abs().max().item()
+            torch.testing.assert_close(moved, ours, rtol=ulps * 2**-24, atol=atol)
+    assert not torch.equal(results(eighths)[2], results(eighths * 1.125)[2])
