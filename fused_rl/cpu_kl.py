@@ -250,8 +250,11 @@ def _divergence(w, w_all, mean, z, f, lone):
 
 
 def _distributions(state, t):
-    """What `_p_q_delta` takes of each row."""
+    """What `_p_q_delta` takes of each row; about the maxima where KL is large, as `_far` of the kernels."""
     m, _, w_all, offset, c, n, _, s, k = state
+    far, apart = k > 8, m - n
+    c = torch.where(far, (m.double() - n.double() - apart).float() * t, c)
+    offset, k = torch.where(far, apart, offset), torch.where(far, (s / w_all).log(), k)
     return m, torch.where(w_all == 0, 0, 1 / w_all), n, torch.where(s == 0, 0, 1 / s), t, offset, c, k
 
 

@@ -303,6 +303,30 @@ def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
     torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("apart", [30.0, 1000.0, 3000.0])
+def test_jensen_shannon_of_rows_that_share_only_some_tokens(backend, apart):
+    """KL is half of `apart`; where Q has its mass log(p / q) is -log 2, and would lose as many digits as KL has."""
+    x = torch.full((2, 3000), -100.0, device=backend)
+    x[:, [700, 2900]] = 0.1
+    y = x.clone()
+    y[:, 700] -= apart
+    upstream = torch.tensor([1.0, -0.5], device=backend)
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
+    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
+    for ours, best, atol in zip(got, want, (0, 2e-7, 2e-7), strict=True):  # gradients are differences of numbers near 1
+        torch.testing.assert_close(ours.double(), best, rtol=1e-6, atol=atol)
+
+
+def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
+    """A wide load from anywhere else faults on a GPU; the interpreter would not notice."""
+    kl = pytest.importorskip("fused_rl.kernels.kl")
+    whole = torch.randn(2, 3, 5056)
+    for x in (whole[..., 1:5009], whole[..., :5008].expand(2, 3, 5008), torch.randn(2, 3, 5009)[..., :5008]):
+        got, same, *_ = kl._common(x, whole[..., :5008], 1.0)
+        assert torch.equal(got, x) and got.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in got.stride()[:2])
+        assert same.data_ptr() == whole.data_ptr(), "no copy without need"
+
+
 def test_one_row_of_a_strided_mask(backend):
     x, y = pair(3, 40, device=backend)
     mask = torch.tensor([True, False, False, True, True, False], device=backend)[::2]
