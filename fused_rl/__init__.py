@@ -6,13 +6,12 @@ from pathlib import Path as _Path
 if not (_Path(__path__[0]) / "kernels").is_dir():
     __path__.append(str(_Path(__path__[0]).parent))
 
-from fused_rl.advantages import gae, group_advantages
+from fused_rl.advantages import ADVANTAGES, gae, group_advantages, response_advantages
 from fused_rl.kl import kl_estimate, token_kl
 from fused_rl.linear import LinearTokenLoss, linear_token_logprobs, linear_token_loss
 from fused_rl.linear_kl import linear_token_kl
 from fused_rl.logprobs import TokenLogprobs, token_logprobs
 from fused_rl.losses import (
-    PRESETS,
     entropy_bonus,
     importance_ratio,
     policy_loss,
@@ -21,13 +20,17 @@ from fused_rl.losses import (
     value_loss,
 )
 from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
+from fused_rl.presets import PRESETS, PolicyLossOptions, Preset
 from fused_rl.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADVANTAGES",
     "PRESETS",
     "LinearTokenLoss",
+    "PolicyLossOptions",
+    "Preset",
     "TokenLogprobs",
     "entropy_bonus",
     "gae",
@@ -43,6 +46,7 @@ __all__ = [
     "policy_loss",
     "policy_token_loss",
     "preference_loss",
+    "response_advantages",
     "token_kl",
     "token_logprobs",
     "value_loss",

@@ -4,7 +4,13 @@ import os
 
 import torch
 
-__all__ = ["gae", "group_advantages"]
+from fused_rl.checks import check_choice
+from fused_rl.masked import whiten
+
+__all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
+
+# What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
+ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std", "gae")
 
 
 def group_advantages(
@@ -31,8 +37,7 @@ def group_advantages(
     Raises:
         ValueError: shapes or options that do not fit.
     """
-    if rewards.dim() != 1 or not rewards.is_floating_point():
-        raise ValueError(f"rewards must be (B,) floating point, got {tuple(rewards.shape)} {rewards.dtype}")
+    _check_rewards(rewards)
     if group_size < 1 or rewards.numel() % group_size:
         raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
     if baseline not in ("mean", "leave-one-out"):
@@ -49,6 +54,55 @@ def group_advantages(
     # Equality, not a small deviation: the rounded mean of equal rewards can differ from them in the last bit.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0, centred).view(-1)
+
+
+def response_advantages(
+    rewards: torch.Tensor,
+    advantage: str,
+    *,
+    group_size: int,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Advantage of each response by the name that a preset gives it: `PRESETS[preset].advantage`.
+
+    Args:
+        rewards: (B,) floating point; the responses to one prompt are adjacent.
+        advantage: "group-std", reward less the group's mean over its standard deviation (GRPO); "group-mean", without
+            the division (Dr. GRPO); "leave-one-out", reward less the mean of the group's others (RLOO); "batch-std",
+            rewards of all prompts whitened together (REINFORCE++, arXiv:2501.03262), as `whiten` does.
+        group_size: G, responses per prompt; "batch-std" does not look at it.
+        process_group: the ranks whose rewards "batch-std" takes as one batch, all of which call; None: this rank's.
+
+    Returns:
+        (B,) in at least fp32, not differentiable. Exactly 0 where all rewards that are compared are equal.
+
+    Raises:
+        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit.
+    """
+    check_choice("advantage", advantage, ADVANTAGES)
+    if advantage == "gae":
+        raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
+    if advantage == "batch-std":
+        return _batch_advantages(rewards, process_group)
+    baseline = "leave-one-out" if advantage == "leave-one-out" else "mean"
+    return group_advantages(rewards, group_size, baseline=baseline, normalize=advantage == "group-std")
+
+
+def _check_rewards(rewards):
+    if rewards.dim() != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be (B,) floating point, got {tuple(rewards.shape)} {rewards.dtype}")
+
+
+def _batch_advantages(rewards, process_group):
+    _check_rewards(rewards)
+    rewards = rewards.detach()
+    whitened = whiten(rewards, torch.ones_like(rewards, dtype=torch.bool), group=process_group)
+    # Equality, as in a group; a rank without rewards takes part with -inf.
+    extremes = torch.stack([torch.cat([x, x.new_tensor([-torch.inf])]).max() for x in (rewards, -rewards)])
+    if process_group is not None:
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=process_group)
+    highest, lowest = extremes[0], -extremes[1]
+    return torch.where(highest == lowest, 0, whitened)
 
 
 def gae(rewards, values, mask, *, gamma: float, gae_lambda: float):

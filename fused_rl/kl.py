@@ -21,6 +21,11 @@ def tangent_exp(x: torch.Tensor) -> torch.Tensor:
     return torch.where(far, math.exp(_LINEAR_BEYOND) * (1 + x - _LINEAR_BEYOND), torch.where(far, 0, x).exp())
 
 
+def tangent_expm1(x: torch.Tensor) -> torch.Tensor:
+    """`tangent_exp` less 1, to the last bits also where x is near 0; in the dtype of x, not meant for gradients."""
+    return torch.where(x > _LINEAR_BEYOND, tangent_exp(x) - 1, x.clamp(max=_LINEAR_BEYOND).expm1())
+
+
 def _k3(d: torch.Tensor) -> torch.Tensor:
     """expm1(-d) + d without cancellation near 0, continued by its tangent where exp(-d) would overflow."""
     x = -d

@@ -1,28 +1,22 @@
 """RL losses on (B, T) log-probabilities: ratio level x surrogate x aggregation, each chosen on its own.
 
 A loss is unreduced until it is divided, once, by an explicit denominator. Pass the denominators of the whole optimizer
-step (`num_tokens`, `num_sequences`) and the gradients of any split into micro-batches add up to the same sum. The
-choices and the known algorithms are in fused_rl/surrogates.py; docs/losses.md shows a loss of your own in five lines.
+step (`num_tokens`, `num_sequences`) and the gradients of any split into micro-batches add up to the same sum. So do
+the metrics, detached scalars under bare names. The ratio levels and surrogates are in fused_rl/surrogates.py, the
+options and the known algorithms in fused_rl/presets.py.
 """
 
 import warnings
 
 import torch
 
-from fused_rl.kl import kl_estimate, tangent_exp
-from fused_rl.masked import Batch, masked_mean
-from fused_rl.surrogates import (
-    LOSS_AGGS,
-    PRESETS,
-    RATIO_LEVELS,
-    check_choice,
-    check_token_level,
-    resolve_options,
-    surrogate_of,
-)
+from fused_rl.checks import check_choice
+from fused_rl.kl import kl_estimate, tangent_exp, tangent_expm1
+from fused_rl.masked import Batch
+from fused_rl.presets import check_token_level, resolve_options, surrogate_of
+from fused_rl.surrogates import LOSS_AGGS, RATIO_LEVELS, NoSequences
 
 __all__ = [
-    "PRESETS",
     "aggregate",
     "entropy_bonus",
     "importance_ratio",
@@ -99,8 +93,16 @@ def policy_loss(
         **options: the fields of `PolicyLossOptions`.
 
     Returns:
-        The loss, a scalar in at least fp32, differentiable in `logprobs` and `entropy`; and a dict of detached scalars.
-        Metrics use the same denominators: over micro-batches and ranks they add up, as the losses do.
+        The loss, a scalar in at least fp32, differentiable in `logprobs` and `entropy`; and a dict of detached scalars,
+        divided by the same denominators, so that over micro-batches and ranks they add up, as the losses do. A token
+        mean is a sum over the tokens that count / num_tokens:
+
+        - `loss`, the whole; `policy_loss`, the surrogate alone, by the loss's aggregation;
+        - `approx_kl`, token mean of (logprobs - old_logprobs)^2 / 2, nats; `clipfrac`, of whether the clip bounds bind;
+        - `ratio_minus_1`, `ratio_minus_1_square`, fp64: token means of r - 1 and (r - 1)^2, r at the ratio level, from
+          which the ratio's mean and variance follow: E[(r - 1)^2] - E[r - 1]^2;
+        - `entropy`, token mean, where it is given;
+        - with `ref_logprobs`, sums over a sequence's tokens / num_sequences: `kl` by `kl_estimator`; `kl1` to `kl4`.
 
     Raises:
         ValueError: shapes or options that do not fit.
@@ -120,11 +122,12 @@ def policy_loss(
     weights = weights * _sequence_gate(logprobs, old if rollout is None else rollout, advantages, batch, chosen)
     weights = weights * _entropy_gate(entropy, batch.mask, chosen)
     losses = surrogate_of(chosen)(level, advantages, logprobs, batch.sequences, chosen) * weights
+    loss = batch.aggregate(losses + _regularisers(logprobs, old, ref, entropy, chosen), chosen.loss_agg)
     with torch.no_grad():
-        metrics = _policy_metrics(level, logprobs - old, advantages, entropy, batch, chosen)
-        metrics["loss/policy_avg"] = batch.aggregate(losses, chosen.loss_agg)
+        metrics = {"loss": loss.detach(), "policy_loss": batch.aggregate(losses, chosen.loss_agg)}
+        metrics |= _policy_metrics(level, logprobs - old, advantages, entropy, batch, chosen)
         metrics |= {} if ref is None else _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
-    return batch.aggregate(losses + _regularisers(logprobs, old, ref, entropy, chosen), chosen.loss_agg), metrics
+    return loss, metrics
 
 
 def _check_needs(chosen, ref_logprobs, entropy):
@@ -177,20 +180,24 @@ def _regularisers(logprobs, old, ref, entropy, chosen):
 
 def _policy_metrics(level, log_ratio, advantages, entropy, batch, chosen):
     ratio = tangent_exp(level)
-    beyond = ((advantages > 0) & (ratio > 1 + chosen.clip_high)) | ((advantages < 0) & (ratio < 1 - chosen.clip_low))
+    above = (advantages > 0) & (ratio > 1 + chosen.clip_high)
+    below = (advantages < 0) & (ratio < 1 - chosen.clip_low)
+    # fp64, and less 1: a variance of 1e-8 around a mean of 1 would drown in E[r^2] - E[r]^2
+    ratio_minus_1 = tangent_expm1(level.double())
     metrics = {
-        "policy/approxkl_avg": log_ratio.square() / 2,
-        "policy/clipfrac_avg": beyond.to(ratio.dtype),
-        "val/ratio": ratio,
-        "val/ratio_var": (ratio - masked_mean(ratio, batch.mask)).square(),
+        "approx_kl": log_ratio.square() / 2,
+        "clipfrac": (above | below).to(ratio.dtype),
+        "ratio_minus_1": ratio_minus_1,
+        "ratio_minus_1_square": ratio_minus_1.square(),
     }
-    metrics |= {} if entropy is None else {"policy/entropy_avg": entropy}
+    if entropy is not None:
+        metrics["entropy"] = entropy
     return {name: batch.aggregate(values, "token-mean") for name, values in metrics.items()}
 
 
 def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
-    """Sums per sequence, averaged: the KL optimised (`objective/kl`), and k1 to k4 whatever is optimised."""
-    names = {"objective/kl": kl_estimator, **{f"objective/kl{i}_avg": f"k{i}" for i in (1, 2, 3, 4)}}
+    """Sums per sequence, averaged: the KL optimised, `kl`, and k1 to k4 whatever is optimised."""
+    names = {"kl": kl_estimator, **{f"kl{i}": f"k{i}" for i in (1, 2, 3, 4)}}
     estimates = {name: kl_estimate(logprobs, ref, k, old_logprobs=old) for name, k in names.items()}
     return {name: batch.aggregate(kl, "seq-mean-token-sum") for name, kl in estimates.items()}
 
@@ -222,7 +229,8 @@ def policy_token_loss(
 
     Raises:
         ValueError: also where a token's loss depends on the rest of its sequence or batch: a ratio level other than
-            token, geo-mean, off_policy_threshold, top_entropy. Use `linear_token_logprobs` and `policy_loss` there.
+            token, a surrogate that `needs_sequences` (geo-mean), off_policy_threshold, top_entropy. Use
+            `linear_token_logprobs` and `policy_loss` there.
     """
     chosen = resolve_options(preset, options)
     check_token_level(chosen)
@@ -244,7 +252,7 @@ def policy_token_loss(
     def token_loss(logprobs, entropy, *tensors):
         given = dict(zip(per_token, tensors, strict=True))
         old = given.get("old", logprobs.detach())
-        losses = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, None, chosen)
+        losses = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
         losses = losses * given.get("weights", 1) * _entropy_gate(entropy, None, chosen)
         return given["shares"] * (losses + _regularisers(logprobs, old, given.get("ref"), entropy, chosen))
 
@@ -280,11 +288,11 @@ def entropy_bonus(entropy, mask, entropy_coef, *, loss_agg="token-mean", **denom
         entropy_coef: weight.
 
     Returns:
-        The loss, a scalar, differentiable in `entropy`; and {"policy/entropy_avg": the token mean}.
+        The loss, a scalar, differentiable in `entropy`; and {"entropy": the token mean, which adds up}.
     """
     loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **denominators)
     counts = {k: v for k, v in denominators.items() if k in ("num_tokens", "sequence_ids")}
-    return loss, {"policy/entropy_avg": aggregate(entropy.detach(), mask, "token-mean", **counts)}
+    return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
 
 
 def value_loss(values, old_values, returns, mask, *, value_clip=0.2, num_tokens=None):
@@ -299,8 +307,11 @@ def value_loss(values, old_values, returns, mask, *, value_clip=0.2, num_tokens=
         num_tokens: as in `policy_loss`.
 
     Returns:
-        The loss, a scalar in at least fp32, differentiable in `values`; and the detached metrics loss/value_avg and
-        val/clipfrac_avg.
+        The loss, a scalar in at least fp32, differentiable in `values`; and a dict of detached scalars, token means
+        (sums over the tokens that count / num_tokens), which over micro-batches and ranks add up: `value_loss`, the
+        loss; `value_clipfrac`, of whether the clipped error is the larger; and in fp64 `return`, `return_square`,
+        `value_error`, `value_error_square` of the returns R and the errors e = R - values. From these four follows the
+        explained variance, 1 - (E[e^2] - E[e]^2) / (E[R^2] - E[R]^2).
 
     Raises:
         ValueError: shapes or options that do not fit.
@@ -317,7 +328,20 @@ def value_loss(values, old_values, returns, mask, *, value_clip=0.2, num_tokens=
         clipped = (torch.clamp(values, old - value_clip, old + value_clip) - returns).square()
     loss = batch.aggregate(torch.maximum(unclipped, clipped) / 2, "token-mean")
     clipfrac = batch.aggregate((clipped > unclipped).to(batch.dtype), "token-mean")
-    return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": clipfrac}
+    metrics = {"value_loss": loss.detach(), "value_clipfrac": clipfrac}
+    return loss, metrics | _value_moments(values.detach().double(), returns.double(), batch)
+
+
+def _value_moments(values, returns, batch):
+    """First and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers."""
+    error = returns - values
+    moments = {
+        "return": returns,
+        "return_square": returns.square(),
+        "value_error": error,
+        "value_error_square": error.square(),
+    }
+    return {name: batch.aggregate(moment, "token-mean") for name, moment in moments.items()}
 
 
 def preference_loss(
@@ -334,7 +358,10 @@ def preference_loss(
         num_sequences: pairs in the whole optimizer step; None: B.
 
     Returns:
-        The loss, a scalar in at least fp32, differentiable in both; and detached metrics of this batch.
+        The loss, a scalar in at least fp32, differentiable in both; and a dict of detached scalars. Sums over pairs /
+        num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of chosen > rejected;
+        `reward_margin`, of chosen - rejected; `chosen_rewards`, `rejected_rewards`; `mean_reward`, the mean of these
+        two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
 
     Raises:
         ValueError: scores that are not (B,), label_smoothing outside [0, 0.5).
@@ -351,19 +378,22 @@ def preference_loss(
     log_sigmoid = torch.nn.functional.logsigmoid
     losses = -(1 - label_smoothing) * log_sigmoid(lead) - label_smoothing * log_sigmoid(-lead)
     losses = losses + centering * (chosen + rejected).square()
-    loss = losses.sum() / (chosen.numel() if num_sequences is None else num_sequences)
-    return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach())
+    num_sequences = chosen.numel() if num_sequences is None else num_sequences
+    loss = losses.sum() / num_sequences
+    return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach(), num_sequences)
 
 
-def _preference_metrics(loss, chosen, rejected):
-    both = torch.cat([chosen, rejected])
-    return {
-        "train/rm/loss": loss,
-        "train/rm/accuracy": (chosen > rejected).to(loss.dtype).mean(),
-        "train/rm/reward_margin": (chosen - rejected).mean(),
-        "train/rm/chosen_rewards": chosen.mean(),
-        "train/rm/rejected_rewards": rejected.mean(),
-        "train/rm/min_reward": both.min(),
-        "train/rm/mean_reward": both.mean(),
-        "train/rm/max_reward": both.max(),
+def _preference_metrics(loss, chosen, rejected, num_sequences):
+    per_pair = {
+        "accuracy": (chosen > rejected).to(loss.dtype),
+        "reward_margin": chosen - rejected,
+        "chosen_rewards": chosen,
+        "rejected_rewards": rejected,
+        "mean_reward": (chosen + rejected) / 2,
     }
+    sums = {name: values.sum() / num_sequences for name, values in per_pair.items()}
+    extremes = {
+        "min_reward": torch.minimum(chosen, rejected).min(),
+        "max_reward": torch.maximum(chosen, rejected).max(),
+    }
+    return {"loss": loss, **sums, **extremes}

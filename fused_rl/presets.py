@@ -1,0 +1,203 @@
+"""The options of `policy_loss`, and the known algorithms as a table of changes to them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fused_rl.checks import check_choice
+from fused_rl.kl import KL_ESTIMATORS
+from fused_rl.surrogates import LOSS_AGGS, RATIO_LEVELS, SURROGATES
+
+__all__ = ["PRESETS", "PolicyLossOptions", "Preset", "resolve_options"]
+
+ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLossOptions:
+    """Everything `policy_loss` lets you choose, with its defaults (PPO's); `PRESETS` are changes to these."""
+
+    ratio_level: str = "token"
+    """Which probability ratio a token gets: "token", "sequence" (geometric mean) or "sequence-sum" (the product)."""
+    surrogate: str | Callable = "clip"
+    """A name of `SURROGATES`, or your own function of the same arguments."""
+    loss_agg: str = "token-mean"
+    """One of `LOSS_AGGS`."""
+    clip_low: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound. geo-mean clips the log-ratio."""
+    clip_high: float = 0.2
+    """inf is no upper bound."""
+    delta: float | None = None
+    """Bound on the ratio where the advantage is negative, above 1 + clip_high: dual clip (arXiv:1912.09729)."""
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    kl_coef: float = 0.0
+    """Weight of the KL term in the loss; needs `ref_logprobs`."""
+    kl_estimator: str = "rk3"
+    """One of `kl_estimate`'s."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; needs `entropy`."""
+    rollout_correction: str | None = "token-truncate"
+    """How exp(old_logprobs - rollout_logprobs) weights the surrogate where `rollout_logprobs` are given: of each token
+    or of the sequence, truncated to the bounds or 0 outside them; None: not at all."""
+    rollout_low: float = 0.0
+    rollout_high: float = 2.0
+    off_policy_threshold: float | None = None
+    """Drop the surrogate of sequences with negative advantage that the policy has left by more than this, in nats per
+    token (mean of rollout or old logprobs - logprobs; DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
+    top_entropy: float | None = None
+    """Keep the surrogate of this fraction of the batch's tokens only, those of highest entropy (arXiv:2506.01939)."""
+    entropy_threshold: float | None = None
+    """The same by a fixed threshold in nats, which does not depend on the micro-batch."""
+
+    def __post_init__(self):
+        check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
+        check_choice("loss_agg", self.loss_agg, LOSS_AGGS)
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        if not callable(self.surrogate):
+            check_choice("surrogate", self.surrogate, SURROGATES)
+        if self.rollout_correction is not None:
+            check_choice("rollout_correction", self.rollout_correction, ROLLOUT_CORRECTIONS)
+        if self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError(f"clip_low and clip_high are offsets >= 0, got {self.clip_low} and {self.clip_high}")
+        if self.delta is not None and self.surrogate in SURROGATES and self.surrogate != "clip":
+            raise ValueError(f'delta belongs to the surrogate "clip", not to {self.surrogate!r}')
+        if self.delta is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(f"delta must lie above 1 + clip_high = {1 + self.clip_high}, got {self.delta}")
+        if self.sapo_temperature_pos <= 0 or self.sapo_temperature_neg <= 0:
+            raise ValueError("sapo_temperature_pos and sapo_temperature_neg must be > 0")
+        if self.top_entropy is not None and not 0 < self.top_entropy <= 1:
+            raise ValueError(f"top_entropy is a fraction in (0, 1], got {self.top_entropy}")
+        if self.top_entropy is not None and self.entropy_threshold is not None:
+            raise ValueError("give top_entropy or entropy_threshold, not both")
+
+
+class Preset(NamedTuple):
+    """A known algorithm: what it changes of `PolicyLossOptions`, and the advantages that its paper multiplies by."""
+
+    options: dict
+    advantage: str
+    """A name of `fused_rl.ADVANTAGES`."""
+    paper: str
+    equation: str
+
+
+_GSPO = {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"}
+_LUSPO = {"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"}
+_GMPO = {"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"}
+_MIN = "-min(r A, clip(r) A)"
+
+PRESETS = {
+    "ppo": Preset(
+        options={},
+        advantage="gae",
+        paper="arXiv:1707.06347, eq. 7",
+        equation=f"1/N sum_it {_MIN}",
+    ),
+    "grpo": Preset(
+        options={"loss_agg": "seq-mean-token-mean"},
+        advantage="group-std",
+        paper="arXiv:2402.03300, eq. 3",
+        equation=f"1/B sum_i 1/n_i sum_t {_MIN}",
+    ),
+    "bnpo": Preset(
+        options={},
+        advantage="group-std",
+        paper="TRL's name",
+        equation=f"1/N sum_it {_MIN}, N of the local batch in TRL",
+    ),
+    "dr_grpo": Preset(
+        options={"loss_agg": "seq-mean-token-sum-norm"},
+        advantage="group-mean",
+        paper="arXiv:2503.20783",
+        equation=f"1/(B L) sum_it {_MIN}",
+    ),
+    "dapo": Preset(
+        options={"clip_high": 0.28},
+        advantage="group-std",
+        paper="arXiv:2503.14476, eq. 8",
+        equation=f"1/N sum_it {_MIN}",
+    ),
+    "gspo": Preset(
+        options=_GSPO,
+        advantage="group-std",
+        paper="arXiv:2507.18071, eq. 5",
+        equation="1/B sum_i -min(s_i A, clip(s_i) A)",
+    ),
+    "cispo": Preset(
+        options={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        advantage="group-std",
+        paper="arXiv:2506.13585, eq. 4",
+        equation="1/N sum_it -sg(clip(r)) A log p",
+    ),
+    "sapo": Preset(
+        options={"surrogate": "sapo", "loss_agg": "seq-mean-token-mean"},
+        advantage="group-std",
+        paper="arXiv:2511.20347",
+        equation="1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
+    ),
+    "luspo": Preset(
+        options=_LUSPO,
+        advantage="group-std",
+        paper="arXiv:2602.05261",
+        equation="1/B sum_i -n_i min(s_i A, clip(s_i) A)",
+    ),
+    "vespo": Preset(
+        options={"surrogate": "vespo", "ratio_level": "sequence-sum"},
+        advantage="group-std",
+        paper="arXiv:2602.10693",
+        equation="1/N sum_it -sg(W_i^k exp(lambda (1 - W_i))) A log p",
+    ),
+    "rloo": Preset(
+        options={"surrogate": "policy-gradient", "loss_agg": "seq-mean-token-sum"},
+        advantage="leave-one-out",
+        paper="arXiv:2402.14740",
+        equation="1/B sum_i -A sum_t log p",
+    ),
+    "reinforce++": Preset(
+        options={},
+        advantage="batch-std",
+        paper="arXiv:2501.03262",
+        equation=f"1/N sum_it {_MIN}",
+    ),
+    "gmpo": Preset(
+        options=_GMPO,
+        advantage="group-std",
+        paper="arXiv:2507.20673",
+        equation="1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
+    ),
+}
+
+
+def resolve_options(preset: str | None, options: dict) -> PolicyLossOptions:
+    """The preset's options, overridden by `options`; an unknown preset or option is a ValueError."""
+    if preset is not None:
+        check_choice("preset", preset, PRESETS)
+    for name in options:
+        check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
+    base = {} if preset is None else PRESETS[preset].options
+    return PolicyLossOptions(**{**base, **options})
+
+
+def surrogate_of(chosen: PolicyLossOptions) -> Callable:
+    return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
+
+
+def check_token_level(chosen: PolicyLossOptions) -> None:
+    """A loss formed token by token cannot see the rest of a sequence, or of the batch."""
+    wide = {
+        "ratio_level": chosen.ratio_level != "token",
+        "surrogate": getattr(surrogate_of(chosen), "needs_sequences", False),  # what the decorator has marked
+        "off_policy_threshold": chosen.off_policy_threshold is not None,
+        "top_entropy": chosen.top_entropy is not None,
+    }
+    for name, needs_more in wide.items():
+        if needs_more:
+            raise ValueError(
+                f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
+                "policy_loss (for top_entropy, entropy_threshold)"
+            )

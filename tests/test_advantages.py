@@ -1,0 +1,89 @@
+"""Advantages of responses: by group and by batch, on one rank and on several."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import response_advantages
+from tests.distributed import run_distributed
+
+
+def test_group_advantages():
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
+
+    def pair(**options):
+        values = fused_rl.group_advantages(rewards, 8, **options)
+        return [values[0].item(), values[1].item()]
+
+    torch.testing.assert_close(pair(), [1.207381, -0.724429], rtol=0, atol=5e-6)
+    torch.testing.assert_close(pair(normalize=False), [0.625, -0.375], rtol=0, atol=1e-6)
+    leave_one_out = pair(normalize=False, baseline="leave-one-out")
+    torch.testing.assert_close(leave_one_out, [0.714286, -0.428571], rtol=0, atol=1e-6)
+    # no variance means equal rewards: 0.1 has no exact mean in fp32, and a small deviation is still one
+    groups = torch.tensor([0.1] * 6 + [1.0, 1.0 + 1e-6, 1.0, 1.0, 1.0, 1.0])
+    advantages = fused_rl.group_advantages(groups, 6, eps=0.0)
+    assert (advantages[:6] == 0).all() and advantages[7] > 1.5
+    with pytest.raises(ValueError, match="do not divide into groups of group_size=3"):
+        fused_rl.group_advantages(rewards, 3)
+
+
+REWARDS = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0, 3.0, 1, 1, 1, 1, 1, 1, 1])
+
+
+def test_each_name_is_its_definition():
+    groups = REWARDS.view(2, 8).double()
+    others = (groups.sum(1, keepdim=True) - groups) / 7
+    whole = REWARDS.double()
+    want = {
+        "group-std": (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4),
+        "group-mean": groups - groups.mean(1, keepdim=True),
+        "leave-one-out": groups - others,
+        "batch-std": (whole - whole.mean()) / whole.std(),
+    }
+    assert {*want, "gae"} == set(fused_rl.ADVANTAGES)
+    for advantage, values in want.items():
+        got = response_advantages(REWARDS, advantage, group_size=8)
+        assert got.dtype == torch.float32 and got.shape == (16,)
+        torch.testing.assert_close(got.double(), values.view(-1), rtol=1e-6, atol=1e-6, msg=advantage)
+
+
+@pytest.mark.parametrize("advantage", fused_rl.ADVANTAGES[:4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_have_advantages_of_exactly_0(advantage, dtype):
+    """0.1 has no exact mean: a rounded one differs from it in the last bit, which a deviation of 0 would blow up."""
+    rewards = torch.full((6,), 0.1, dtype=dtype)
+    assert (response_advantages(rewards, advantage, group_size=6) == 0).all()
+    lone = torch.tensor([2.0])
+    assert advantage != "batch-std" or response_advantages(lone, advantage, group_size=1) == 0
+
+
+def test_what_is_no_function_of_rewards_is_refused():
+    with pytest.raises(ValueError, match="gae is per token|per token: use fused_rl.gae with a critic's values"):
+        response_advantages(REWARDS, "gae", group_size=8)
+    with pytest.raises(ValueError, match="advantage must be one of group-std.*got 'std'"):
+        response_advantages(REWARDS, "std", group_size=8)
+    for advantage in ("group-std", "batch-std"):
+        with pytest.raises(ValueError, match=r"rewards must be \(B,\) floating point, got \(2, 8\)"):
+            response_advantages(REWARDS.view(2, 8), advantage, group_size=8)
+
+
+def advantages_here(rank, world):
+    """Of this rank's share: rewards that are equal on a rank but not on all; equal on all; none on the last rank."""
+    group = torch.distributed.group.WORLD
+    unequal = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]
+    equal = torch.tensor([0.1, 0.1])
+    missing = REWARDS if rank == 0 else REWARDS[:0]
+    return [
+        response_advantages(rewards, "batch-std", group_size=2, process_group=group).tolist()
+        for rewards in (unequal, equal, missing)
+    ]
+
+
+def test_the_batch_is_that_of_all_ranks():
+    first, second = run_distributed(advantages_here, 2)
+    unequal = torch.tensor([1.0, 1, 0, 0])
+    want = ((unequal - unequal.mean()) / unequal.std()).tolist()
+    assert first[0] + second[0] == pytest.approx(want, rel=1e-6)
+    assert first[1] == second[1] == [0.0, 0.0]
+    whole = response_advantages(REWARDS, "batch-std", group_size=8).tolist()
+    assert first[2] == pytest.approx(whole, rel=1e-6) and second[2] == []

@@ -1,0 +1,199 @@
+"""Metrics of the losses: their definitions in fp64, and that those of micro-batches add up to the whole batch's."""
+
+import pytest
+import torch
+
+import fused_rl
+
+F64 = torch.float64
+B, T = 6, 9
+HALVES = (slice(0, 2), slice(2, B))  # of different sizes: a mean of the halves' means would be wrong
+
+
+@pytest.fixture
+def batch():
+    """mask; advantages; logprobs, old_logprobs, ref_logprobs, entropy, fp32, apart and NaN where masked."""
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(B, T, generator=generator) < 0.6
+    mask[:, 0] = True
+    logprobs = torch.randn(B, T, generator=generator) - 3
+    drift = 0.3 * torch.randn(2, B, T, generator=generator)
+    entropy = torch.rand(B, T, generator=generator)
+    advantages = torch.randn(B, generator=generator)
+    tensors = [torch.where(mask, x, torch.nan) for x in (logprobs, logprobs + drift[0], logprobs + drift[1], entropy)]
+    return mask, advantages, *tensors
+
+
+def summed(parts):
+    """What a trainer does over micro-batches and ranks."""
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ratio_level", ["token", "sequence", "sequence-sum"])
+def test_policy_metrics_add_up_to_their_definitions(batch, ratio_level):
+    mask, advantages, logprobs, old, ref, entropy = batch
+    options = {"ratio_level": ratio_level, "loss_agg": "seq-mean-token-mean", "clip_low": 0.1, "clip_high": 0.2}
+    options |= {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1}
+    whole, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, ref_logprobs=ref, entropy=entropy, **options)
+    options |= {"num_tokens": mask.sum(), "num_sequences": B}
+    parts = [
+        fused_rl.policy_loss(
+            logprobs[at], old[at], advantages[at], mask[at], ref_logprobs=ref[at], entropy=entropy[at], **options
+        )[1]
+        for at in HALVES
+    ]
+    total = summed(parts)
+    assert set(total) == set(metrics)
+    for name, value in metrics.items():
+        close(total[name], value, 1e-6)
+
+    # the definitions, in fp64
+    lp, old, ref, h = (torch.where(mask, x, 0).double() for x in (logprobs, old, ref, entropy))
+    log_ratio, lengths = lp - old, mask.sum(1, keepdim=True)
+    sums = (log_ratio * mask).sum(1, keepdim=True).expand(B, T)
+    ratio = {"token": log_ratio, "sequence": sums / lengths, "sequence-sum": sums}[ratio_level].exp()
+    a, d = advantages.double()[:, None].expand(B, T), lp - ref
+    surrogate = -torch.minimum(ratio * a, ratio.clamp(0.9, 1.2) * a)
+    losses = surrogate + 0.2 * d.square() / 2 - 0.1 * h
+    sequence_means = [(x * mask).sum(1) / lengths[:, 0] for x in (losses, surrogate)]
+    k3 = (-d).exp() - 1 + d
+    token_means = {
+        "approx_kl": log_ratio.square() / 2,
+        "clipfrac": (((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.9))).double(),
+        "ratio_minus_1": ratio - 1,
+        "ratio_minus_1_square": (ratio - 1).square(),
+        "entropy": h,
+    }
+    sequence_sums = {"kl": d.square() / 2, "kl1": d, "kl2": d.square() / 2, "kl3": k3, "kl4": log_ratio.exp() * d}
+    want = {"loss": sequence_means[0].mean(), "policy_loss": sequence_means[1].mean()}
+    want |= {name: x[mask].mean() for name, x in token_means.items()}
+    want |= {name: x[mask].sum() / B for name, x in sequence_sums.items()}
+    assert set(want) == set(total)
+    for name, value in want.items():
+        close(total[name], value)
+        assert not total[name].requires_grad
+    close(metrics["loss"], whole)
+    variance = total["ratio_minus_1_square"] - total["ratio_minus_1"] ** 2
+    close(variance, ratio[mask].var(unbiased=False))
+
+
+def test_the_ratio_keeps_its_variance_next_to_1():
+    """Log-ratios of 1e-6: of a variance of 1e-12, E[r^2] - E[r]^2 has no digit in fp32 and four in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.zeros(4, 250)
+    old = 1e-6 * torch.randn(4, 250, generator=generator)
+    mask = torch.ones(4, 250, dtype=torch.bool)
+    _, metrics = fused_rl.policy_loss(logprobs, old, torch.ones(4), mask)
+    variance = metrics["ratio_minus_1_square"] - metrics["ratio_minus_1"] ** 2
+    want = (-old.double()).expm1().var(unbiased=False)
+    torch.testing.assert_close(variance, want, rtol=1e-9, atol=0)
+
+
+def test_value_metrics_add_up_to_their_definitions(batch):
+    mask, _, values, old, returns, _ = batch
+    _, metrics = fused_rl.value_loss(values, old, returns, mask, value_clip=0.2)
+    num_tokens = mask.sum()
+    total = summed(
+        [fused_rl.value_loss(values[at], old[at], returns[at], mask[at], num_tokens=num_tokens)[1] for at in HALVES]
+    )
+    v, o, r = (x[mask].double() for x in (values, old, returns))
+    clipped = (torch.minimum(torch.maximum(v, o - 0.2), o + 0.2) - r).square()
+    plain, error = (v - r).square(), r - v
+    want = {"value_loss": torch.maximum(plain, clipped) / 2, "value_clipfrac": (clipped > plain).double()}
+    want |= {"return": r, "return_square": r**2, "value_error": error, "value_error_square": error**2}
+    assert set(want) == set(total) == set(metrics)
+    for name, value in want.items():
+        close(total[name], value.mean())
+        close(metrics[name], value.mean())
+    close(explained_variance(total), 1 - error.var() / r.var())
+
+
+def explained_variance(m):
+    error = m["value_error_square"] - m["value_error"] ** 2
+    return 1 - error / (m["return_square"] - m["return"] ** 2)
+
+
+def test_explained_variance_of_returns_far_from_0():
+    """Mean 1000, deviation 0.1: in fp32 the variance of the returns would be below the rounding of their squares."""
+    generator = torch.Generator().manual_seed(1)
+    returns = 1000 + 0.1 * torch.randn(8, 500, generator=generator)
+    values = (
+        returns - 5 - 0.05 * torch.randn(8, 500, generator=generator)
+    )  # an error of constant mean explains all the same
+    mask = torch.ones(8, 500, dtype=torch.bool)
+    parts = [
+        fused_rl.value_loss(values[i::2], values[i::2], returns[i::2], mask[i::2], num_tokens=4000)[1] for i in (0, 1)
+    ]
+    error, exact = (returns - values.double()).var(), returns.double().var()
+    got = explained_variance(summed(parts))
+    assert 0.7 < got < 0.8
+    torch.testing.assert_close(got, 1 - error / exact, rtol=1e-5, atol=0)
+
+
+def test_preference_metrics_add_up_to_their_definitions():
+    generator = torch.Generator().manual_seed(2)
+    chosen, rejected = torch.randn(2, B, generator=generator)
+    options = {"margin": 0.1, "centering": 0.01}
+    loss, metrics = fused_rl.preference_loss(chosen, rejected, **options)
+    parts = [fused_rl.preference_loss(chosen[at], rejected[at], num_sequences=B, **options)[1] for at in HALVES]
+    want = {
+        "loss": loss.detach(),
+        "accuracy": (chosen > rejected).float().mean(),
+        "reward_margin": (chosen - rejected).mean(),
+        "chosen_rewards": chosen.mean(),
+        "rejected_rewards": rejected.mean(),
+        "mean_reward": torch.cat([chosen, rejected]).mean(),
+    }
+    extremes = {"min_reward": torch.cat([chosen, rejected]).min(), "max_reward": torch.cat([chosen, rejected]).max()}
+    assert set(metrics) == set(want) | set(extremes)
+    total = summed(parts)
+    for name, value in want.items():
+        close(total[name], value, 1e-6)
+        close(metrics[name], value, 1e-6)
+    assert min(part["min_reward"] for part in parts) == extremes["min_reward"] == metrics["min_reward"]
+    assert max(part["max_reward"] for part in parts) == extremes["max_reward"] == metrics["max_reward"]
+
+
+def test_entropy_bonus_metric_adds_up(batch):
+    mask, *_, entropy = batch
+    options = {"num_tokens": mask.sum(), "num_sequences": B, "loss_agg": "seq-mean-token-sum"}
+    parts = [fused_rl.entropy_bonus(entropy[at], mask[at], 0.1, **options)[1] for at in HALVES]
+    close(summed(parts)["entropy"], entropy[mask].mean(), 1e-6)
+
+
+def test_metrics_of_a_worked_example():
+    """Two sequences of 2 and 1 tokens; ratios 1.5, 1, 0.5; advantages 1, 1, -1; d to the reference 1, 0, -1."""
+    ratio = torch.tensor([[1.5, 1.0], [0.5, 9.0]], dtype=F64)
+    old = torch.full((2, 2), -2.0, dtype=F64)
+    logprobs = old + ratio.log()
+    ref = logprobs - torch.tensor([[1.0, 0.0], [-1.0, 5.0]], dtype=F64)
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    entropy = torch.tensor([[0.3, 0.6], [0.9, 9.0]], dtype=F64)
+    options = {"preset": "ppo", "ref_logprobs": ref, "kl_coef": 0.1, "entropy": entropy}
+    loss, metrics = fused_rl.policy_loss(logprobs, old, torch.tensor([1.0, -1.0]), mask, **options)
+    e = torch.tensor(1.0, dtype=F64).exp().item()
+    log2 = ratio.log().square() / 2
+    policy, rk3 = (-1.2 - 1 + 0.8) / 3, 1.5 * (1 / e) + 0.5 * (e - 2)
+    want = {
+        "loss": policy + 0.1 * rk3 / 3,  # by token-mean, as the surrogate
+        "policy_loss": policy,
+        "approx_kl": (log2[0, 0] + log2[1, 0]).item() / 3,
+        "clipfrac": 2 / 3,
+        "entropy": 0.6,
+        "ratio_minus_1": 0.0,
+        "ratio_minus_1_square": 0.5 / 3,
+        "kl": rk3 / 2,  # a sum per sequence, averaged over two
+        "kl1": 0.0,
+        "kl2": 0.5,
+        "kl3": (1 / e + e - 2) / 2,
+        "kl4": (1.5 - 0.5) / 2,
+    }
+    assert set(metrics) == set(want)
+    for name, value in want.items():
+        torch.testing.assert_close(metrics[name].item(), value, rtol=1e-9, atol=1e-12, msg=name)
+        assert not metrics[name].requires_grad
+    assert loss == metrics["loss"]
