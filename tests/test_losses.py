@@ -438,7 +438,8 @@ def test_a_surrogate_of_ones_own_and_per_token_advantages():
 
 
 def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
-    return -sequences.expand(sequences.mean(log_ratio)) * advantages
+    means = sequences.mean(log_ratio)
+    return -sequences.expand(means) * advantages
 
 
 @pytest.mark.parametrize(
