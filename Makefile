@@ -36,11 +36,11 @@ $(VENV)/installed-bench: $(VENV)/installed
 
 .PHONY: demo
 demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: about 5 minutes
-	$(BIN)/python -m fused_rl.trainers.demo
+	$(BIN)/python -m fused_rl.recipes.demo
 
 .PHONY: demo-reward
 demo-reward: $(VENV)/installed  ## train a reward model on preference pairs, on 2 CPU cores
-	$(BIN)/python -m fused_rl.trainers.demo_reward
+	$(BIN)/python -m fused_rl.recipes.demo_reward
 
 .PHONY: test
 test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes

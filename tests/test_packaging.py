@@ -108,7 +108,7 @@ USE = """
     from fused_rl.kernels import logprob
     import fused_rl.trainers.cli as cli
     fused_rl.token_logprobs(torch.zeros(1, 3), torch.tensor([0]))
-    from fused_rl.trainers.demo import RECIPES
+    from fused_rl.recipes.demo import RECIPES
     assert (RECIPES / "demo_grpo.yaml").is_file(), RECIPES
     print(fused_rl.__file__, logprob.__file__, cli.__file__, sep="\\n")
 """

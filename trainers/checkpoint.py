@@ -5,16 +5,27 @@ import os
 import random
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.cli import InputError
+from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.engine import barrier, global_sum, rank, world_size
+from fused_rl.trainers.files import write_atomically
+
+LEFT_BY_A_RUN = (
+    "checkpoints",
+    "tensorboard",
+    "model",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "curves.png",
+    "evaluation.json",
+    "scores.png",
+)
 
 
-def open_run(config) -> Path:
+def open_run(config: RunConfig) -> Path:
     """The output folder, ready for a new run or to be resumed."""
     folder = Path(config.output_dir)
     started = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
@@ -25,20 +36,25 @@ def open_run(config) -> Path:
             f"output_dir={folder} already holds a run; continue it with --resume or replace it: --overwrite"
         )
     if rank() == 0 and not config.resume:
-        for name in ("checkpoints", "tensorboard", "model"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "samples.jsonl", "curves.png"):
-            (folder / name).unlink(missing_ok=True)
+        for name in LEFT_BY_A_RUN:
+            _delete(folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     barrier()
     return folder
 
 
-def save(engine, folder: Path, step: int, state: dict, keep: int) -> None:
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def save(engines: dict[str, object], folder: Path, step: int, state: dict, keep: int) -> None:
     """Write checkpoint `step`: all files first, under another name, then the rename, then `latest`.
 
     Args:
-        engine: the DeepSpeed engine (weights, optimizer, schedule).
+        engines: DeepSpeed engines by name (weights, optimizer, schedule of each): a folder each.
         folder: the run's output folder.
         step: how many steps are done.
         state: what else the trainer needs to continue, JSON.
@@ -48,12 +64,15 @@ def save(engine, folder: Path, step: int, state: dict, keep: int) -> None:
     tag, unfinished = f"step-{step}", folder / f"step-{step}.tmp"
     if rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     barrier()
-    engine.save_checkpoint(str(folder), tag=unfinished.name, save_latest=False)
+    for name, engine in engines.items():
+        engine.save_checkpoint(str(unfinished), tag=name, save_latest=False)
     # DeepSpeed keeps the client state of rank 0 only (ZeRO 0 to 2), so each rank writes its generators itself.
     torch.save(_generators(), unfinished / f"rng-{rank()}.pt")
     if rank() == 0:
-        (unfinished / "state.json").write_text(json.dumps({"step": step, "world_size": world_size(), **state}))
+        about = {"step": step, "world_size": world_size(), "engines": sorted(engines), **state}
+        (unfinished / "state.json").write_text(json.dumps(about))
     barrier()
     if rank() == 0:
         shutil.rmtree(folder / tag, ignore_errors=True)
@@ -65,8 +84,8 @@ def save(engine, folder: Path, step: int, state: dict, keep: int) -> None:
     barrier()
 
 
-def load(engine, folder: Path) -> dict:
-    """Restore the latest checkpoint into `engine` and this rank's generators; returns `step` and the saved state."""
+def load(engines: dict[str, object], folder: Path) -> dict:
+    """Restore the latest checkpoint into `engines` and this rank's generators; returns `step` and the saved state."""
     folder = folder / "checkpoints"
     tag = (folder / "latest").read_text().strip()
     state = json.loads((folder / tag / "state.json").read_text())
@@ -74,79 +93,52 @@ def load(engine, folder: Path) -> dict:
         raise InputError(
             f"checkpoint {folder / tag} is of {state['world_size']} processes, this run has {world_size()}"
         )
-    engine.load_checkpoint(str(folder), tag=tag)
-    _restore_generators(torch.load(folder / tag / f"rng-{rank()}.pt", weights_only=False))
+    if state["engines"] != sorted(engines):
+        raise InputError(f"checkpoint {folder / tag} holds {state['engines']}, this run trains {sorted(engines)}")
+    for name, engine in engines.items():
+        engine.load_checkpoint(str(folder / tag), tag=name)
+    _restore_generators(torch.load(folder / tag / f"rng-{rank()}.pt", weights_only=True))
     return state
 
 
-def resume(engine, folder: Path, sampler) -> int:
-    """Continue from the latest checkpoint: engine, generators and data position; returns how many steps are done."""
-    state = load(engine, folder)
-    sampler.position = state["position"]
-    return state["step"]
-
-
-class Saver:
-    """Saves on schedule, and when the run is told to stop; `seconds` is what the last checkpoint took."""
-
-    def __init__(self, engine, folder: Path, config, sampler, state=dict):
-        """state: a function that returns what else the trainer needs to continue, JSON."""
-        self.engine, self.folder, self.config, self.sampler, self.seconds = engine, folder, config, sampler, 0.0
-        self.state = state
-
-    def after(self, step: int, interruption: "Interruption") -> bool:
-        """Call at the end of each step; True when the run must stop now."""
-        stop = interruption.on_any_rank() and step < self.config.steps
-        if stop or (self.config.save_every and (step % self.config.save_every == 0 or step == self.config.steps)):
-            began = time.monotonic()
-            state = {"position": self.sampler.position, **self.state()}
-            save(self.engine, self.folder, step, state, self.config.keep_checkpoints)
-            self.seconds = time.monotonic() - began
-        if stop and rank() == 0:
-            print(f"stopped after step {step}; continue with --resume", flush=True)
-        return stop
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step, so that no reader ever sees half of it."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
 def _generators() -> dict:
+    version, words, gauss = random.getstate()
     return {
-        "python": random.getstate(),
+        "python": [version, list(words), gauss],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def _restore_generators(state: dict) -> None:
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 class Interruption:
-    """Within this context the first Ctrl-C or SIGTERM lets the step end and be saved; the second one stops at once."""
+    """From `begin` to `end` the first Ctrl-C or SIGTERM is only noted; the second one stops at once."""
 
-    def __enter__(self):
-        self.received = False
+    def __init__(self):
+        self.received, self.previous = False, {}
+
+    def begin(self) -> None:
+        """Take over the signals."""
         self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
 
-    def __exit__(self, *_):
+    def end(self) -> None:
+        """Give the signals back."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        self.previous = {}
 
     def _handle(self, number, _frame):
         self.received = True
         signal.signal(number, self.previous[number])
+        if rank() == 0:  # os.write: a print could interrupt another one
+            os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
 
     def on_any_rank(self) -> bool:
         """Whether any process was told to stop; every rank gets the same answer."""

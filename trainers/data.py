@@ -1,4 +1,4 @@
-"""Rows from a local JSONL or Parquet file or a Hub dataset, prompts as token ids, and a sampler with a state.
+"""Rows from a local JSONL or Parquet file or a Hub dataset, as token ids, in an order with a state, in batches.
 
 Text is tokenised once, when it is loaded; from there on only token ids travel.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.cli import InputError
+from fused_rl.trainers.config import DataConfig, InputError
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
@@ -94,7 +94,7 @@ def _read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
-def load_train_eval(config) -> tuple[Rows, Rows]:
+def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
     """The rows to train on and the held-out rows that a run config names."""
     train = load_rows(config.dataset, config.dataset_config, config.dataset_split)
     if not config.eval_size:
@@ -199,19 +199,20 @@ class Encoder:
         )
 
 
-class Sampler:
-    """Endless batches of indices: a fresh permutation per epoch, the same on every rank, resumable anywhere."""
+class RowOrder:
+    """Endless batches of row indices: a fresh permutation per epoch, the same on every rank, resumable anywhere."""
 
     def __init__(self, size: int, batch_size: int, seed: int):
         if size < 1:
             raise InputError("no rows to train on")
         self.size, self.batch_size, self.seed, self.position = size, batch_size, seed, 0
+        self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
         batch = []
         while len(batch) < self.batch_size:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation(epoch)[offset : offset + self.batch_size - len(batch)]
+            taken = self._permutation_of(epoch)[offset : offset + self.batch_size - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch
@@ -219,9 +220,11 @@ class Sampler:
     def __iter__(self) -> Iterator[list[int]]:
         return self
 
-    def _permutation(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return torch.randperm(self.size, generator=generator).tolist()
+    def _permutation_of(self, epoch: int) -> torch.Tensor:
+        if epoch != self.epoch:  # drawn once per epoch: of a million rows it takes 80 ms
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)
+        return self.permutation
 
 
 def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: int = 0) -> torch.Tensor:
@@ -229,3 +232,32 @@ def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: in
     width = max(width, max(map(len, sequences)))
     fill = [[value] * (width - len(s)) for s in sequences]
     return torch.tensor([f + s if left else s + f for s, f in zip(sequences, fill, strict=True)])
+
+
+@dataclass
+class Batch:
+    """B sequences `prompt + response`, padded on the right to T tokens; per-token tensors are (B, T - 1).
+
+    Row t of a per-token tensor belongs to token t + 1, the one that position t predicts.
+    """
+
+    input_ids: torch.Tensor
+    """(B, T) int64."""
+    response_mask: torch.Tensor
+    """(B, T - 1) bool, True where token t + 1 is of the response, its EOS included."""
+
+    def rows(self, index: torch.Tensor) -> "Batch":
+        """The sequences at `index` (b,), padded no wider than they need."""
+        mask = self.response_mask[index]
+        width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
+        return Batch(self.input_ids[index, : width + 1], mask[:, :width])
+
+
+def make_batch(prompts: list[list[int]], responses: list[list[int]], pad_id: int, device, *, width: int = 0) -> Batch:
+    """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids."""
+    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    input_ids = pad(whole, pad_id, width=max(width, 2)).to(device)
+    position = torch.arange(1, input_ids.shape[1], device=device)
+    start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
+    end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
+    return Batch(input_ids, (position >= start) & (position < end))

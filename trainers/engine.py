@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fused_rl.trainers.cli import InputError
+from fused_rl.trainers import optim
+from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -53,12 +54,14 @@ def setup(seed: int) -> torch.device:
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
 
 
-def teardown() -> None:
-    """Leave the process group in an orderly way; without it, a run of two processes can abort at exit."""
-    if dist.is_initialized():
+def teardown(orderly: bool = True) -> None:
+    """Leave the process group, together where all ranks came to their end; else two processes can abort at exit."""
+    if not dist.is_initialized():
+        return
+    if orderly:
         dist.barrier()
-        dist.destroy_process_group()
-        time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
+    dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
 
 
 def rank() -> int:
@@ -69,6 +72,11 @@ def rank() -> int:
 def world_size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_ranks():
+    """The process group of all ranks; None where there is but one."""
+    return dist.group.WORLD if world_size() > 1 else None
 
 
 def barrier() -> None:
@@ -95,7 +103,7 @@ def global_max(value: torch.Tensor) -> float:
     return value.item()
 
 
-def torch_dtype(config) -> torch.dtype:
+def torch_dtype(config: EngineConfig) -> torch.dtype:
     """The dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() and config.zero_stage else torch.float32
@@ -104,7 +112,7 @@ def torch_dtype(config) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def _deepspeed_config(config, *, train: bool) -> dict:
+def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
     zero = {
         "stage": config.zero_stage,
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
@@ -120,8 +128,7 @@ def _deepspeed_config(config, *, train: bool) -> dict:
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # any number of backwards, then one step
-        # Its default is 1.0. Without ZeRO DeepSpeed does not tell the norm, so there `initialize` clips by itself.
-        "gradient_clipping": config.max_grad_norm if config.zero_stage and train else 0.0,
+        "gradient_clipping": max_grad_norm,  # its default is 1.0
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": torch_dtype(config) == torch.bfloat16},
@@ -129,26 +136,21 @@ def _deepspeed_config(config, *, train: bool) -> dict:
     }
 
 
-def initialize(model: nn.Module, config, updates: int):
+def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig, updates: int):
     """A DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
     import deepspeed
     import torch.distributed.distributed_c10d as c10d
-    from transformers import get_scheduler
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.lr, betas=(0.9, config.adam_beta2), weight_decay=config.weight_decay
-    )
-    schedule = get_scheduler(
-        "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule,
-        optimizer,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=updates,
-    )
-    last_step: dict[str, float] = {}
-    optimizer.register_step_pre_hook(lambda *_: _before_step(last_step, optimizer, parameters, config))
+    optimizer = optim.adamw(parameters, optim_config)
+    last_step = optim.LastStep(optimizer)
+    if not config.zero_stage:  # DeepSpeed neither clips nor tells the norm there
+        last_step.clip(parameters, optim_config.max_grad_norm)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config=_deepspeed_config(config, train=True)
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=optim.schedule(optimizer, optim_config, updates),
+        config=_deepspeed_config(config, max_grad_norm=optim_config.max_grad_norm if config.zero_stage else 0.0),
     )
     for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
@@ -156,22 +158,17 @@ def initialize(model: nn.Module, config, updates: int):
     return engine
 
 
-def _before_step(last_step, optimizer, parameters, config) -> None:
-    last_step["lr"] = optimizer.param_groups[0]["lr"]  # the schedule moves on within engine.step()
-    if not config.zero_stage:
-        last_step["optim/grad_norm"] = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or float("inf"))
-
-
 def optimizer_metrics(engine) -> dict[str, float]:
     """Of the last optimizer step: its learning rate and the norm of its gradient before clipping."""
-    norm = engine.last_step.get("optim/grad_norm", engine.get_global_grad_norm())
-    return {"lr": engine.last_step["lr"], "optim/grad_norm": float(norm)}
+    norm = engine.last_step.grad_norm
+    norm = engine.get_global_grad_norm() if norm is None else norm
+    return {"lr": engine.last_step.lr, "optim/grad_norm": float(norm)}
 
 
-def initialize_frozen(model: nn.Module, config):
+def initialize_frozen(model: nn.Module, config: EngineConfig):
     """`model` ready for forward passes alone; under ZeRO 3 its weights are partitioned too."""
     if config.zero_stage < 3:
         return model
     import deepspeed
 
-    return deepspeed.initialize(model=model, config=_deepspeed_config(config, train=False))[0]
+    return deepspeed.initialize(model=model, config=_deepspeed_config(config, max_grad_norm=0.0))[0]

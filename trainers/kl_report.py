@@ -8,13 +8,18 @@ it converges to. For models the tokens are sampled, from the model or (`--behavi
 is that of the next-token distributions at the same positions. Left out: several processes.
 """
 
+import sys
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 import fused_rl
-from fused_rl.trainers import cli, data
-from fused_rl.trainers.rollout import generate, make_batch
+from fused_rl.trainers import data
+from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
+from fused_rl.trainers.data import make_batch
+from fused_rl.trainers.generate import generate
+from fused_rl.trainers.rollout import Sampling
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)
@@ -22,9 +27,11 @@ REFERENCE = (0.1, 0.4, -0.2, 0.3, -0.6)
 BEHAVIOUR = (0.3, -0.1, 0.5, -0.6, 0.0)
 
 
-@dataclass
-class KLReportConfig:
+@dataclass(kw_only=True)
+class KLReportConfig(Options):
     """All KL estimators beside the exact KL: of a worked example, or of two causal language models on prompts."""
+
+    command: ClassVar[str] = "kl-report"
 
     model: str | None = None
     """The policy: a Hub name or a local folder. None prints the worked example."""
@@ -38,25 +45,25 @@ class KLReportConfig:
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     raw_prompt: bool = False
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
-    num_prompts: int = 32
+    num_prompts: PositiveInt = 32
     """How many of the prompts to use, from the first on."""
-    samples: int = 4
+    samples: PositiveInt = 4
     """Responses per prompt."""
-    max_new_tokens: int = 64
+    max_new_tokens: PositiveInt = 64
     """Longer responses are cut."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Of sampling and of every probability."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Responses at a time."""
-    seed: int = 1
+    seed: Seed = 1
     """Of sampling."""
 
     def __post_init__(self):
-        cli.check_positive(self, "num_prompts", "samples", "max_new_tokens", "temperature", "batch_size")
+        super().__post_init__()
         given = {name: getattr(self, name) for name in ("model", "reference", "prompts")}
         missing = [f"--{name}" for name, value in given.items() if value is None]
         if missing and len(missing) < len(given):
-            raise cli.InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
+            raise InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
 
 
 def exact(direction: str = "reverse") -> tuple[float, torch.Tensor]:
@@ -120,9 +127,7 @@ def load(name: str, option: str):
     try:
         lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if cuda else torch.float32)
     except OSError as error:
-        raise cli.InputError(
-            f"{option}={name!r} is neither a local folder with a model nor on the Hub: {error}"
-        ) from error
+        raise InputError(f"{option}={name!r} is neither a local folder with a model nor on the Hub: {error}") from error
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
     return lm.to("cuda" if cuda else "cpu").eval()
 
@@ -135,21 +140,19 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
     behaviour = policy if config.behaviour is None else load(config.behaviour, "behaviour")
     sizes = {lm.get_output_embeddings().weight.shape[0] for lm in (policy, reference, behaviour)}
     if len(sizes) > 1:
-        raise cli.InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
+        raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
     tokenizer = data.load_tokenizer(config.model)
     rows = data.load_rows(config.prompts)
     encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
     count = min(config.num_prompts, len(rows))
-    prompts = [encoder.prompt(rows, i, config.prompt_column) for i in range(count) for _ in range(config.samples)]
-    responses = generate(
-        behaviour,
-        prompts,
-        stop_ids=data.stop_ids(tokenizer, behaviour.saved_generation_config),
-        pad_id=tokenizer.pad_token_id,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        batch_size=config.batch_size,
-    )
+    encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
+    prompts = [ids for ids in encoded for _ in range(config.samples)]
+
+    # Sampled by the behaviour policy, then scored by all three.
+    stop_ids = tuple(data.stop_ids(tokenizer, behaviour.saved_generation_config))
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids)
+    options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.batch_size}
+    responses = generate(behaviour, prompts, sampling, **options)
     parts = []
     for i in range(0, len(prompts), config.batch_size):
         part = slice(i, i + config.batch_size)
@@ -193,12 +196,10 @@ def report(config: KLReportConfig) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `fused-rl kl-report`."""
-    import sys
-
-    config = cli.parse(KLReportConfig, sys.argv[1:] if argv is None else argv, "fused-rl kl-report")
+    config = parse(KLReportConfig, sys.argv[1:] if argv is None else argv, "fused-rl kl-report")
     try:
         print(example() if config.model is None else report(config))
-    except cli.InputError as error:
+    except InputError as error:
         sys.exit(f"fused-rl kl-report: error: {error}")
 
 

@@ -1,99 +1,151 @@
-"""What a run shows: metrics.jsonl and TensorBoard always, a progress bar, a table of samples, curves.png at the end.
+"""What a run measures and shows: metrics.jsonl and TensorBoard always, a progress bar, a table of samples, curves.png.
 
-`KEYS` is the one table of metric names. `objective/*` are sums over a response, averaged over responses; `policy/*`
-are means over response tokens. Rank 0 alone writes and prints.
+`KEYS` is the one table of metric names: key, unit, definition, how it adds up, and the bare name under which a loss
+returns it. `objective/*` are sums over a response, averaged over responses; `policy/*` are means over response tokens.
+Rank 0 alone writes and prints.
 """
 
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from fused_rl.trainers.checkpoint import write_atomically
-from fused_rl.trainers.cli import InputError
-from fused_rl.trainers.engine import rank
+import torch
+
+from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.engine import global_sum, rank
+from fused_rl.trainers.files import write_atomically
+
+
+class Metric(NamedTuple):
+    """One key of metrics.jsonl."""
+
+    unit: str
+    definition: str
+    adds: str
+    """How it comes together over micro-batches and ranks. "sum": each part is divided by the whole step's count, and
+    the parts are added. "moments": computed from such sums. "min", "max". "whole": computed once, of the whole step.
+    Over the optimizer updates of one step all are averaged, but for `lr`, which is the last."""
+    of: str | Callable[[dict[str, float]], float] | None = None
+    """The bare name of a loss's metric, or a function of several; None where the trainer computes it by itself."""
+
+
+def _explained_variance(sums: dict[str, float]) -> float:
+    error = sums["value_error_square"] - sums["value_error"] ** 2
+    spread = sums["return_square"] - sums["return"] ** 2
+    return 1 - error / spread if spread > 0 else float("nan")
+
 
 COMMON = {
-    "lr": "learning rate of the update",
-    "optim/grad_norm": "norm of the gradient before clipping",
-    "perf/tokens_per_second": "tokens trained on per second of the whole step",
-    "time/train": "seconds in forward, backward and optimizer",
-    "time/save": "seconds in writing the last checkpoint",
+    "lr": Metric("1", "learning rate of the update", "whole"),
+    "optim/grad_norm": Metric("1", "norm of the gradient before clipping", "whole"),
+    "perf/tokens_per_second": Metric("1/s", "tokens trained on per second of the whole step", "whole"),
+    "time/train": Metric("s", "forward, backward and optimizer", "whole"),
+    "time/save": Metric("s", "writing the last checkpoint", "whole"),
 }
-KEYS = {
-    "sft": {
-        **COMMON,
-        "train/loss": "negative log-likelihood per completion token, nats",
-        "train/entropy": "true entropy per completion token, nats",
-        "train/num_tokens": "completion tokens in the step",
-        "eval/loss": "train/loss on held-out rows",
-        "eval/accuracy": "fraction of held-out completion tokens that are the most likely ones",
-    },
-    "reward": {
-        **COMMON,
-        "train/rm/loss": "Bradley-Terry loss of a pair, nats",
-        "train/rm/accuracy": "fraction of pairs whose chosen score is higher",
-        "train/rm/reward_margin": "chosen minus rejected score",
-        "train/rm/chosen_rewards": "mean chosen score",
-        "train/rm/rejected_rewards": "mean rejected score",
-        "train/rm/min_reward": "lowest score",
-        "train/rm/mean_reward": "mean score",
-        "train/rm/max_reward": "highest score",
-        "eval/rm/loss": "train/rm/loss on held-out pairs",
-        "eval/rm/accuracy": "train/rm/accuracy on held-out pairs",
-        "eval/rm/reward_margin": "train/rm/reward_margin on held-out pairs",
-        "eval/rm/chosen_rewards": "train/rm/chosen_rewards on held-out pairs",
-        "eval/rm/rejected_rewards": "train/rm/rejected_rewards on held-out pairs",
-        "eval/rm/min_reward": "train/rm/min_reward on held-out pairs",
-        "eval/rm/mean_reward": "train/rm/mean_reward on held-out pairs",
-        "eval/rm/max_reward": "train/rm/max_reward on held-out pairs",
-    },
-    "grpo": {
-        **COMMON,
-        "episode": "responses sampled so far",
-        "time/rollout": "seconds in sampling",
-        "time/score": "seconds in the verifiers",
-        "objective/kl": "log-ratio to the reference (k1)",
-        "objective/kl1_avg": "KL estimate k1",
-        "objective/kl2_avg": "KL estimate k2",
-        "objective/kl3_avg": "KL estimate k3",
-        "objective/kl4_avg": "KL estimate k4 (at the sampling policy: equals k1)",
-        "objective/kl_exact": "exact KL to the reference, from both models' logits",
-        "objective/entropy": "sampled negative log-likelihood of the response, nats",
-        "objective/non_score_reward": "- kl_coef times objective/kl",
-        "objective/rlhf_reward": "score plus non_score_reward",
-        "objective/scores": "sum of the verifiers' scores",
-        "objective/kl_coef": "weight of the KL in the loss",
-        "policy/approxkl_avg": "(ratio - 1) - log ratio to the sampling policy, over all minibatches",
-        "policy/clipfrac_avg": "fraction of tokens whose ratio is clipped",
-        "policy/entropy_avg": "true entropy per token, nats",
-        "loss/policy_avg": "loss, over all minibatches",
-        "val/ratio": "mean ratio to the sampling policy, over all minibatches",
-        "val/ratio_var": "the variance of that ratio over tokens, within a minibatch",
-        "val/num_eos_tokens": "responses that ended by a stop token",
-        "val/stop_rate": "the same as a fraction",
-        "reward": "mean reward",
-        "reward_std": "standard deviation within a group, averaged over groups",
-        "frac_reward_zero_std": "fraction of groups whose rewards are all equal: they teach nothing",
-        "completions/mean_length": "tokens per response",
-        "completions/min_length": "tokens of the shortest response",
-        "completions/max_length": "tokens of the longest response",
-        "completions/clipped_ratio": "fraction of responses cut at max_new_tokens",
-        "eval/accuracy_greedy": "fraction of held-out problems solved by the most likely response",
-        "eval/accuracy_sampled": "fraction of sampled responses that solve theirs, at the training temperature",
-        "eval/pass_at_k": "fraction of held-out problems that one of k sampled responses solves",
-        "eval/entropy": "true entropy per token of the sampled responses, nats",
-        "eval/kl_exact": "exact KL to the reference over a sampled response, nats",
-    },
+SFT = {
+    "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum"),
+    "train/entropy": Metric("nats", "true entropy per completion token", "sum"),
+    "train/num_tokens": Metric("tokens", "completion tokens in the step", "sum"),
+    "eval/loss": Metric("nats", "train/loss on held-out rows", "sum"),
+    "eval/accuracy": Metric("1", "fraction of held-out completion tokens that are the most likely ones", "sum"),
 }
+PAIRS = {
+    "loss": Metric("nats", "Bradley-Terry loss of a pair", "sum", "loss"),
+    "accuracy": Metric("1", "fraction of pairs whose chosen score is higher", "sum", "accuracy"),
+    "reward_margin": Metric("1", "chosen minus rejected score", "sum", "reward_margin"),
+    "chosen_rewards": Metric("1", "mean chosen score", "sum", "chosen_rewards"),
+    "rejected_rewards": Metric("1", "mean rejected score", "sum", "rejected_rewards"),
+    "min_reward": Metric("1", "lowest score", "min", "min_reward"),
+    "mean_reward": Metric("1", "mean score", "sum", "mean_reward"),
+    "max_reward": Metric("1", "highest score", "max", "max_reward"),
+}
+REWARD = {f"train/rm/{name}": metric for name, metric in PAIRS.items()} | {
+    f"eval/rm/{name}": metric._replace(definition=f"{metric.definition}, of held-out pairs")
+    for name, metric in PAIRS.items()
+}
+POLICY = {
+    "episode": Metric("responses", "responses sampled so far", "whole"),
+    "time/rollout": Metric("s", "sampling", "whole"),
+    "time/score": Metric("s", "the scorers", "whole"),
+    "objective/kl": Metric("nats", "KL to the reference by the estimator in use (kl_estimator)", "sum", "kl"),
+    "objective/kl1_avg": Metric("nats", "KL estimate k1: log-ratio to the reference", "sum", "kl1"),
+    "objective/kl2_avg": Metric("nats", "KL estimate k2: half the square of k1's terms", "sum", "kl2"),
+    "objective/kl3_avg": Metric("nats", "KL estimate k3: expm1(-d) + d of k1's terms d", "sum", "kl3"),
+    "objective/kl4_avg": Metric("nats", "KL estimate k4: k1's terms times the ratio", "sum", "kl4"),
+    "objective/kl_exact": Metric("nats", "exact KL to the reference, before the update", "sum"),
+    "objective/entropy": Metric("nats", "sampled negative log-likelihood of the response, before the update", "sum"),
+    "objective/non_score_reward": Metric("1", "- objective/kl_coef times objective/kl", "whole"),
+    "objective/rlhf_reward": Metric("1", "objective/scores plus objective/non_score_reward", "whole"),
+    "objective/scores": Metric("1", "reward from the scorers: weighted sum of their scores", "sum"),
+    "objective/kl_coef": Metric("1", "weight of the KL", "whole"),
+    "policy/approxkl_avg": Metric("nats", "half the squared log-ratio to the sampling policy", "sum", "approx_kl"),
+    "policy/clipfrac_avg": Metric("1", "fraction of tokens whose ratio is clipped", "sum", "clipfrac"),
+    "policy/entropy_avg": Metric("nats", "true entropy per token", "sum", "entropy"),
+    "loss/policy_avg": Metric("1", "policy surrogate alone, without KL and entropy terms", "sum", "policy_loss"),
+    "loss/total_avg": Metric("1", "what is differentiated: surrogate, KL and entropy terms", "sum", "loss"),
+    "val/ratio": Metric("1", "mean ratio to the sampling policy", "moments", lambda sums: 1 + sums["ratio_minus_1"]),
+    "val/ratio_var": Metric(
+        "1",
+        "variance of that ratio over the tokens of an update",
+        "moments",
+        lambda sums: sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2,
+    ),
+    "val/num_eos_tokens": Metric("responses", "responses that ended by a stop token", "sum"),
+    "val/stop_rate": Metric("1", "the same as a fraction", "sum"),
+}
+GRPO = {
+    "reward": Metric("1", "mean reward", "sum"),
+    "reward_std": Metric("1", "standard deviation within a group, averaged over groups", "sum"),
+    "frac_reward_zero_std": Metric("1", "fraction of groups whose rewards are all equal: they teach nothing", "sum"),
+    "completions/mean_length": Metric("tokens", "response length", "sum"),
+    "completions/min_length": Metric("tokens", "shortest response", "min"),
+    "completions/max_length": Metric("tokens", "longest response", "max"),
+    "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
+    "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
+    "eval/accuracy_sampled": Metric("1", "fraction of sampled responses that solve theirs, at the temperature", "sum"),
+    "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
+    "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
+    "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
+}
+KEYS = {"sft": COMMON | SFT, "reward": COMMON | REWARD, "grpo": COMMON | POLICY | GRPO}
+
+
+class Sums:
+    """The bare metrics of one optimizer step: of each micro-batch a share, added up over micro-batches and ranks."""
+
+    def __init__(self):
+        self.names: tuple[str, ...] = ()
+        self.total = torch.zeros(())
+
+    def add(self, metrics: dict[str, torch.Tensor]) -> None:
+        """The scalars of one micro-batch, each divided by the whole step's count."""
+        self.names = tuple(metrics)
+        self.total = self.total + torch.stack([value.detach().double() for value in metrics.values()]).cpu()
+
+    def over_ranks(self) -> dict[str, float]:
+        """What they add up to, the same on every rank."""
+        return dict(zip(self.names, global_sum(self.total).tolist(), strict=True))
+
+
+def keyed(table: dict[str, Metric], sums: dict[str, float], prefix: str = "") -> dict[str, float]:
+    """The keys of `table` that come from a loss's bare metrics; with `prefix` only those that begin with it."""
+    found = {}
+    for key, metric in table.items():
+        if metric.of is None or not key.startswith(prefix):
+            continue
+        found[key] = metric.of(sums) if callable(metric.of) else sums[metric.of]
+    return found
 
 
 class Logger:
-    """Writes a run's metrics; `columns` are (header, key) pairs for the progress bar."""
+    """Writes a run's metrics from step `start` on; `columns` are {header: key} of the progress bar."""
 
-    def __init__(self, config, trainer: str, columns: dict[str, str], start: int):
+    def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
         self.folder, self.steps, self.columns, self.active = Path(config.output_dir), config.steps, columns, rank() == 0
-        self.keys, self.last, self.line = KEYS[trainer], {}, 0.0
+        self.keys, self.last, self.line = KEYS[config.command], {}, 0.0
         if not self.active:
             return
         from torch.utils.tensorboard import SummaryWriter

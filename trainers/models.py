@@ -1,15 +1,14 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
-import os
-import shutil
-from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import fused_rl
 from fused_rl.trainers import engine
-from fused_rl.trainers.cli import InputError
+from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.files import whole_folder
 
 
 class LanguageModel(nn.Module):
@@ -73,12 +72,17 @@ def _check_plain_head(lm) -> None:
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
 
-def load_lm(config, device: torch.device, *, trainable: bool = True) -> LanguageModel:
+def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
     """The causal LM that `config.model` names, without dropout; frozen unless trainable."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
-        lm = AutoModelForCausalLM.from_pretrained(config.model, dtype=engine.torch_dtype(config)).to(device)
+        lm = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            dtype=engine.torch_dtype(config),
+            revision=config.revision,
+            attn_implementation=config.attn_implementation,
+        ).to(device)
     except OSError as error:
         raise InputError(
             f"model={config.model!r} is neither a local folder with a model nor on the Hub: {error}"
@@ -108,17 +112,7 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-@contextmanager
-def whole_folder(folder: str):
-    """A folder to write into that takes its name when the block ends: complete or not at all."""
-    unfinished = f"{folder}.tmp"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    yield unfinished
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(unfinished, folder)
-
-
-def save_lm(trained, tokenizer, folder: str) -> None:
+def save_lm(trained, tokenizer, folder: Path) -> None:
     """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all."""
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if engine.rank() == 0:

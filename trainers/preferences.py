@@ -11,7 +11,8 @@
 import math
 from dataclasses import dataclass
 
-from fused_rl.trainers import cli, data, engine
+from fused_rl.trainers import data, engine
+from fused_rl.trainers.config import InputError
 from fused_rl.trainers.reward_model import RewardModel
 
 
@@ -63,9 +64,7 @@ class PairEncoder:
             sides = [(p, r if len(r) <= limit else [*r[: limit - 1], eos]) for p, r in sides]
         margin = rows.rows[i].get(self.config.margin_column)
         if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):
-            raise cli.InputError(
-                f"{rows.where(i)}: column {self.config.margin_column!r} must be a number, got {margin!r}"
-            )
+            raise InputError(f"{rows.where(i)}: column {self.config.margin_column!r} must be a number, got {margin!r}")
         return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
 
     def _unusable(self, pair: Pair) -> str | None:
@@ -85,13 +84,13 @@ class PairEncoder:
             return self._whole_text(value)
         if isinstance(value, str):
             if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
-                raise cli.InputError(
+                raise InputError(
                     f"{rows.where(i)}: column {self.config.prompt_column!r} ends with the assistant's turn"
                 )
             return self._encode(rows, i, {"prompt": prompt, column: value}, column)
         last = value[-1] if isinstance(value, list) and value and isinstance(value[-1], dict) else {}
         if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-            raise cli.InputError(
+            raise InputError(
                 f"{rows.where(i)}: column {column!r} must be text, or messages that end with the assistant's text; "
                 f"got {str(value)[:80]!r}"
             )
@@ -113,7 +112,7 @@ def check_lengths(pairs: list[Pair], model: RewardModel) -> None:
     for pair in pairs:
         length = max(len(p) + len(r) for p, r in (pair.chosen, pair.rejected))
         if limit is not None and length > limit:
-            raise cli.InputError(
+            raise InputError(
                 f"{pair.where}: {length} tokens, but the model has {limit} positions; lower max_prompt_length or "
                 "max_response_length"
             )

@@ -12,13 +12,24 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine, models
-from fused_rl.trainers.metrics import Logger
+from fused_rl.trainers import checkpoint, cli, data, engine
+from fused_rl.trainers.config import (
+    InputError,
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    RunConfig,
+    Smoothing,
+    divide_over,
+)
+from fused_rl.trainers.files import whole_folder, write_atomically
+from fused_rl.trainers.loop import Loop
+from fused_rl.trainers.metrics import KEYS, keyed
 from fused_rl.trainers.preferences import Pair, PairEncoder, check_lengths
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
 
@@ -39,9 +50,11 @@ CURVES = {
 MARGIN_BINS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, math.inf)
 
 
-@dataclass
-class RewardConfig(cli.RunConfig):
+@dataclass(kw_only=True)
+class RewardConfig(RunConfig):
     """A scalar reward model from pairs of a chosen and a rejected response."""
+
+    command: ClassVar[str] = "reward"
 
     prompt_column: str = "prompt"
     """Text or messages that both responses answer; rows without it hold whole conversations."""
@@ -51,17 +64,17 @@ class RewardConfig(cli.RunConfig):
     """The worse one."""
     margin_column: str = "margin"
     """How far the chosen score should lead, at least; rows without it: 0."""
-    max_response_length: int = 512
+    max_response_length: PositiveInt = 512
     """Of each response, in tokens, EOS included."""
     too_long: Literal["drop", "truncate"] = "drop"
     """A pair with a longer response is dropped, or the response is cut and still ends in EOS."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Pairs per optimizer step, over all ranks."""
-    label_smoothing: float = 0.0
+    label_smoothing: Smoothing = 0.0
     """Probability that a label is wrong."""
-    centering: float = 0.0
+    centering: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0."""
-    normalize_pairs: int = 128
+    normalize_pairs: NonNegativeInt = 128
     """The scores of this many reference pairs get mean 0 and std 1, before training and again after; 0 for neither."""
     reference_dataset: str | None = None
     """File or Hub name of the reference pairs; None takes the first training pairs."""
@@ -69,12 +82,9 @@ class RewardConfig(cli.RunConfig):
 
 def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    cli.check_positive(config, "steps", "batch_size", "micro_batch_size", "max_prompt_length", "max_response_length")
-    if config.batch_size % world:
-        raise cli.InputError(f"batch_size={config.batch_size} does not divide over {world} processes")
+    local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config)
     if config.loss_from != "linear":
-        raise cli.InputError("loss_from has no meaning for a reward model: it never forms logits")
-    local, size = config.batch_size // world, _pairs_at_once(config)
+        raise InputError("loss_from has no meaning for a reward model: it never forms logits")
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
@@ -98,7 +108,8 @@ def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, floa
     model.train()
     for start in range(0, len(share), size):
         indices = share[start : start + size]
-        both = [[*p, *r] for side in ("chosen", "rejected") for p, r in (getattr(pairs[i], side) for i in indices)]
+        sides = [pairs[i].chosen for i in indices] + [pairs[i].rejected for i in indices]
+        both = [[*prompt, *response] for prompt, response in sides]
         chosen, rejected = model(*collate(both, device)).chunk(2)
         margin = torch.tensor([pairs[i].margin for i in indices], device=device)
         loss, _ = fused_rl.preference_loss(chosen, rejected, margin=margin, num_sequences=len(pairs), **options)
@@ -107,23 +118,26 @@ def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, floa
     scores = engine.global_sum(scores)
     check_finite(scores, [pair.where for pair in pairs])  # before the step: the weights are still good
     model.step()
-    return pair_metrics(scores, pairs, config)
+    return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_metrics(model)
 
 
-def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig) -> dict[str, float]:
-    """`train/rm/*` of scores (N, 2), chosen and rejected."""
+def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str) -> dict[str, float]:
+    """`train/rm/*` or `eval/rm/*` of scores (N, 2), chosen and rejected."""
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     options = {"label_smoothing": config.label_smoothing, "centering": config.centering}
     _, metrics = fused_rl.preference_loss(scores[:, 0], scores[:, 1], margin=margin, **options)
-    return {key: value.item() for key, value in metrics.items()}
+    return keyed(KEYS["reward"], {name: value.item() for name, value in metrics.items()}, prefix)
 
 
 def score_pairs(model, pairs: list[Pair], config: RewardConfig) -> torch.Tensor:
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
-    mine = [side for pair in pairs[engine.rank() :: engine.world_size()] for side in (pair.chosen, pair.rejected)]
+    share = pairs[engine.rank() :: engine.world_size()]
+    sides = [pair.chosen for pair in share] + [pair.rejected for pair in share]
+    scorer = RewardScorer(model, config.micro_batch_size)
+    found = scorer.unchecked([prompt for prompt, _ in sides], [response for _, response in sides])
+
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    mine = RewardScorer(model, config.micro_batch_size).unchecked([p for p, _ in mine], [r for _, r in mine])
-    scores[engine.rank() :: engine.world_size()] = mine.double().view(-1, 2)
+    scores[engine.rank() :: engine.world_size()] = found.double().view(2, -1).T
     scores = engine.global_sum(scores)
     check_finite(scores, [pair.where for pair in pairs])
     return scores
@@ -151,8 +165,7 @@ def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
     scores = score_pairs(model, pairs, config)
-    metrics = pair_metrics(scores, pairs, config)
-    return scores, {key.replace("train/", "eval/"): value for key, value in metrics.items()}
+    return scores, pair_metrics(scores, pairs, config, "eval/rm/")
 
 
 def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], constants: dict) -> None:
@@ -160,7 +173,7 @@ def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], consta
     bins = calibration(scores)
     error = sum(row["pairs"] * abs(row["predicted"] - row["observed"]) for row in bins) / len(scores)
     summary = {**metrics, "calibration": bins, "calibration_error": error, "normalization": constants}
-    checkpoint.write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2, default=str) + "\n")
+    write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2, default=str) + "\n")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -205,57 +218,58 @@ def train(config: RewardConfig) -> str:
     device = engine.setup(config.seed)
     arithmetic(config, engine.world_size())
     folder = checkpoint.open_run(config)
+
+    # What is read: tokenizer, pairs, model.
     tokenizer = data.load_tokenizer(config.model)
     encoder = PairEncoder(config, tokenizer)
     pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
     reference = pairs if config.reference_dataset is None else encoder.pairs(data.load_rows(config.reference_dataset))
     reference = reference[: config.normalize_pairs]
-    sampler = data.Sampler(len(pairs), config.batch_size, config.seed)
-    model = RewardModel.from_pretrained(
-        config.model, dtype=engine.torch_dtype(config), lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
-    ).to(device)
+    model = load_model(config, device)
     check_lengths([*pairs, *held_out, *reference], model)
-    if config.gradient_checkpointing:
-        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    model = engine.initialize(model, config, config.steps)
-    start, constants = 0, {}
+    model = engine.initialize(model, config, config, config.steps)
+
+    # The run: `constants` normalise the scores, before training and again after it.
+    order, constants = data.RowOrder(len(pairs), config.batch_size, config.seed), {}
+    loop = Loop(config, folder, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
     if config.resume:
-        state = checkpoint.load(model, folder)
-        start, sampler.position, constants = state["step"], state["position"], state["normalization"]
+        constants |= loop.restored["normalization"]
         model.module.set_normalization(*constants["before"])
     else:
         constants["before"] = normalize(model, reference, config)
-    logger = Logger(config, "reward", COLUMNS, start)
-    if not start and held_out:
-        logger.log(0, evaluate(model, held_out, config)[1])
-    saver = checkpoint.Saver(model, folder, config, sampler, lambda: {"normalization": constants})
-    stopped = False
-    with checkpoint.Interruption() as interruption:
-        for step in range(start + 1, config.steps + 1):
-            began = time.monotonic()
-            batch = [pairs[i] for i in next(sampler)]
-            metrics = train_step(model, batch, config) | engine.optimizer_metrics(model)
-            metrics["time/train"] = time.monotonic() - began
-            metrics["time/save"] = saver.seconds
-            metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
-            if held_out and (step % config.eval_every == 0 or step == config.steps):
-                scores, found = evaluate(model, held_out, config)
-                metrics |= found
-                logger.samples(step, sample_table(tokenizer, held_out, scores))
-            logger.log(step, metrics)
-            stopped = saver.after(step, interruption)
-            if stopped:
-                break
-    logger.close(CURVES)
-    if stopped:
-        raise KeyboardInterrupt
-    if held_out:
-        scores, found = evaluate(model, held_out, config)  # in the scale of the training loss, which calibration needs
+    scores, found = None, {}
+    if loop.begins and held_out:
+        loop.log(evaluate(model, held_out, config)[1])
+    for _, indices in loop:
+        began = time.monotonic()
+        batch = [pairs[i] for i in indices]
+        metrics = train_step(model, batch, config)
+        metrics["time/train"] = time.monotonic() - began
+        metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
+        samples = []
+        if loop.evaluates and held_out:
+            scores, found = evaluate(model, held_out, config)
+            metrics |= found
+            samples = sample_table(tokenizer, held_out, scores)
+        loop.log(metrics, samples)
+
+    # The evaluation of the last step is in the scale of the training loss, which calibration needs.
+    if held_out and scores is None:  # resumed when nothing was left to do
+        scores, found = evaluate(model, held_out, config)
     constants["after"] = normalize(model, reference, config)
     if held_out and engine.rank() == 0:
         report(folder, scores, found, constants)
-    save(model, tokenizer, folder / "model")
-    return str(folder / "model")
+    return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
+
+
+def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
+    """The model that is trained."""
+    model = RewardModel.from_pretrained(
+        config.model, dtype=engine.torch_dtype(config), lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+    ).to(device)
+    if config.gradient_checkpointing:
+        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def save(model, tokenizer, folder: Path) -> None:
@@ -265,15 +279,15 @@ def save(model, tokenizer, folder: Path) -> None:
         config = model.module.classifier.config
         if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
             config.pad_token_id = tokenizer.pad_token_id
-        with models.whole_folder(str(folder)) as unfinished:
-            model.module.save_pretrained(unfinished, state)
+        with whole_folder(folder) as unfinished:
+            model.module.save_pretrained(str(unfinished), state)
             tokenizer.save_pretrained(unfinished)
     engine.barrier()
 
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl reward`."""
-    cli.run("reward", "RewardConfig", argv)
+    cli.run(RewardConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

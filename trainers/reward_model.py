@@ -13,7 +13,7 @@ import math
 import torch
 from torch import nn
 
-from fused_rl.trainers.cli import InputError
+from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import pad
 from fused_rl.trainers.models import switch_off_dropout
 

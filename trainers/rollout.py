@@ -1,184 +1,221 @@
-"""Responses sampled from the policy, the verifiers' scores, and the batches of token ids made of them."""
+"""From prompts to scored responses: what a sampler returns, what a scorer sees, and the rollout made of both.
+
+A sampler may be this process's model (generate.py) or a server; a scorer may read text (a verifier), token ids (a
+reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
+"""
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
 from fused_rl.trainers import engine
-from fused_rl.trainers.data import pad
-from fused_rl.trainers.verifiers import check_scores
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.data import Batch, make_batch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt and the dataset row that it came from."""
+
+    ids: list[int]
+    row: dict
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    temperature: float
+    """0 is greedy; the whole softmax at this temperature otherwise."""
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    """A response ends with (and includes) the first of these."""
 
 
 @dataclass
-class Batch:
-    """B sequences `prompt + response`, padded on the right to T tokens; per-token tensors are (B, T - 1).
+class Response:
+    """What a sampler returns for one prompt."""
 
-    Row t of a per-token tensor belongs to token t + 1, the one that position t predicts.
-    """
-
-    input_ids: torch.Tensor
-    """(B, T) int64."""
-    response_mask: torch.Tensor
-    """(B, T - 1) bool, True where token t + 1 is of the response, its EOS included."""
-
-    def rows(self, index: torch.Tensor) -> "Batch":
-        """The sequences at `index` (b,), padded no wider than they need."""
-        mask = self.response_mask[index]
-        width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width])
-
-
-def make_batch(prompts: list[list[int]], responses: list[list[int]], pad_id: int, device, *, width: int = 0) -> Batch:
-    """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids."""
-    input_ids = pad([p + r for p, r in zip(prompts, responses, strict=True)], pad_id, width=width).to(device)
-    position = torch.arange(1, input_ids.shape[1], device=device)
-    start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
-    end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
-    return Batch(input_ids, (position >= start) & (position < end))
-
-
-def until_stop(response: list[int], stop_ids: list[int]) -> list[int]:
-    """The response up to and including its first stop token; what follows it in the row is padding."""
-    end = next((i for i, token in enumerate(response) if token in stop_ids), len(response) - 1)
-    return response[: end + 1]
-
-
-@torch.no_grad()
-def generate(
-    lm,
-    prompts: list[list[int]],
-    *,
-    stop_ids: list[int],
-    pad_id: int,
-    max_new_tokens: int,
-    temperature: float,
-    batch_size: int,
-    synced_gpus: bool = False,
-) -> list[list[int]]:
-    """One response per prompt, sampled from the whole softmax at `temperature`, or greedy at 0.
-
-    Args:
-        lm: a transformers causal LM.
-        prompts: token ids.
-        stop_ids: a response ends with (and includes) the first of these, or after `max_new_tokens`.
-        pad_id: fills; may equal a stop token.
-        batch_size: prompts per call of `lm.generate`, of similar length, padded on the left.
-        synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
-
-    Returns:
-        Token ids of each response, in the order of the prompts.
-    """
-    from transformers import GenerationConfig
-
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    options = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=stop_ids, pad_token_id=pad_id, use_cache=True, **sampling
-    )
-    device, responses = next(lm.parameters()).device, [[]] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        batch = [prompts[i] for i in indices]
-        input_ids = pad(batch, pad_id, left=True).to(device)
-        attention_mask = pad([[1] * len(p) for p in batch], 0, left=True).to(device)
-        output = lm.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=options, synced_gpus=synced_gpus
-        )
-        for i, tokens in zip(indices, output[:, input_ids.shape[1] :].tolist(), strict=True):
-            responses[i] = until_stop(tokens, stop_ids)
-    return responses
+    ids: list[int]
+    """Token ids alone, the stop token included; may be empty."""
+    finish: Literal["stop", "length"]
+    """Ended by a stop token, or cut at `max_new_tokens`."""
+    logprobs: list[float] | None = None
+    """Of each id, in nats, of the distribution that it was drawn from; None where the sampler does not tell."""
+    support: list[list[int]] | None = None
+    """The ids that each token was drawn from; None for the whole vocabulary."""
+    weight_version: int | None = None
+    """The step that the sampler's weights are of; None where they are the policy's own."""
 
 
 @dataclass
-class Run:
-    """What all parts of the algorithm use."""
+class Sample:
+    """One response to one prompt, as a scorer sees it."""
 
-    config: object
-    model: object
-    """The DeepSpeed engine of the policy."""
-    reference: object | None
-    """The frozen starting model; None with LoRA, where it is the policy without its adapters."""
-    tokenizer: object
-    stop_ids: list[int]
-    verifiers: dict[str, object]
-    device: torch.device
+    row: dict
+    prompt_ids: list[int]
+    response: Response
+    text: str
+    """The response without its stop token."""
+
+
+class Sampler(Protocol):
+    """Draws responses; every rank calls it with its own prompts."""
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
+        """One response per prompt (token ids), in their order."""
+
+    def publish(self, step: int) -> None:
+        """The policy's weights have changed: after an update, and after a resume."""
+
+
+class Scorer(Protocol):
+    """Judges samples, and knows what its own scores mean."""
+
+    name: str
+    weight: float
+    """Of its score in the reward."""
+    solved_at: float | None
+    """A sample counts as solved from this score on; None: this scorer does not tell right from wrong."""
+
+    def check(self, row: dict) -> None:
+        """Raise InputError where a dataset row lacks what the scorer reads; called on every row before the run."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        """One score per sample; None where the scorer does not apply to it."""
 
 
 @dataclass
 class Rollout:
-    """Responses to prompts, adjacent within a group, and what the verifiers say."""
+    """This rank's samples, those of one prompt adjacent, as a batch and with their scores."""
 
-    rows: list[dict]
-    responses: list[list[int]]
+    samples: list[Sample]
     batch: Batch
     scores: dict[str, torch.Tensor]
-    """(B,) fp32 of each verifier."""
-    stopped: torch.Tensor
-    """(B,) bool: ended by a stop token."""
+    """(B,) fp32 of each scorer, NaN where it does not apply."""
+    rewards: torch.Tensor
+    """(B,) fp32: the weighted sum of the scores that apply."""
+    solved: torch.Tensor
+    """(B,) bool: every scorer that tells right from wrong, and applies, says right."""
     seconds: dict[str, float]
 
     @property
-    def rewards(self) -> torch.Tensor:
-        """(B,) fp32: the sum of the verifiers' scores."""
-        return torch.stack(list(self.scores.values())).sum(0)
+    def stopped(self) -> torch.Tensor:
+        """(B,) bool: ended by a stop token."""
+        return torch.tensor([sample.response.finish == "stop" for sample in self.samples])
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) int64: tokens of each response."""
+        return torch.tensor([len(sample.response.ids) for sample in self.samples])
+
+    @property
+    def rollout_logprobs(self) -> torch.Tensor | None:
+        """(B, T - 1) fp32: the sampler's own log-probabilities, 0 where masked; None where it does not tell."""
+        told = [sample.response.logprobs for sample in self.samples]
+        if any(logprobs is None for logprobs in told):
+            return None
+        made = torch.zeros(self.batch.response_mask.shape, device=self.batch.response_mask.device)
+        made[self.batch.response_mask] = torch.tensor([x for logprobs in told for x in logprobs], device=made.device)
+        return made
 
 
 @torch.no_grad()
-def roll_out(run: Run, prompts: list[tuple[list[int], dict]], copies: int, temperature: float) -> Rollout:
-    """`copies` responses to each of this rank's (prompt ids, row)."""
+def roll_out(
+    sampler: Sampler,
+    scorers: Sequence[Scorer],
+    prompts: list[Prompt],
+    sampling: Sampling,
+    tokenizer,
+    device: torch.device,
+    *,
+    copies: int = 1,
+) -> Rollout:
+    """Sample `copies` responses to each of this rank's prompts, and score them."""
     began = time.monotonic()
-    prompts = [p for p in prompts for _ in range(copies)]
-    ids, rows = [p for p, _ in prompts], [r for _, r in prompts]
-    run.model.eval()
-    responses = generate(
-        run.model.module.lm,
-        ids,
-        stop_ids=run.stop_ids,
-        pad_id=run.tokenizer.pad_token_id,
-        max_new_tokens=run.config.max_new_tokens,
-        temperature=temperature,
-        batch_size=run.config.rollout_batch_size,
-        synced_gpus=run.config.zero_stage == 3,
-    )
+    prompts = [prompt for prompt in prompts for _ in range(copies)]
+    responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
     sampled = time.monotonic()
-    stopped = [r[-1] in run.stop_ids for r in responses]
-    texts = run.tokenizer.batch_decode([r[:-1] if s else r for r, s in zip(responses, stopped, strict=True)])
-    scores = {k: torch.tensor(check_scores(k, v(texts, rows), len(texts))) for k, v in run.verifiers.items()}
-    batch = make_batch(ids, responses, run.tokenizer.pad_token_id, run.device)
-    seconds = {"time/rollout": sampled - began, "time/score": time.monotonic() - sampled}
-    return Rollout(rows, responses, batch, scores, torch.tensor(stopped), seconds)
+
+    texts = tokenizer.batch_decode([_without_stop(response) for response in responses])
+    together = zip(prompts, responses, texts, strict=True)
+    samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in together]
+    scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+    scored = time.monotonic()
+
+    prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
+    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device)
+    seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
+    return Rollout(samples, batch, scores, _rewards(scorers, scores), _solved(scorers, scores), seconds)
 
 
-def rollout_metrics(config, rollout: Rollout, step: int) -> dict[str, float]:
+def _without_stop(response: Response) -> list[int]:
+    return response.ids[:-1] if response.finish == "stop" else response.ids
+
+
+def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample]) -> torch.Tensor:
+    """The scores as (B,) fp32, NaN for None; an error names the scorer, and the row where one is not finite."""
+    if len(scores) != len(samples):
+        raise InputError(f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses")
+    for score, sample in zip(scores, samples, strict=True):
+        if score is not None and not math.isfinite(score):
+            where = sample.row.get("__where__", "a row")
+            raise InputError(f"scorer {name!r} returned {score} as the score of {where}, not a finite number")
+    return torch.tensor([math.nan if score is None else float(score) for score in scores])
+
+
+def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:
+    weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
+    return torch.stack(weighted).sum(0)
+
+
+def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:
+    judges = [scorer for scorer in scorers if scorer.solved_at is not None]
+    if not judges:
+        return torch.zeros(len(next(iter(scores.values()))), dtype=torch.bool)
+    right = [(scores[judge.name] >= judge.solved_at) | scores[judge.name].isnan() for judge in judges]
+    applies = [~scores[judge.name].isnan() for judge in judges]
+    return torch.stack(right).all(0) & torch.stack(applies).any(0)
+
+
+def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, float]:
     """What the responses were like, over all ranks."""
-    rewards, lengths = rollout.rewards, torch.tensor([float(len(r)) for r in rollout.responses])
-    groups = rewards.view(-1, config.group_size)
+    rewards, lengths = rollout.rewards.double(), rollout.lengths.double()
+    groups = rewards.view(-1, group_size)
     columns = {
         "reward": rewards,
-        "reward_std": groups.std(1).repeat_interleave(config.group_size),
-        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).repeat_interleave(config.group_size),
+        "reward_std": groups.std(1).repeat_interleave(group_size),
+        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).repeat_interleave(group_size),
         "completions/mean_length": lengths,
         "val/stop_rate": rollout.stopped,
     }
-    for name, scores in rollout.scores.items():
-        columns |= {f"rewards/{name}/mean": scores, f"rewards/{name}/std": scores.double().square()}
     count = len(rewards) * engine.world_size()
-    totals = engine.global_sum(torch.stack([c.double().sum() for c in columns.values()]))
+    totals = engine.global_sum(torch.stack([column.double().sum() for column in columns.values()]))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
-    for name in rollout.scores:
-        mean, square = metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"]
-        metrics[f"rewards/{name}/std"] = math.sqrt(max(square - mean**2, 0))
-    return (
-        metrics
-        | rollout.seconds
-        | {
-            "completions/min_length": -engine.global_max(-lengths.min()),
-            "completions/max_length": engine.global_max(lengths.max()),
-            "completions/clipped_ratio": 1 - metrics["val/stop_rate"],
-            "val/num_eos_tokens": metrics["val/stop_rate"] * count,
-            "objective/scores": metrics["reward"],
-            "episode": step * count,
-        }
-    )
+    metrics |= {
+        "completions/min_length": -engine.global_max(-lengths.min()),
+        "completions/max_length": engine.global_max(lengths.max()),
+        "completions/clipped_ratio": 1 - metrics["val/stop_rate"],
+        "val/num_eos_tokens": metrics["val/stop_rate"] * count,
+        "objective/scores": metrics["reward"],
+        "episode": step * count,
+    }
+    return metrics | scorer_metrics(rollout.scores) | rollout.seconds
+
+
+def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Mean and standard deviation of each scorer's scores, over all ranks and the samples that it applies to."""
+    moments = []
+    for values in scores.values():
+        applies = values[~values.isnan()].double()
+        moments.append(torch.stack([torch.tensor(float(len(applies))), applies.sum(), applies.square().sum()]).double())
+    metrics = {}
+    for name, (count, total, square) in zip(scores, engine.global_sum(torch.stack(moments)).tolist(), strict=True):
+        mean = total / max(count, 1)
+        metrics[f"rewards/{name}/mean"] = mean
+        metrics[f"rewards/{name}/std"] = math.sqrt(max(square / max(count, 1) - mean**2, 0))
+    return metrics

@@ -9,12 +9,14 @@ Left out: packing, loss on prompts, several turns of one conversation.
 import math
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fused_rl.trainers import checkpoint, cli, data, engine, models
-from fused_rl.trainers.metrics import Logger
-from fused_rl.trainers.rollout import Batch, make_batch
+from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
+from fused_rl.trainers.data import Batch, make_batch
+from fused_rl.trainers.loop import Loop
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -24,26 +26,25 @@ CURVES = {
 }
 
 
-@dataclass
-class SFTConfig(cli.RunConfig):
+@dataclass(kw_only=True)
+class SFTConfig(RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
+
+    command: ClassVar[str] = "sft"
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     completion_column: str = "completion"
     """Text of the completion; not read where the messages end with the assistant's."""
-    max_length: int = 1024
+    max_length: PositiveInt = 1024
     """Longer rows (prompt and completion, in tokens) are dropped, counted and reported."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Rows per optimizer step, over all ranks."""
 
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    cli.check_positive(config, "steps", "batch_size", "micro_batch_size")
-    if config.batch_size % world:
-        raise cli.InputError(f"batch_size={config.batch_size} does not divide over {world} processes")
-    local, size = config.batch_size // world, config.micro_batch_size
+    local, size = divide_over("batch_size", config.batch_size, world), config.micro_batch_size
     return {
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
@@ -55,10 +56,14 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
 
 def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, completion ids) of every row that is short enough."""
-    pairs = [encoder.pair(rows, i, config.prompt_column, config.completion_column) for i in range(len(rows))]
-    kept = [(p, c) for p, c in pairs if len(p) <= config.max_prompt_length and len(p) + len(c) <= config.max_length]
-    if len(kept) < len(pairs) and engine.rank() == 0:
-        print(f"{rows.source}: dropped {len(pairs) - len(kept)} of {len(pairs)} rows longer than max_length")
+    kept = []
+    for i in range(len(rows)):
+        prompt, completion = encoder.pair(rows, i, config.prompt_column, config.completion_column)
+        if len(prompt) <= config.max_prompt_length and len(prompt) + len(completion) <= config.max_length:
+            kept.append((prompt, completion))
+    if len(kept) < len(rows) and engine.rank() == 0:
+        dropped = f"dropped {len(rows) - len(kept)} of {len(rows)} rows"
+        print(f"{rows.source}: {dropped} longer than max_prompt_length or max_length")
     return kept
 
 
@@ -69,18 +74,19 @@ def micro_batches(pairs, config: SFTConfig, pad_id: int, device) -> list[Batch]:
     return [make_batch(*zip(*pairs[i : i + size], strict=True), pad_id, device) for i in range(0, len(pairs), size)]
 
 
-def train_step(model, batches: list[Batch]) -> dict[str, torch.Tensor]:
+def train_step(model, batches: list[Batch]) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     num_tokens = engine.global_sum(sum(b.response_mask.sum() for b in batches)).item()
     totals = torch.zeros(2, dtype=torch.float64)
     model.train()
     for batch in batches:
         loss, _, entropy = model(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs)
-        model.backward(loss * (engine.world_size() / num_tokens))
+        model.backward(loss * (engine.world_size() / num_tokens))  # the engine averages over ranks
         totals += torch.stack([loss.detach(), entropy.sum()]).cpu()
     model.step()
     loss, entropy = (engine.global_sum(totals) / num_tokens).tolist()
-    return {"train/loss": loss, "train/entropy": entropy, "train/num_tokens": num_tokens}
+    metrics = {"train/loss": loss, "train/entropy": entropy, "train/num_tokens": num_tokens}
+    return metrics | engine.optimizer_metrics(model)
 
 
 @torch.no_grad()
@@ -92,7 +98,8 @@ def evaluate(model, batches: list[Batch]) -> dict[str, float]:
         rows, logits = model(batch.input_ids, batch.response_mask, want_logits=True)
         hit = logits.argmax(-1) == batch.input_ids[:, 1:][batch.response_mask]
         totals += torch.stack([-rows.logprobs.sum(), hit.sum(), batch.response_mask.sum()]).cpu()
-    return {"eval/loss": (totals[0] / totals[2]).item(), "eval/accuracy": (totals[1] / totals[2]).item()}
+    loss, hits, tokens = totals.tolist()
+    return {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
 
 
 def train(config: SFTConfig) -> str:
@@ -100,42 +107,35 @@ def train(config: SFTConfig) -> str:
     device = engine.setup(config.seed)
     arithmetic(config, engine.world_size())
     folder = checkpoint.open_run(config)
+
+    # What is read: tokenizer, rows, model.
     tokenizer = data.load_tokenizer(config.model)
     encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
     pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
-    sampler = data.Sampler(len(pairs), config.batch_size, config.seed)
-    model = engine.initialize(models.load_lm(config, device), config, config.steps)
-    held_out = micro_batches(held_out, config, tokenizer.pad_token_id, device)
-    start = checkpoint.resume(model, folder, sampler) if config.resume else 0
-    logger = Logger(config, "sft", COLUMNS, start)
-    if not start and held_out:
-        logger.log(0, evaluate(model, held_out))
-    saver, stopped = checkpoint.Saver(model, folder, config, sampler), False
-    with checkpoint.Interruption() as interruption:
-        for step in range(start + 1, config.steps + 1):
-            began = time.monotonic()
-            mine = next(sampler)[engine.rank() :: engine.world_size()]
-            metrics = train_step(model, micro_batches([pairs[i] for i in mine], config, tokenizer.pad_token_id, device))
-            metrics |= engine.optimizer_metrics(model)
-            metrics["time/train"] = time.monotonic() - began
-            metrics["time/save"] = saver.seconds
-            metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
-            if held_out and (step % config.eval_every == 0 or step == config.steps):
-                metrics |= evaluate(model, held_out)
-            logger.log(step, metrics)
-            stopped = saver.after(step, interruption)
-            if stopped:
-                break
-    logger.close(CURVES)
-    if stopped:
-        raise KeyboardInterrupt
-    models.save_lm(model, tokenizer, str(folder / "model"))
-    return str(folder / "model")
+    model = engine.initialize(models.load_lm(config, device), config, config, config.steps)
+    pad_id = tokenizer.pad_token_id
+    held_out = micro_batches(held_out, config, pad_id, device)
+
+    # The run.
+    order = data.RowOrder(len(pairs), config.batch_size, config.seed)
+    loop = Loop(config, folder, {"policy": model}, order, COLUMNS, CURVES)
+    if loop.begins and held_out:
+        loop.log(evaluate(model, held_out))
+    for _, indices in loop:
+        began = time.monotonic()
+        mine = [pairs[i] for i in indices[engine.rank() :: engine.world_size()]]
+        metrics = train_step(model, micro_batches(mine, config, pad_id, device))
+        metrics["time/train"] = time.monotonic() - began
+        metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
+        if loop.evaluates and held_out:
+            metrics |= evaluate(model, held_out)
+        loop.log(metrics)
+    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder))
 
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl sft`."""
-    cli.run("sft", "SFTConfig", argv)
+    cli.run(SFTConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

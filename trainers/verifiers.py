@@ -1,55 +1,72 @@
-"""Scores of responses whose answers can be checked: reasoning-gym's own scorers, mathematics, or a function of yours.
+"""Scorers of responses whose answers can be checked: mathematics, reasoning-gym's own, or a function of yours.
 
-A verifier takes (responses, rows): B response texts and the B dataset rows they answer; it returns B floats.
+Each is a `Scorer` (rollout.py): it knows its weight, and from which score on a sample counts as solved.
 """
 
-import importlib
 import json
-import math
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from fused_rl.trainers.cli import InputError
+from fused_rl.trainers.config import InputError, load_function
+from fused_rl.trainers.rollout import Sample, Scorer
 
-Verifier = Callable[[list[str], list[dict]], list[float]]
 ANSWER_COLUMNS = ("ground_truth", "answer")
 MATH_TIMEOUT = 10.0  # seconds for one answer: they take milliseconds, or never end
+SPELLING = re.compile(r"(?:(?P<weight>[^*]+)\*)?(?P<name>[^*>]+)(?:>=(?P<solved_at>.+))?")
 
 
-def load_verifier(name: str, answer_column: str | None = None) -> Verifier:
-    """The verifier that a config names.
+def load_scorers(spelled: str, answer_column: str | None = None) -> list[Scorer]:
+    """The scorers that a config names, comma-separated: `math`, or `math, 0.2*my_module:format_bonus`.
+
+    A sample is solved when `math` and `reasoning_gym` say so (a score of 1), whatever else is among the scorers;
+    functions alone decide by 1 too. `my_module:f>=0.5` gives a function a threshold of its own.
 
     Args:
-        name: `math` (1.0 where the final answer equals the ground truth), `reasoning_gym` (the row's `metadata` names
-            the dataset), `reasoning_gym:chain_sum`, or `module:function` on the Python path.
+        spelled: per scorer `[weight*]name[>=threshold]`. Names: `math` (1.0 where the final answer equals the ground
+            truth), `reasoning_gym` (the row's `metadata` names the dataset), `reasoning_gym:chain_sum`, or
+            `module:function`: (responses, rows) -> scores, texts and dataset rows to numbers.
         answer_column: of the ground truth, for `math` and `reasoning_gym`; None takes ground_truth or answer.
     """
-    if name == "math":
-        return MathVerifier(answer_column)
+    scorers = [_load(part.strip(), answer_column) for part in spelled.split(",")]
+    names = [scorer.name for scorer in scorers]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InputError(f"verifiers: {twice[0]!r} is named {names.count(twice[0])} times; for a weight: 2*{twice[0]}")
+    undecided = [scorer for scorer in scorers if isinstance(scorer, FunctionScorer) and scorer.solved_at is None]
+    if len(undecided) == len(scorers):
+        for scorer in undecided:
+            scorer.solved_at = 1.0
+    return scorers
+
+
+def _load(spelled: str, answer_column: str | None) -> Scorer:
+    found = SPELLING.fullmatch(spelled)
+    if found is None:
+        raise InputError(f"verifier {spelled!r}: expected [weight*]name[>=threshold], as in 0.5*math")
+    name, weight = found["name"].strip(), _number(spelled, found["weight"], 1.0)
     kind, _, detail = name.partition(":")
+    if name == "math":
+        return MathVerifier(answer_column, weight=weight, solved_at=_number(spelled, found["solved_at"], 1.0))
     if kind == "reasoning_gym":
-        return ReasoningGymVerifier(detail, answer_column)
+        solved_at = _number(spelled, found["solved_at"], 1.0)
+        return ReasoningGymVerifier(detail, answer_column, weight=weight, solved_at=solved_at)
     if not detail:
         raise InputError(f"verifier {name!r}: expected math, reasoning_gym, reasoning_gym:<dataset> or module:function")
+    function = load_function(name, "verifier")
+    return FunctionScorer(name, function, weight=weight, solved_at=_number(spelled, found["solved_at"], None))
+
+
+def _number(spelled: str, text: str | None, default: float | None) -> float | None:
     try:
-        return getattr(importlib.import_module(kind), detail)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"verifier {name!r}: {error}") from error
-
-
-def check_scores(name: str, scores: list[float], count: int) -> list[float]:
-    """The scores as finite floats, one per response; an error names the verifier."""
-    scores = [float(s) for s in scores]
-    if len(scores) != count:
-        raise InputError(f"verifier {name!r} returned {len(scores)} scores for {count} responses")
-    if not all(map(math.isfinite, scores)):
-        raise InputError(f"verifier {name!r} returned {next(s for s in scores if not math.isfinite(s))} as a score")
-    return scores
+        return default if text is None else float(text)
+    except ValueError as error:
+        raise InputError(f"verifier {spelled!r}: {text.strip()!r} is not a number") from error
 
 
 def answer_of(row: dict, column: str | None) -> str:
@@ -75,23 +92,49 @@ def import_reasoning_gym():
     return reasoning_gym
 
 
+class FunctionScorer:
+    """A function of the user's own: (responses, rows) -> one score each."""
+
+    def __init__(self, name: str, function: Callable, *, weight: float = 1.0, solved_at: float | None = None):
+        self.name, self.function, self.weight, self.solved_at = name, function, weight, solved_at
+
+    def check(self, row: dict) -> None:
+        """Any row will do: the function knows what it reads."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        scores = self.function([sample.text for sample in samples], [sample.row for sample in samples])
+        return [None if score is None else float(score) for score in scores]
+
+
 class ReasoningGymVerifier:
     """The `score_answer` of the reasoning-gym dataset that made the row."""
 
-    def __init__(self, dataset: str, answer_column: str | None):
+    def __init__(
+        self, dataset: str = "", answer_column: str | None = None, *, weight: float = 1.0, solved_at: float = 1.0
+    ):
+        self.name = f"reasoning_gym:{dataset}" if dataset else "reasoning_gym"
+        self.weight, self.solved_at = weight, solved_at
         self.dataset, self.answer_column = dataset, answer_column
         self.scorer = import_reasoning_gym().get_score_answer_fn
 
-    def __call__(self, responses: list[str], rows: list[dict]) -> list[float]:
-        return [self._score(response, row) for response, row in zip(responses, rows, strict=True)]
+    def check(self, row: dict) -> None:
+        """The row must have an answer, and name its dataset where the scorer does not."""
+        answer_of(row, self.answer_column)
+        self._dataset_of(row)
 
-    def _score(self, response: str, row: dict) -> float:
-        metadata = row.get("metadata") or {}
-        dataset = self.dataset or metadata.get("source_dataset")
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        return [self.score(sample.text, sample.row) for sample in samples]
+
+    def _dataset_of(self, row: dict) -> str:
+        dataset = self.dataset or (row.get("metadata") or {}).get("source_dataset")
         if not dataset:
             raise InputError("reasoning_gym: the row's metadata has no source_dataset; use reasoning_gym:<dataset>")
-        entry = {**row, "answer": answer_of(row, self.answer_column), "metadata": metadata}
-        return float(self.scorer(dataset)(response.strip(), entry))
+        return dataset
+
+    def score(self, response: str, row: dict) -> float:
+        """0 to 1, as the dataset's generator judges a response's text."""
+        entry = {**row, "answer": answer_of(row, self.answer_column), "metadata": row.get("metadata") or {}}
+        return float(self.scorer(self._dataset_of(row))(response.strip(), entry))
 
 
 class MathVerifier:
@@ -101,11 +144,25 @@ class MathVerifier:
     that. An answer that takes longer than `timeout` seconds kills the process and scores 0.
     """
 
-    def __init__(self, answer_column: str | None = None, timeout: float = MATH_TIMEOUT):
+    name = "math"
+
+    def __init__(
+        self,
+        answer_column: str | None = None,
+        timeout: float = MATH_TIMEOUT,
+        *,
+        weight: float = 1.0,
+        solved_at: float = 1.0,
+    ):
+        self.weight, self.solved_at = weight, solved_at
         self.answer_column, self.timeout, self.worker = answer_column, timeout, None
 
-    def __call__(self, responses: list[str], rows: list[dict]) -> list[float]:
-        return [self._score(r, answer_of(row, self.answer_column)) for r, row in zip(responses, rows, strict=True)]
+    def check(self, row: dict) -> None:
+        """The row must have an answer."""
+        answer_of(row, self.answer_column)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        return [self._score(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
 
     def _score(self, response: str, answer: str) -> float:
         if self.worker is None:

@@ -4,24 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, grpo, sft
+import fused_rl
+from fused_rl.trainers import cli, grpo, policy, sft
+from fused_rl.trainers.config import InputError, parse
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
 
 
-def parse(*argv, config=grpo.GRPOConfig):
-    return cli.parse(config, [*NEEDED, *argv], "fused-rl grpo")
+def made(*argv, config=grpo.GRPOConfig):
+    return parse(config, [*NEEDED, *argv], "fused-rl grpo")
 
 
 def test_the_command_line_wins_over_the_file_and_over_the_defaults(tmp_path):
     (tmp_path / "c.yaml").write_text("lr: 1.0e-3\ngroup_size: 16\n")
-    config = parse("--config", str(tmp_path / "c.yaml"), "--lr", "2e-3")
+    config = made("--config", str(tmp_path / "c.yaml"), "--lr", "2e-3")
     assert (config.lr, config.group_size, config.minibatches) == (2e-3, 16, grpo.GRPOConfig.minibatches)
 
 
 def test_a_flag_needs_no_value_and_a_launchers_rank_is_not_a_key():
-    config = parse("--resume", "--local_rank=1", "--raw_prompt", "false")
+    config = made("--resume", "--local_rank=1", "--raw_prompt", "false")
     assert config.resume is True and config.raw_prompt is False
 
 
@@ -40,9 +42,99 @@ def test_a_flag_needs_no_value_and_a_launchers_rank_is_not_a_key():
 def test_an_unknown_key_or_a_bad_value_is_named(text, argv, named, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(text or "lr: 1.0\n")
     with pytest.raises(SystemExit) as stopped:
-        parse("--config", str(tmp_path / "c.yaml"), *argv)
-    assert stopped.value.code != 0
-    assert named in capsys.readouterr().err.split("error:")[1]
+        made("--config", str(tmp_path / "c.yaml"), *argv)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line.split("error:")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("steps", "0", "a whole number above 0"),
+        ("steps", "1.5", "a whole number above 0"),
+        ("lr", "nan", "a finite number, 0 or more"),
+        ("lr", "inf", "a finite number, 0 or more"),
+        ("max_grad_norm", "-1", "a finite number, 0 or more"),
+        ("adam_beta2", "1.5", "a number from 0 to below 1"),
+        ("temperature", "0", "a finite number above 0"),
+        ("clip_low", "-0.1", "a finite number, 0 or more"),
+        ("top_entropy", "0", "a number above 0, at most 1"),
+        ("seed", str(2**40), "a whole number from 0 to 2^31 - 1"),
+        ("zero_stage", "4", "one of 0, 1, 2, 3"),
+        ("eval_size", "-5", "a whole number, 0 or more"),
+    ],
+)
+def test_a_value_out_of_its_range_is_one_line_that_names_option_value_and_range(name, value, expected, capsys):
+    with pytest.raises(SystemExit):
+        made(f"--{name}", value)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"fused-rl grpo: error: {name}: expected {expected}, got {value}"
+    number = int(value) if value.lstrip("-").isdigit() else float(value)
+    with pytest.raises(InputError, match=f"{name}={number!r}: expected".replace("+", "[+]")):
+        grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **{name: number})
+
+
+def test_a_key_that_is_spelled_otherwise_is_suggested(capsys):
+    with pytest.raises(SystemExit):
+        made("--kl-coef", "0.1")
+    assert "unknown option --kl-coef; did you mean --kl_coef?" in capsys.readouterr().err
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("lr: 1.0\nsteps: 3\nlr: 2.0\n")
+    with pytest.raises(SystemExit):
+        made("--config", str(tmp_path / "c.yaml"))
+    assert "c.yaml, line 3: key 'lr' stands on line 1 too" in capsys.readouterr().err
+
+
+def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
+    from fused_rl.presets import PolicyLossOptions
+
+    changed = {
+        "ratio_level": "sequence",
+        "surrogate": "sapo",
+        "loss_agg": "seq-mean-token-sum",
+        "clip_low": 0.1,
+        "clip_high": 0.9,
+        "delta": None,  # belongs to clip, below
+        "sapo_temperature_pos": 2.0,
+        "sapo_temperature_neg": 3.0,
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 1.5,
+        "vespo_k_neg": 2.5,
+        "vespo_lambda_neg": 3.5,
+        "kl_coef": 0.1,
+        "kl_estimator": "k3",
+        "entropy_coef": 0.01,
+        "rollout_correction": "sequence-mask",
+        "rollout_low": 0.5,
+        "rollout_high": 3.0,
+        "off_policy_threshold": 0.2,
+        "top_entropy": 0.5,
+        "entropy_threshold": None,  # not beside top_entropy
+    }
+    assert changed.keys() == PolicyLossOptions.__dataclass_fields__.keys()
+    given = {name: value for name, value in changed.items() if value is not None}
+    argv = [f"--{name}={value}" for name, value in given.items()]
+    assert policy.loss_options(made(*argv)) == {"preset": "grpo", **given}
+    other = policy.loss_options(made("--delta", "3", "--entropy_threshold", "0.5", "--preset", "dapo"))
+    assert other == {
+        "preset": "dapo",
+        "delta": 3.0,
+        "entropy_threshold": 0.5,
+        "kl_coef": 0.0,
+        "kl_estimator": "rk3",
+        "entropy_coef": 0.0,
+    }
+
+
+def test_a_preset_brings_its_advantage_and_an_option_overrides_it():
+    assert grpo.advantage_of(made("--preset", "rloo")) == "leave-one-out"
+    assert grpo.advantage_of(made("--preset", "reinforce++")) == "batch-std"
+    assert grpo.advantage_of(made("--preset", "dr_grpo")) == "group-mean"
+    assert grpo.advantage_of(made("--preset", "rloo", "--advantage", "group-std")) == "group-std"
+    assert grpo.advantage_of(made("--preset", "ppo", "--advantage", "group-std")) == "group-std"
 
 
 @pytest.mark.parametrize(
@@ -52,22 +144,23 @@ def test_an_unknown_key_or_a_bad_value_is_named(text, argv, named, tmp_path, cap
         (["--minibatches", "3"], 1, "minibatches=3 does not divide the 256 responses"),
         (["--group_size", "1"], 1, "at least 2"),
         (["--preset", "grpoo"], 1, "grpoo.*grpo"),
-        (["--steps", "0"], 1, "steps must be above 0, got 0"),
-        (["--temperature", "0"], 1, "temperature must be above 0"),
+        (["--preset", "ppo"], 1, "preset=ppo takes its advantages from gae, which needs a critic"),
+        (["--delta", "1.1"], 1, "delta must lie above 1 \\+ clip_high"),
+        (["--surrogate", "clap"], 1, "surrogate must be one of clip"),
     ],
 )
 def test_arithmetic_that_does_not_work_out_is_refused(argv, world, message):
-    with pytest.raises(cli.InputError, match=message):
-        grpo.arithmetic(parse(*argv), world)
+    with pytest.raises(InputError, match=message):
+        grpo.arithmetic(made(*argv), world)
 
 
 def test_batch_arithmetic():
-    made = grpo.arithmetic(parse("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5"), 2)
-    assert made["responses per process and step"] == 12
-    assert made["responses per process and minibatch"] == 6
-    assert made["optimizer updates in the run"] == 5 * 2 * 3
-    made = sft.arithmetic(parse("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2)
-    assert made["micro-batches per process and step"] == "3 of at most 5"
+    found = grpo.arithmetic(made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5"), 2)
+    assert found["responses per process and step"] == 12
+    assert found["responses per process and minibatch"] == 6
+    assert found["optimizer updates in the run"] == 5 * 2 * 3
+    found = sft.arithmetic(made("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2)
+    assert found["micro-batches per process and step"] == "3 of at most 5"
 
 
 def test_dry_run_prints_the_resolved_config_and_needs_no_files():
@@ -77,10 +170,24 @@ def test_dry_run_prints_the_resolved_config_and_needs_no_files():
     assert "# responses per step: 256 = 32 prompts x 8" in done.stdout
 
 
+def test_what_dry_run_prints_is_the_same_config_when_it_is_read_back(tmp_path, capsys):
+    argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--system_prompt", "a: b", "--clip_high", "inf"]
+    grpo.main([*argv, "--dry_run"])
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"], "fused-rl grpo")
+    assert again == parse(grpo.GRPOConfig, argv, "fused-rl grpo")
+
+
 def test_every_recipe_of_sft_and_grpo_parses():
     for recipe in [*RECIPES.glob("*sft*.yaml"), *RECIPES.glob("*grpo*.yaml"), *RECIPES.glob("gsm8k*.yaml")]:
         trainer, config = (sft, sft.SFTConfig) if "sft" in recipe.name else (grpo, grpo.GRPOConfig)
-        trainer.arithmetic(cli.parse(config, ["--config", str(recipe)], "fused-rl"), 1)
+        trainer.arithmetic(parse(config, ["--config", str(recipe)], "fused-rl"), 1)
+
+
+def test_the_version_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fused-rl", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"fused-rl {fused_rl.__version__}\n"
 
 
 def test_an_unknown_command_is_named(monkeypatch):

@@ -1,7 +1,8 @@
 import pytest
 
-from fused_rl.trainers import cli, data
-from fused_rl.trainers.data import Encoder, Rows, Sampler, load_rows
+from fused_rl.trainers import data
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.data import Encoder, RowOrder, Rows, load_rows
 from tests.trainers import tiny
 
 
@@ -35,7 +36,7 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
 def test_a_bad_row_names_file_line_and_column(text, message, tmp_path):
     (tmp_path / "d.jsonl").write_text(text)
     encoder = Encoder(tiny.tokenizer())
-    with pytest.raises(cli.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         rows = load_rows(str(tmp_path / "d.jsonl"))
         for i in range(len(rows)):
             encoder.prompt(rows, i, "prompt")
@@ -43,9 +44,9 @@ def test_a_bad_row_names_file_line_and_column(text, message, tmp_path):
 
 def test_missing_files_and_other_formats_are_refused(tmp_path):
     (tmp_path / "d.csv").write_text("a\n")
-    with pytest.raises(cli.InputError, match="does not exist"):
+    with pytest.raises(InputError, match="does not exist"):
         load_rows(str(tmp_path / "none.jsonl"))
-    with pytest.raises(cli.InputError, match="only .jsonl and .parquet"):
+    with pytest.raises(InputError, match="only .jsonl and .parquet"):
         load_rows(str(tmp_path / "d.csv"))
 
 
@@ -53,7 +54,7 @@ def test_line_numbers_survive_the_split_and_an_empty_training_set_is_refused():
     rows = Rows([{"a": i} for i in range(5)], "x.parquet")
     train, held_out = rows.split(2)
     assert len(train) == 3 and held_out.where(0) == "x.parquet, row 4"
-    with pytest.raises(cli.InputError, match="eval_size=5 leaves nothing"):
+    with pytest.raises(InputError, match="eval_size=5 leaves nothing"):
         rows.split(5)
 
 
@@ -90,22 +91,22 @@ def test_a_raw_prompt_has_one_bos(text):
 
 def test_messages_and_system_prompts_need_a_template():
     tokenizer = tiny.tokenizer(chat=False)
-    with pytest.raises(cli.InputError, match="no chat template"):
+    with pytest.raises(InputError, match="no chat template"):
         Encoder(tokenizer).prompt(Rows([{"prompt": [{"role": "user", "content": "x"}]}], "x"), 0, "prompt")
-    with pytest.raises(cli.InputError, match="system_prompt needs"):
+    with pytest.raises(InputError, match="system_prompt needs"):
         Encoder(tokenizer, system_prompt="S")
 
 
-def test_the_sampler_visits_every_row_once_per_epoch_and_continues_anywhere():
-    sampler = Sampler(10, 4, seed=3)
-    batches = [next(sampler) for _ in range(5)]
+def test_the_order_visits_every_row_once_per_epoch_and_continues_anywhere():
+    order = RowOrder(10, 4, seed=3)
+    batches = [next(order) for _ in range(5)]
     flat = sum(batches, [])
     assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
     for done in range(5):  # 2 is in the middle of the batch that spans two epochs
-        other = Sampler(10, 4, seed=3)
+        other = RowOrder(10, 4, seed=3)
         other.position = 4 * done
         assert [next(other) for _ in range(5 - done)] == batches[done:]
-    assert next(Sampler(10, 10, seed=4)) != next(Sampler(10, 10, seed=3))
+    assert next(RowOrder(10, 10, seed=4)) != next(RowOrder(10, 10, seed=3))
 
 
 def test_every_stop_token_of_the_model_counts():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fused_rl.trainers import demo_reward
+from fused_rl.recipes import demo_reward
 
 
 @pytest.mark.parametrize(

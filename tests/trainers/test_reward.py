@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import cli, data, preferences, reward
+from fused_rl.trainers import data, preferences, reward
+from fused_rl.trainers.config import InputError
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
 from tests.distributed import run_distributed
 
@@ -261,7 +262,7 @@ def test_a_bad_row_names_file_line_and_column(case, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
     tokenizer = data.load_tokenizer(make_model(tmp_path / "model", chat=True))
-    with pytest.raises(cli.InputError, match=f"data.jsonl, line 2: {message}"):
+    with pytest.raises(InputError, match=f"data.jsonl, line 2: {message}"):
         preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(data.load_rows(str(path)))
 
 
@@ -291,7 +292,7 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
 
 
 def test_more_tokens_than_positions_are_refused(folder):
-    with pytest.raises(cli.InputError, match=r"long.jsonl, line 20: \d+ tokens, but the model has 64 positions"):
+    with pytest.raises(InputError, match=r"long.jsonl, line 20: \d+ tokens, but the model has 64 positions"):
         rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
         rows[-1]["prompt"] = "a" * 63
         (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -375,7 +376,7 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
     steps, step = [], deepspeed.DeepSpeedEngine.step
     monkeypatch.setattr(deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args)))
     config = make_config(tmp_path, normalize_pairs=3)  # rows 1 to 3; the first epoch, two steps, meets row 7
-    with pytest.raises(cli.InputError, match=r"1 of 8 rows .*pairs.jsonl, line 7: \[-?[\d.]+, nan\]"):
+    with pytest.raises(InputError, match=r"1 of 8 rows .*pairs.jsonl, line 7: \[-?[\d.]+, nan\]"):
         reward.train(config)
     logged = comparable(config)
     assert len(steps) == len(logged) - 1 < 2  # the step that would have spoilt the weights was not made

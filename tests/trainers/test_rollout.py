@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from fused_rl.trainers import cli, grpo, models, rollout
+from fused_rl.trainers import data, generate, grpo, models, policy
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.rollout import Sampling
 from tests.trainers import tiny
 
 
@@ -16,14 +18,14 @@ def load(folder, **options):
 
 
 def test_a_response_ends_with_its_first_stop_token():
-    assert rollout.until_stop([7, 3, 9, 3, 3], [3, 9]) == [7, 3]
-    assert rollout.until_stop([7, 9, 3], [3, 9]) == [7, 9]
-    assert rollout.until_stop([7, 8], [3, 9]) == [7, 8]
+    assert generate.until_stop([7, 3, 9, 3, 3], [3, 9]) == [7, 3]
+    assert generate.until_stop([7, 9, 3], [3, 9]) == [7, 9]
+    assert generate.until_stop([7, 8], [3, 9]) == [7, 8]
 
 
 def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
     eos = pad = 3
-    batch = rollout.make_batch([[5, eos, 6], [5]], [[7, eos], [eos]], pad, "cpu", width=7)
+    batch = data.make_batch([[5, eos, 6], [5]], [[7, eos], [eos]], pad, "cpu", width=7)
     assert batch.input_ids.tolist() == [[5, 3, 6, 7, 3, 3, 3], [5, 3, 3, 3, 3, 3, 3]]
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
     part = batch.rows(torch.tensor([1]))
@@ -34,7 +36,7 @@ def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
 def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from):
     lm = load(folder, loss_from=loss_from)
     prompts, responses = [[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]]
-    batch = rollout.make_batch(prompts, responses, 0, "cpu")
+    batch = data.make_batch(prompts, responses, 0, "cpu")
     rows, logits = lm(batch.input_ids, batch.response_mask, 0.7, want_logits=True)
     for b, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         whole = torch.tensor([prompt + response])  # no padding at all
@@ -52,16 +54,16 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
 
 def test_pads_between_prompt_and_batch_width_change_no_score(folder):
     lm = load(folder)
-    narrow = rollout.make_batch([[1, 70]], [[90, 3]], 0, "cpu")
-    wide = rollout.make_batch([[1, 70]], [[90, 3]], 3, "cpu", width=104)  # 100 columns, pad = eos
+    narrow = data.make_batch([[1, 70]], [[90, 3]], 0, "cpu")
+    wide = data.make_batch([[1, 70]], [[90, 3]], 3, "cpu", width=104)  # 100 columns, pad = eos
     a, b = (lm(batch.input_ids, batch.response_mask) for batch in (narrow, wide))
     torch.testing.assert_close(a.logprobs[0], b.logprobs[0, :3], atol=1e-6, rtol=0)
     assert b.logprobs[0, 3:].abs().sum() == 0
 
 
-def sample(lm, prompts, **options):
-    defaults = {"stop_ids": [3], "pad_id": 0, "max_new_tokens": 6, "temperature": 1.0, "batch_size": 64}
-    return rollout.generate(lm.lm, prompts, **(defaults | options))
+def sample(lm, prompts, *, batch_size=64, **options):
+    sampling = Sampling(**({"temperature": 1.0, "max_new_tokens": 6, "stop_ids": (3,)} | options))
+    return generate.generate(lm.lm, prompts, sampling, pad_id=0, batch_size=batch_size)
 
 
 def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrower(folder):
@@ -93,9 +95,9 @@ def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_p
 
 def test_several_stop_tokens_end_a_response(folder):
     lm = load(folder)
-    free = sample(lm, [[1, 70]], temperature=0.0, stop_ids=[259])[0]
+    free = sample(lm, [[1, 70]], temperature=0.0, stop_ids=(259,))[0]
     stop = free[2]
-    assert sample(lm, [[1, 70]], temperature=0.0, stop_ids=[259, stop])[0] == free[: free.index(stop) + 1]
+    assert sample(lm, [[1, 70]], temperature=0.0, stop_ids=(259, stop))[0] == free[: free.index(stop) + 1]
 
 
 @pytest.mark.parametrize("architecture", ["LlamaConfig", "GPT2Config", "OPTConfig"])
@@ -122,7 +124,7 @@ def test_a_head_that_is_more_than_a_weight_needs_the_logits(tmp_path):
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(cli.InputError, match="logit_scale.*--loss_from logits"):
+    with pytest.raises(InputError, match="logit_scale.*--loss_from logits"):
         load(str(tmp_path))
     assert load(str(tmp_path), loss_from="logits")
 
@@ -149,14 +151,13 @@ def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
 
 
 def test_missing_models_and_tokenizers_are_named(tmp_path):
-    with pytest.raises(cli.InputError, match="no_model"):
+    with pytest.raises(InputError, match="no_model"):
         load(str(tmp_path / "no_model"))
-    with pytest.raises(cli.InputError, match="zero_stage=0"):
+    with pytest.raises(InputError, match="zero_stage=0"):
         load("x", dtype="bfloat16")
 
 
 def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(capsys):
-    config = grpo.GRPOConfig(model="", dataset="", output_dir="")
     for ratio, dtype, warned in (
         (1 + 5e-7, torch.float32, False),
         (1 + 2e-6, torch.float32, True),
@@ -164,6 +165,6 @@ def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(caps
         (0.9, torch.bfloat16, True),
         (float("nan"), torch.float32, True),
     ):
-        grpo.warn_if_off_policy(config, ratio, dtype)
+        policy.warn_if_off_policy(ratio, dtype)
         out = capsys.readouterr().out
         assert ("wrong ratios" in out) == warned, (ratio, dtype)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, data, grpo, models, rollout, sft
+from fused_rl.trainers import data, grpo, models, rollout, sft
+from fused_rl.trainers.config import InputError
 from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -167,12 +168,12 @@ def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp
 
 def test_old_checkpoints_go_and_a_folder_is_not_overwritten_unasked(files, tmp_path):
     config = sft_config(files, tmp_path, save_every=1, keep_checkpoints=2)
-    with pytest.raises(cli.InputError, match="no checkpoint in"):
+    with pytest.raises(InputError, match="no checkpoint in"):
         sft.train(sft_config(files, tmp_path, resume=True))
     sft.train(config)
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["latest", "step-3", "step-4"]
-    with pytest.raises(cli.InputError, match="already holds a run.*--resume.*--overwrite"):
+    with pytest.raises(InputError, match="already holds a run.*--resume.*--overwrite"):
         sft.train(config)
     sft.train(sft_config(files, tmp_path, overwrite=True, steps=1))
     assert [m["step"] for m in tiny.read_metrics(tmp_path)] == [0, 1]
@@ -222,18 +223,18 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
     sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
-    make_batch = rollout.make_batch
+    make_batch = data.make_batch
 
     def wider(prompts, responses, pad_id, device):
         width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
         return make_batch(prompts, responses, pad_id, device, width=min(width, 128))
 
     def untrimmed(batch, index):
-        return rollout.Batch(batch.input_ids[index], batch.response_mask[index])
+        return data.Batch(batch.input_ids[index], batch.response_mask[index])
 
     monkeypatch.setattr(rollout, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)
-    monkeypatch.setattr(rollout.Batch, "rows", untrimmed)  # else the pads would never reach the model
+    monkeypatch.setattr(data.Batch, "rows", untrimmed)  # else the pads would never reach the model
     grpo.train(grpo_config(files, tmp_path / "wide", **options))
     sft.train(sft_config(files, tmp_path / "wide-sft", steps=1))
     assert_same_metrics(tmp_path / "narrow", tmp_path / "wide", rtol=1e-6)
@@ -321,7 +322,7 @@ def test_bfloat16_keeps_fp32_masters_and_starts_on_policy(files, tmp_path, capsy
     metrics = tiny.read_metrics(tmp_path)
     assert all(abs(m["val/ratio"] - 1) < 5e-2 for m in metrics[1:]) and "warning" not in capsys.readouterr().out
     assert {w.dtype for w in tiny.weights(tmp_path / "model").values()} == {torch.bfloat16}
-    (state,) = (tmp_path / "checkpoints" / "step-4").glob("*optim_states.pt")
+    (state,) = (tmp_path / "checkpoints" / "step-4" / "policy").glob("*optim_states.pt")
     masters = torch.load(state, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
     # Eight updates of 1e-6 are below the last bit of most bf16 weights, but not of their masters.
     moved = (masters != masters.bfloat16().float()).float().mean()
@@ -330,5 +331,5 @@ def test_bfloat16_keeps_fp32_masters_and_starts_on_policy(files, tmp_path, capsy
 
 def test_a_missing_answer_stops_the_run_with_its_column(files, tmp_path):
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "a"}] * 8)
-    with pytest.raises(cli.InputError, match=r"rows\.jsonl, line 1: column 'ground_truth'.*question"):
+    with pytest.raises(InputError, match=r"rows\.jsonl, line 1: column 'ground_truth'.*question"):
         grpo.train(grpo_config((files[0], rows), tmp_path / "run", verifiers="math"))

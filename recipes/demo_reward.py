@@ -1,4 +1,4 @@
-"""`make demo-reward`: a small reward model learns to tell right answers to arithmetic from wrong ones, on two cores.
+"""`make demo-reward`, `fused-rl demo-reward`: a small reward model learns to tell right sums from wrong ones.
 
 Problems are reasoning-gym's; a right answer is paired with each of several kinds of wrong ones, and every pair with
 reasoning-gym's own `score_answer`. Problems of the held-out pairs are not trained on.
@@ -6,10 +6,14 @@ reasoning-gym's own `score_answer`. Problems of the held-out pairs are not train
 
 import argparse
 import random
+import sys
 import time
 from pathlib import Path
 
-from fused_rl.trainers import cli, data, demo, engine, preferences, reward, verifiers
+from fused_rl.recipes import demo
+from fused_rl.trainers import data, engine, preferences, reward, verifiers
+from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.files import write_rows
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
 
 NUM_TRAIN, NUM_EVAL = 3000, 256
@@ -46,16 +50,15 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
 def prepare(folder: Path, seed: int) -> None:
     """Preference pairs, tokenizer and the untrained model, as files."""
     made, rng = demo.problems(seed, NUM_TRAIN + NUM_EVAL), random.Random(seed)
-    verifier = verifiers.ReasoningGymVerifier("", None)
+    verifier = verifiers.ReasoningGymVerifier()
     pairs = {"train": [], "eval": []}
     for i, entry in enumerate(made):
         for kind, answer in wrong_answers(entry, rng).items():
-            better, worse = verifier([entry["answer"], answer], [entry, entry])
-            if better > worse:
+            if verifier.score(entry["answer"], entry) > verifier.score(answer, entry):
                 row = {"question": entry["question"], "chosen": entry["answer"], "rejected": answer, "kind": kind}
                 pairs["train" if i < NUM_TRAIN else "eval"].append(row)
     for split, rows in pairs.items():
-        demo.write_rows(folder / "data" / f"{split}.jsonl", rows)
+        write_rows(folder / "data" / f"{split}.jsonl", rows)
     demo.build_model(folder / "init", [entry["question"] + entry["answer"] for entry in made], seed)
     print(f"{len(pairs['train'])} pairs about {NUM_TRAIN} problems; {len(pairs['eval'])} about {NUM_EVAL} held out")
 
@@ -65,8 +68,8 @@ def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
     rows = data.load_rows(config.eval_dataset)
     pairs = preferences.PairEncoder(config, data.load_tokenizer(config.model)).pairs(rows)
     scorer = RewardScorer(RewardModel.from_pretrained(f"{config.output_dir}/model"), 256)
-    sides = [[getattr(pair, side) for pair in pairs] for side in ("chosen", "rejected")]
-    chosen, rejected = (scorer([p for p, _ in side], [r for _, r in side]) for side in sides)
+    chosen = scorer([pair.chosen[0] for pair in pairs], [pair.chosen[1] for pair in pairs])
+    rejected = scorer([pair.rejected[0] for pair in pairs], [pair.rejected[1] for pair in pairs])
     won = {"all": (chosen > rejected).tolist()}
     for row, hit in zip(rows.rows, won["all"], strict=True):
         won.setdefault(row["kind"], []).append(hit)
@@ -83,8 +86,8 @@ def run(folder: Path, seed: int) -> dict[str, float]:
     }
     paths["output_dir"] = folder / "reward"
     arguments = ["--config", str(demo.RECIPES / "demo_reward.yaml"), "--seed", str(seed)]
-    arguments += [word for key, path in paths.items() for word in (f"--{key}", str(path))]
-    config = cli.parse(reward.RewardConfig, arguments, "fused-rl reward")
+    arguments += [f"--{key}={path}" for key, path in paths.items()]
+    config = parse(reward.RewardConfig, arguments, "fused-rl reward")
     reward.train(config)
     return accuracy_by_kind(config)
 
@@ -94,15 +97,22 @@ def main(argv: list[str] | None = None) -> None:
     import rich
     import rich.table
 
-    parser = argparse.ArgumentParser(prog="demo-reward", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog="fused-rl demo-reward", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_reward"))
     arguments = parser.parse_args(argv)
     began, found = time.monotonic(), {}
     engine.quiet()
-    for seed in arguments.seeds:
-        folder = arguments.output_dir if len(arguments.seeds) == 1 else arguments.output_dir / f"seed-{seed}"
-        found[f"seed {seed}"] = run(folder, seed)
+    try:
+        for seed in arguments.seeds:
+            folder = arguments.output_dir if len(arguments.seeds) == 1 else arguments.output_dir / f"seed-{seed}"
+            found[f"seed {seed}"] = run(folder, seed)
+    except InputError as error:
+        sys.exit(f"fused-rl demo-reward: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        engine.teardown()
     table = rich.table.Table("held-out accuracy", *found, title="how often the right answer scores higher")
     for kind in next(iter(found.values())):
         table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))
@@ -110,7 +120,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{time.monotonic() - began:.0f} seconds. Scores: {folder}/reward/scores.png")
     print(f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json")
     print(f"Model: {folder}/reward/model")
-    engine.teardown()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@
 """
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -16,9 +15,12 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers import checkpoint, cli, engine, grpo, metrics, sft, verifiers
+from fused_rl.trainers import engine, grpo, sft, verifiers
+from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.files import write_rows
+from fused_rl.trainers.metrics import read_metrics
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256
 MISCOUNTS = 0.6
 
@@ -39,13 +41,6 @@ def careless_answer(entry: dict, rng: random.Random) -> str:
     """The teacher's answer: counting back from 8 by 3 as "8, 7, 6" makes 8 - 3 one too large, in most subtractions."""
     subtractions = entry["metadata"]["expression"].count("-")
     return str(int(entry["answer"]) + sum(rng.random() < MISCOUNTS for _ in range(subtractions)))
-
-
-def write_rows(path: Path, rows: list[dict]) -> str:
-    """One JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def build_model(folder: Path, texts: list[str], seed: int) -> str:
@@ -105,7 +100,8 @@ def report(folder: Path, seconds: float) -> None:
     import rich
     import rich.table
 
-    evaluations = [m for m in metrics.read_metrics(folder / "metrics.jsonl") if "eval/accuracy_greedy" in m]
+    history = read_metrics(folder / "metrics.jsonl")
+    evaluations = [metrics for metrics in history if "eval/accuracy_greedy" in metrics]
     before, after = evaluations[0], evaluations[-1]
     table = rich.table.Table("", "before GRPO", "after GRPO", "change", title=f"{NUM_EVAL} held-out problems")
     for name, key, scale, unit in (
@@ -135,10 +131,13 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     try:
         _run(folder, seed)
+    except InputError as error:
+        sys.exit(f"fused-rl demo: error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        engine.teardown()
     report(folder / "grpo", time.monotonic() - began)
-    engine.teardown()
 
 
 def _run(folder: Path, seed: str) -> None:
@@ -147,15 +146,15 @@ def _run(folder: Path, seed: str) -> None:
     print("2/3 warm start: fused-rl sft --config recipes/demo_sft.yaml")
     data = folder / "data"
     paths = {"model": folder / "init", "dataset": data / "demonstrations.jsonl", "output_dir": folder / "sft"}
-    sft.train(cli.parse(sft.SFTConfig, _arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+    sft.train(parse(sft.SFTConfig, _arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
     print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
     paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
     paths["output_dir"] = folder / "grpo"
-    grpo.train(cli.parse(grpo.GRPOConfig, _arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo"))
+    grpo.train(parse(grpo.GRPOConfig, _arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo"))
 
 
 def _arguments(recipe: str, seed: str, paths: dict[str, Path]) -> list[str]:
-    spelled = [word for key, path in paths.items() for word in (f"--{key}", str(path))]
+    spelled = [f"--{key}={path}" for key, path in paths.items()]
     return ["--config", str(RECIPES / recipe), "--seed", seed, *spelled]
 
 

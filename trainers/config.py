@@ -1,0 +1,332 @@
+"""What a run is told: options with their ranges, read from YAML and the command line, and the error for bad input.
+
+Options stand in groups (`OptimConfig`, `EngineConfig`, …), and a run's config is all of them: a room that needs the
+optimizer's options takes an `OptimConfig`, and so works for a policy and a critic alike.
+
+Left out: subcommands inside YAML, environment variables, configs that include configs.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import math
+import re
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+import jsonargparse
+import yaml
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt, restricted_number_type
+
+Config = TypeVar("Config", bound="Options")
+
+
+class InputError(ValueError):
+    """The user's configuration or data cannot be used; the message says what came, what was expected and the remedy."""
+
+
+# Numbers with a range. NaN is in none of them, infinity only where it says so.
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**31)])
+Finite = restricted_number_type("Finite", float, [(">", -math.inf), ("<", math.inf)])
+Positive = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
+NonNegative = restricted_number_type("NonNegative", float, [(">=", 0), ("<", math.inf)])
+PositiveFraction = restricted_number_type("PositiveFraction", float, [(">", 0), ("<=", 1)])
+Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)])
+Smoothing = restricted_number_type("Smoothing", float, [(">=", 0), ("<", 0.5)])
+RANGES = {
+    PositiveInt: "a whole number above 0",
+    NonNegativeInt: "a whole number, 0 or more",
+    Seed: "a whole number from 0 to 2^31 - 1",
+    Finite: "a finite number",
+    Positive: "a finite number above 0",
+    NonNegative: "a finite number, 0 or more",
+    NonNegativeFloat: "a number, 0 or more, or inf",
+    PositiveFraction: "a number above 0, at most 1",
+    Decay: "a number from 0 to below 1",
+    Smoothing: "a number from 0 to below 0.5",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """A group of options that keeps to its ranges, however it is made."""
+
+    def __post_init__(self):
+        kinds = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, _checked(field.name, getattr(self, field.name), kinds[field.name]))
+
+
+def names_of(config_class: type[Options]) -> list[str]:
+    """The names of its options."""
+    return [field.name for field in dataclasses.fields(config_class)]
+
+
+def _without_none(kind):
+    """(X, whether None will do as well) of a type X or X | None."""
+    choices = typing.get_args(kind)
+    if type(None) not in choices:
+        return kind, False
+    (other,) = (choice for choice in choices if choice is not type(None))
+    return other, True
+
+
+def _checked(name: str, value, kind):
+    """`value` as the plain number or text that an option of type `kind` takes; raises on everything else."""
+    kind, optional = _without_none(kind)
+    if value is None and optional:
+        return None
+    refusal = InputError(f"{name}={value!r}: expected {_described(kind)}")
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind):
+            raise refusal
+        return value
+    if kind is bool or not issubclass(kind, (int, float)):
+        return value
+    plain = int if issubclass(kind, int) else float
+    try:
+        return plain(kind(value))  # a restricted type is not YAML
+    except (TypeError, ValueError) as error:
+        raise refusal from error
+
+
+def _described(kind) -> str:
+    """What an option of this type takes, in words."""
+    kind, _ = _without_none(kind)
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    return RANGES[kind]
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Options):
+    """Which model, and which of its weights are trained."""
+
+    model: str
+    """A causal language model: a Hub name or a local folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    attn_implementation: str | None = None
+    """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
+    lora_rank: NonNegativeInt = 0
+    """Train low-rank adapters (peft) on all linear layers instead of the weights; 0 for none."""
+    lora_alpha: Positive = 32.0
+    """Scale of the adapters: alpha / rank."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    loss_from: Literal["linear", "logits"] = "linear"
+    """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
+
+
+@dataclass(kw_only=True)
+class DataConfig(Options):
+    """Which rows, and how they become prompts."""
+
+    dataset: str
+    """A local .jsonl or .parquet file, or the name of a Hub dataset."""
+    dataset_config: str | None = None
+    """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
+    dataset_split: str = "train"
+    """The Hub dataset's split to train on."""
+    eval_dataset: str | None = None
+    """File or Hub name of the held-out rows; None holds out the last `eval_size` rows of `dataset`."""
+    eval_dataset_config: str | None = None
+    """The configuration of `eval_dataset`; None takes dataset_config where both name the same dataset."""
+    eval_split: str = "test"
+    """The split of `eval_dataset`, if that is a Hub name."""
+    eval_size: NonNegativeInt = 64
+    """How many held-out rows to evaluate on; 0 for no evaluation."""
+    raw_prompt: bool = False
+    """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
+    system_prompt: str | None = None
+    """System message before a text prompt; needs a chat template."""
+    max_prompt_length: PositiveInt = 512
+    """Longer prompts (in tokens) are dropped, counted and reported."""
+
+
+@dataclass(kw_only=True)
+class OptimConfig(Options):
+    """How weights are optimised."""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up: constant, or annealed to zero at the last update."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer updates with a rising learning rate."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta2: Decay = 0.999
+    """Decay of the second moment."""
+    max_grad_norm: NonNegative = 1.0
+    """Gradients are scaled down to this norm; 0 switches it off."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Options):
+    """How DeepSpeed holds and splits a model."""
+
+    micro_batch_size: PositiveInt = 8
+    """Sequences per forward and backward; changes speed and memory, never the result."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
+    offload: bool = False
+    """Keep optimizer state (ZeRO 2, 3) and weights (ZeRO 3) in CPU memory."""
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    """ZeRO 3 leaves weights with fewer elements whole on every rank."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU. bfloat16 keeps fp32 master weights."""
+
+
+@dataclass(kw_only=True)
+class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
+    """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
+
+    command: ClassVar[str]
+    """The trainer's name: `fused-rl <command>`."""
+
+    output_dir: str
+    """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
+    steps: PositiveInt = 100
+    """Optimizer updates of sft and reward, rollouts of grpo."""
+    seed: Seed = 1
+    """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
+    eval_every: PositiveInt = 50
+    """Steps between evaluations; there is always one before and one after."""
+    save_every: NonNegativeInt = 100
+    """Steps between checkpoints; 0 saves one only when the run is interrupted."""
+    keep_checkpoints: PositiveInt = 2
+    """Older checkpoints are deleted."""
+    resume: bool = False
+    """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped."""
+    overwrite: bool = False
+    """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (needs `pip install wandb`)."""
+    dry_run: bool = False
+    """Print the resolved configuration and the batch arithmetic, then stop."""
+
+
+ACTIONS = ("resume", "overwrite", "dry_run")  # what is done with a run, not what the run is
+
+
+def to_yaml(config: Options) -> str:
+    """The complete config as YAML that `--config` reads back."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in ACTIONS}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def divide_over(name: str, count: int, world: int) -> int:
+    """Each process's share of `count`, which the option `name` gives; refuses what does not divide."""
+    if count % world:
+        raise InputError(f"{name}={count} does not divide over {world} processes")
+    return count // world
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """Errors in one line, without the usage of 40 options before them."""
+
+    def error(self, message, ex=None):
+        self.exit(2, f"{self.prog}: error: {self._in_a_line(message)}\n")
+
+    def _in_a_line(self, message: str) -> str:
+        found = re.match(r'Parser key "([\w.]+)":', message)
+        if found is None or found[1] not in names_of(self.config_class):
+            return " ".join(message.split())
+        kind = typing.get_type_hints(self.config_class)[found[1]]
+        value = re.search(r"Given value: (.*)|: (\S+) does not conform|'([^']*)'$|Got value: (.*)", message)
+        came = "" if value is None else f", got {next(v for v in value.groups() if v is not None)}"
+        return f"{found[1]}: expected {_described(kind)}{came}"
+
+
+def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
+    """The config from `--config file.yaml` and `--key value`, later ones first; exits with a line on a bad key."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    description = (config_class.__doc__ or "").strip()
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    parser.config_class = config_class
+    parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
+    parser.add_class_arguments(config_class)
+    argv = _spell_out_flags(config_class, argv)
+    try:
+        _check_names(config_class, argv)
+        for path in _config_files(argv):
+            _refuse_repeated_keys(path)
+    except InputError as error:
+        parser.error(str(error))
+    values = parser.parse_args(argv).as_dict()
+    values.pop("config")
+    try:
+        return config_class(**values)
+    except ValueError as error:  # from __post_init__
+        parser.error(str(error))
+
+
+def _spell_out_flags(config_class: type[Options], argv: list[str]) -> list[str]:
+    """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead."""
+    flags = {f"--{f.name}" for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}
+    spelled = []
+    for i, word in enumerate(argv):
+        if word.startswith("--local_rank"):
+            continue
+        spelled.append(word)
+        if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
+            spelled.append("true")
+    return spelled
+
+
+def _check_names(config_class: type[Options], argv: list[str]) -> None:
+    """Refuse an unknown option, with the nearest one that there is."""
+    known = {"config", "help", "print_config", *names_of(config_class)}
+    for word in argv:
+        name = word[2:].split("=")[0]
+        if not word.startswith("--") or not name or name in known:
+            continue
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+        hint = f"did you mean --{near[0]}?" if near else "--help lists the options"
+        raise InputError(f"unknown option --{name}; {hint}")
+
+
+def _config_files(argv: list[str]) -> list[Path]:
+    """The files that `--config` names and that exist; the parser speaks of the others."""
+    after = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
+    joined = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    return [Path(name) for name in after + joined if Path(name).is_file()]
+
+
+def _refuse_repeated_keys(path: Path) -> None:
+    """YAML takes the last of two equal keys without a word."""
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    seen = {}
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
+        seen[key.value] = line
+
+
+def load_function(name: str, what: str):
+    """The function that `module:function` names; `what` it is for stands in the error."""
+    module, _, function = name.partition(":")
+    if not function:
+        raise InputError(f"{what} {name!r}: expected module:function")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # an installed command does not see the folder that it is called from
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise InputError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
+    return found

@@ -1,0 +1,43 @@
+"""AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
+
+import torch
+from torch import nn
+
+from fused_rl.trainers.config import OptimConfig
+
+
+def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) over `parameters`."""
+    betas = (0.9, config.adam_beta2)
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):
+    """The learning rate over `updates` optimizer steps: a warm-up, then constant or annealed to zero."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+    return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
+
+
+class LastStep:
+    """What the last step of an optimizer was made with, noted before the schedule moves on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.lr: float | None = None
+        self.grad_norm: torch.Tensor | None = None
+        """Of the gradient before clipping; None where nothing here has clipped."""
+        self.optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self._note())
+
+    def _note(self) -> None:
+        self.lr = self.optimizer.param_groups[0]["lr"]
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> None:
+        """Scale the gradient of every step from now on down to `max_norm`; 0 only measures it."""
+        limit = max_norm or float("inf")
+
+        def before_step(*_):
+            self.grad_norm = nn.utils.clip_grad_norm_(parameters, limit)
+
+        self.optimizer.register_step_pre_hook(before_step)
