@@ -45,7 +45,8 @@ class Rows:
         cut = len(self) - last
         if cut <= 0:
             raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
-        return Rows(self.rows[:cut], self.source, self.first), Rows(self.rows[cut:], self.source, self.first + cut)
+        before = Rows(self.rows[:cut], self.source, self.first)
+        return before, Rows(self.rows[cut:], self.source, self.first + cut)
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:

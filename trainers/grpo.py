@@ -123,7 +123,7 @@ def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor) -> dict[s
     updates = plan(config, count, policy.device)
 
     # Before the first update: what the ratios and the KL are taken against.
-    first_pass = [part for parts in updates[: config.minibatches] for part in parts]
+    first_pass = sum(updates[: config.minibatches], [])
     measured = measure(policy, rollout.batch, first_pass)
 
     # One optimizer step per minibatch.

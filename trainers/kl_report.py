@@ -116,7 +116,11 @@ def example() -> str:
 def table(rows: list[list[str]]) -> str:
     """Rows as aligned columns, the first one a header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def load(name: str, option: str):
@@ -146,7 +150,7 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
     encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
     count = min(config.num_prompts, len(rows))
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
-    prompts = [ids for ids in encoded for _ in range(config.samples)]
+    prompts = sum(([ids] * config.samples for ids in encoded), [])
 
     # Sampled by the behaviour policy, then scored by all three.
     stop_ids = tuple(data.stop_ids(tokenizer, behaviour.saved_generation_config))

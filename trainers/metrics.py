@@ -123,7 +123,8 @@ class Sums:
     def add(self, metrics: dict[str, torch.Tensor]) -> None:
         """The scalars of one micro-batch, each divided by the whole step's count."""
         self.names = tuple(metrics)
-        self.total = self.total + torch.stack([value.detach().double() for value in metrics.values()]).cpu()
+        values = torch.stack([value.detach().double() for value in metrics.values()])
+        self.total = self.total + values.cpu()
 
     def over_ranks(self) -> dict[str, float]:
         """What they add up to, the same on every rank."""
@@ -144,8 +145,9 @@ class Logger:
     """Writes a run's metrics from step `start` on; `columns` are {header: key} of the progress bar."""
 
     def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
-        self.folder, self.steps, self.columns, self.active = Path(config.output_dir), config.steps, columns, rank() == 0
+        self.folder, self.steps, self.columns = Path(config.output_dir), config.steps, columns
         self.keys, self.last, self.line = KEYS[config.command], {}, 0.0
+        self.active = rank() == 0
         if not self.active:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -230,12 +232,13 @@ def draw_curves(history: list[dict], curves: dict[str, list[str]], path: Path) -
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(curves), 3.2), layout="constrained")
-    for axes, (title, keys) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, (title, keys) in zip(panels, curves.items(), strict=True):
         for key in keys:
             points = [(m["step"], m[key]) for m in history if key in m]
-            axes.plot(
-                *zip(*points, strict=True), label=key, marker="o" if len(points) < 20 else None
-            ) if points else None
+            if points:
+                steps, values = zip(*points, strict=True)
+                axes.plot(steps, values, label=key, marker="o" if len(points) < 20 else None)
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if axes.lines:

@@ -257,26 +257,21 @@ def evaluate(policy: Policy, prompts: list[Prompt]) -> tuple[dict[str, float], l
         "eval/kl_exact": measured.kl.sum().cpu() / k,
         "eval/entropy": measured.entropy.sum().cpu(),
     }
-    counts = torch.tensor([float(len(prompts)), float(sampled.batch.response_mask.sum())])
-    totals = engine.global_sum(torch.cat([torch.stack([s.double() for s in sums.values()]), counts.double()])).tolist()
-    *found, problems, tokens = totals
-    metrics = {name: total / problems for name, total in zip(sums, found, strict=True)}
-    metrics["eval/entropy"] = found[-1] / tokens
+    counts = {"problems": torch.tensor(len(prompts)), "tokens": sampled.batch.response_mask.sum().cpu()}
+    local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])
+    *totals, problems, tokens = engine.global_sum(local).tolist()
+    metrics = {name: total / problems for name, total in zip(sums, totals, strict=True)}
+    metrics["eval/entropy"] = totals[-1] / tokens
     return metrics, _shown(policy, greedy)
 
 
 def _shown(policy: Policy, rollout: Rollout) -> list[dict]:
-    """A few responses as they are shown to the user."""
-    return [
-        {
-            "prompt": policy.tokenizer.decode(sample.prompt_ids),
-            "response": policy.tokenizer.decode(sample.response.ids),
-            "reward": reward,
-        }
-        for sample, reward in list(zip(rollout.samples, rollout.rewards.tolist(), strict=True))[
-            : policy.config.show_samples
-        ]
-    ]
+    """A few responses as they are shown to the user, special tokens included."""
+    decode, shown = policy.tokenizer.decode, []
+    for sample, reward in zip(rollout.samples, rollout.rewards.tolist(), strict=True):
+        row = {"prompt": decode(sample.prompt_ids), "response": decode(sample.response.ids), "reward": reward}
+        shown.append(row)
+    return shown[: policy.config.show_samples]
 
 
 def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:

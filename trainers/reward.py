@@ -157,7 +157,8 @@ def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
     for low, high in zip(MARGIN_BINS, MARGIN_BINS[1:], strict=False):
         inside = margin[(margin.abs() >= low) & (margin.abs() < high)]
         if len(inside):
-            predicted, observed = inside.abs().sigmoid().mean().item(), (inside > 0).double().mean().item()
+            predicted = inside.abs().sigmoid().mean().item()
+            observed = (inside > 0).double().mean().item()
             rows.append({"low": low, "high": high, "pairs": len(inside), "predicted": predicted, "observed": observed})
     return rows
 

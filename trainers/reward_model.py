@@ -211,7 +211,8 @@ class RewardScorer:
 
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
-    return pad(sequences, 0).to(device), pad([[1] * len(s) for s in sequences], 0).to(device)
+    attended = [[1] * len(sequence) for sequence in sequences]
+    return pad(sequences, 0).to(device), pad(attended, 0).to(device)
 
 
 def check_finite(scores: torch.Tensor, rows: list[str]) -> None:

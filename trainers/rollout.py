@@ -119,8 +119,9 @@ class Rollout:
         told = [sample.response.logprobs for sample in self.samples]
         if any(logprobs is None for logprobs in told):
             return None
-        made = torch.zeros(self.batch.response_mask.shape, device=self.batch.response_mask.device)
-        made[self.batch.response_mask] = torch.tensor([x for logprobs in told for x in logprobs], device=made.device)
+        mask = self.batch.response_mask
+        made = torch.zeros(mask.shape, device=mask.device)
+        made[mask] = torch.cat([torch.tensor(logprobs) for logprobs in told]).to(mask.device)
         return made
 
 
@@ -209,13 +210,12 @@ def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, f
 
 def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
     """Mean and standard deviation of each scorer's scores, over all ranks and the samples that it applies to."""
-    moments = []
-    for values in scores.values():
-        applies = values[~values.isnan()].double()
-        moments.append(torch.stack([torch.tensor(float(len(applies))), applies.sum(), applies.square().sum()]).double())
     metrics = {}
-    for name, (count, total, square) in zip(scores, engine.global_sum(torch.stack(moments)).tolist(), strict=True):
-        mean = total / max(count, 1)
+    for name, values in scores.items():
+        applies = values[~values.isnan()].double()
+        moments = torch.stack([torch.ones_like(applies).sum(), applies.sum(), applies.square().sum()])
+        count, total, square = engine.global_sum(moments).tolist()
+        mean, mean_square = total / max(count, 1), square / max(count, 1)
         metrics[f"rewards/{name}/mean"] = mean
-        metrics[f"rewards/{name}/std"] = math.sqrt(max(square / max(count, 1) - mean**2, 0))
+        metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
     return metrics

@@ -70,8 +70,11 @@ def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[tu
 def micro_batches(pairs, config: SFTConfig, pad_id: int, device) -> list[Batch]:
     """The rank's rows as micro-batches, of similar lengths so that little is padded."""
     pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
-    size = config.micro_batch_size
-    return [make_batch(*zip(*pairs[i : i + size], strict=True), pad_id, device) for i in range(0, len(pairs), size)]
+    batches = []
+    for start in range(0, len(pairs), config.micro_batch_size):
+        prompts, completions = zip(*pairs[start : start + config.micro_batch_size], strict=True)
+        batches.append(make_batch(prompts, completions, pad_id, device))
+    return batches
 
 
 def train_step(model, batches: list[Batch]) -> dict[str, float]:
@@ -97,7 +100,8 @@ def evaluate(model, batches: list[Batch]) -> dict[str, float]:
     for batch in batches:
         rows, logits = model(batch.input_ids, batch.response_mask, want_logits=True)
         hit = logits.argmax(-1) == batch.input_ids[:, 1:][batch.response_mask]
-        totals += torch.stack([-rows.logprobs.sum(), hit.sum(), batch.response_mask.sum()]).cpu()
+        nll, tokens = -rows.logprobs.sum(), batch.response_mask.sum()
+        totals += torch.stack([nll, hit.sum(), tokens]).cpu()
     loss, hits, tokens = totals.tolist()
     return {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
 
