@@ -28,6 +28,12 @@ class InputError(ValueError):
     """The user's configuration or data cannot be used; the message says what came, what was expected and the remedy."""
 
 
+def in_a_line(error: BaseException) -> str:
+    """What another library's exception says, in one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {text[:300]}"
+
+
 # Numbers with a range. NaN is in none of them, infinity only where it says so.
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**31)])
 Finite = restricted_number_type("Finite", float, [(">", -math.inf), ("<", math.inf)])

@@ -7,6 +7,7 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import math
 import os
 import time
 import warnings
@@ -103,6 +104,15 @@ def global_max(value: torch.Tensor) -> float:
     return value.item()
 
 
+def messages_of_all(message: str | None) -> list[str]:
+    """What the ranks that have something to say say, in their order, the same list on every rank."""
+    told = [message]
+    if world_size() > 1:
+        told = [None] * world_size()
+        dist.all_gather_object(told, message)
+    return [text for text in told if text is not None]
+
+
 def torch_dtype(config: EngineConfig) -> torch.dtype:
     """The dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
@@ -158,11 +168,21 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     return engine
 
 
-def optimizer_metrics(engine) -> dict[str, float]:
-    """Of the last optimizer step: its learning rate and the norm of its gradient before clipping."""
-    norm = engine.last_step.grad_norm
-    norm = engine.get_global_grad_norm() if norm is None else norm
-    return {"lr": engine.last_step.lr, "optim/grad_norm": float(norm)}
+def optimizer_step(engine, step: int) -> dict[str, float]:
+    """One optimizer step of an engine; returns its learning rate and the norm of its gradient before clipping.
+
+    A gradient that is not finite is an error in which no weight has changed: without ZeRO the step raises before it
+    begins, and ZeRO leaves it out.
+    """
+    engine.step()
+    last = engine.last_step
+    norm = float(engine.get_global_grad_norm() if last.grad_norm is None else last.grad_norm)
+    if not math.isfinite(norm):
+        raise InputError(
+            f"step {step}: the norm of the gradient is {norm}, and no weight was changed; lower the learning rate, or "
+            "look for extreme rewards or rows; the last checkpoint is good"
+        )
+    return {"lr": last.lr, "optim/grad_norm": norm}
 
 
 def initialize_frozen(model: nn.Module, config: EngineConfig):

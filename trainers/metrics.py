@@ -6,16 +6,17 @@ Rank 0 alone writes and prints.
 """
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from fused_rl.trainers.config import InputError, RunConfig
-from fused_rl.trainers.engine import global_sum, rank
+from fused_rl.trainers.engine import global_sum, messages_of_all, rank
 from fused_rl.trainers.files import write_atomically
 
 
@@ -46,8 +47,8 @@ COMMON = {
     "time/save": Metric("s", "writing the last checkpoint", "whole"),
 }
 SFT = {
-    "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum"),
-    "train/entropy": Metric("nats", "true entropy per completion token", "sum"),
+    "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum", "loss"),
+    "train/entropy": Metric("nats", "true entropy per completion token", "sum", "entropy"),
     "train/num_tokens": Metric("tokens", "completion tokens in the step", "sum"),
     "eval/loss": Metric("nats", "train/loss on held-out rows", "sum"),
     "eval/accuracy": Metric("1", "fraction of held-out completion tokens that are the most likely ones", "sum"),
@@ -116,19 +117,38 @@ KEYS = {"sft": COMMON | SFT, "reward": COMMON | REWARD, "grpo": COMMON | POLICY 
 class Sums:
     """The bare metrics of one optimizer step: of each micro-batch a share, added up over micro-batches and ranks."""
 
-    def __init__(self):
+    def __init__(self, step: int):
+        self.step, self.parts = step, []
         self.names: tuple[str, ...] = ()
         self.total = torch.zeros(())
 
-    def add(self, metrics: dict[str, torch.Tensor]) -> None:
-        """The scalars of one micro-batch, each divided by the whole step's count."""
+    def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
+        """The scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""
         self.names = tuple(metrics)
-        values = torch.stack([value.detach().double() for value in metrics.values()])
-        self.total = self.total + values.cpu()
+        values = torch.stack([value.detach().double() for value in metrics.values()]).cpu()
+        self.total = self.total + values
+        self.parts.append((values, where))
 
     def over_ranks(self) -> dict[str, float]:
-        """What they add up to, the same on every rank."""
-        return dict(zip(self.names, global_sum(self.total).tolist(), strict=True))
+        """What they add up to, the same on every rank.
+
+        Raises:
+            InputError: on every rank, where one of them is NaN or infinite on any: nothing may be trained on it.
+        """
+        total = global_sum(self.total)
+        if not total.isfinite().all():
+            raise InputError("; ".join(messages_of_all(self._not_finite())))
+        return dict(zip(self.names, total.tolist(), strict=True))
+
+    def _not_finite(self) -> str | None:
+        """The first micro-batch of this rank that is not finite, in words."""
+        for number, (values, where) in enumerate(self.parts, 1):
+            bad = [name for name, value in zip(self.names, values.tolist(), strict=True) if not math.isfinite(value)]
+            if bad:
+                rows = ", ".join(dict.fromkeys(where))
+                what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} NaN or infinite"
+                return f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"
+        return None
 
 
 def keyed(table: dict[str, Metric], sums: dict[str, float], prefix: str = "") -> dict[str, float]:

@@ -39,5 +39,7 @@ class LastStep:
 
         def before_step(*_):
             self.grad_norm = nn.utils.clip_grad_norm_(parameters, limit)
+            if not self.grad_norm.isfinite():
+                self.optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
 
         self.optimizer.register_step_pre_hook(before_step)

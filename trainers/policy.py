@@ -175,9 +175,15 @@ def prompts_of(config: PolicyConfig, rows: data.Rows, encoder: data.Encoder, sco
         ids = encoder.prompt(rows, i, config.prompt_column)
         if len(ids) <= config.max_prompt_length:
             kept.append(Prompt(ids, row))
-    if len(kept) < len(rows) and engine.rank() == 0:
-        print(f"{rows.source}: dropped {len(rows) - len(kept)} of {len(rows)} prompts over max_prompt_length")
+    data.tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept
+
+
+def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
+    """Refuse prompts whose responses would run past the model's positions, and a tokenizer that is not the model's."""
+    rows = ((prompt.ids, prompt.row["__where__"]) for prompt in prompts)
+    remedy = "max_new_tokens or max_prompt_length"
+    models.check_fits(policy.model.module.base, policy.tokenizer, rows, policy.config.max_new_tokens, remedy)
 
 
 def share_of_rank(prompts: list[Prompt]) -> list[Prompt]:

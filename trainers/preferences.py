@@ -63,7 +63,8 @@ class PairEncoder:
             self.truncated += sum(len(response) > limit for _, response in sides)
             sides = [(p, r if len(r) <= limit else [*r[: limit - 1], eos]) for p, r in sides]
         margin = rows.rows[i].get(self.config.margin_column)
-        if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):
+        a_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+        if margin is not None and not (a_number and math.isfinite(margin)):
             raise InputError(f"{rows.where(i)}: column {self.config.margin_column!r} must be a number, got {margin!r}")
         return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
 
@@ -78,6 +79,9 @@ class PairEncoder:
         option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
         value = rows.get(i, column, option)
         prompt = rows.rows[i].get(self.config.prompt_column)
+        for cell, name in ((value, column), (prompt, self.config.prompt_column)):
+            if isinstance(cell, list) and not all(isinstance(message, dict) for message in cell):
+                raise InputError(f"{rows.where(i)}: column {name!r} must be text or messages, got {str(cell)[:80]!r}")
         if isinstance(value, list) and len(value) == 1 and value[0].get("role") == "assistant":
             value, prompt = value[0].get("content"), rows.get(i, self.config.prompt_column, "prompt_column")
         if isinstance(value, str) and prompt is None:

@@ -98,7 +98,7 @@ def _pairs_at_once(config: RewardConfig) -> int:
     return max(1, config.micro_batch_size // 2)  # chosen and rejected go through one forward pass
 
 
-def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, float]:
+def train_step(model, pairs: list[Pair], config: RewardConfig, step: int) -> dict[str, float]:
     """One optimizer step on `pairs`, the whole step's; this rank takes its share of them."""
     share = range(engine.rank(), len(pairs), engine.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
@@ -117,8 +117,7 @@ def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, floa
         scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
     scores = engine.global_sum(scores)
     check_finite(scores, [pair.where for pair in pairs])  # before the step: the weights are still good
-    model.step()
-    return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_metrics(model)
+    return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
 
 def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str) -> dict[str, float]:
@@ -221,7 +220,7 @@ def train(config: RewardConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, pairs, model.
-    tokenizer = data.load_tokenizer(config.model)
+    tokenizer = data.load_tokenizer(config.model, config.revision)
     encoder = PairEncoder(config, tokenizer)
     pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
     reference = pairs if config.reference_dataset is None else encoder.pairs(data.load_rows(config.reference_dataset))
@@ -241,10 +240,10 @@ def train(config: RewardConfig) -> str:
     scores, found = None, {}
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out, config)[1])
-    for _, indices in loop:
+    for step, indices in loop:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
-        metrics = train_step(model, batch, config)
+        metrics = train_step(model, batch, config, step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
         samples = []

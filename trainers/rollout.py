@@ -149,7 +149,8 @@ def roll_out(
     scored = time.monotonic()
 
     prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
-    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device)
+    where = [s.row.get("__where__", "a row") for s in samples]
+    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device, where=where)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, _rewards(scorers, scores), _solved(scorers, scores), seconds)
 
@@ -162,11 +163,12 @@ def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample
     """The scores as (B,) fp32, NaN for None; an error names the scorer, and the row where one is not finite."""
     if len(scores) != len(samples):
         raise InputError(f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses")
-    for score, sample in zip(scores, samples, strict=True):
-        if score is not None and not math.isfinite(score):
+    made = torch.tensor([math.nan if score is None else float(score) for score in scores])
+    for score, stored, sample in zip(scores, made.tolist(), samples, strict=True):
+        if score is not None and not math.isfinite(stored):  # stored: 1e39 is infinite in fp32
             where = sample.row.get("__where__", "a row")
-            raise InputError(f"scorer {name!r} returned {score} as the score of {where}, not a finite number")
-    return torch.tensor([math.nan if score is None else float(score) for score in scores])
+            raise InputError(f"scorer {name!r} returned {score} as the score of {where}, not a finite fp32 number")
+    return made
 
 
 def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:

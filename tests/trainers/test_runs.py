@@ -225,12 +225,12 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
     make_batch = data.make_batch
 
-    def wider(prompts, responses, pad_id, device):
+    def wider(prompts, responses, pad_id, device, *, where):
         width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        return make_batch(prompts, responses, pad_id, device, width=min(width, 128))
+        return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128))
 
     def untrimmed(batch, index):
-        return data.Batch(batch.input_ids[index], batch.response_mask[index])
+        return data.Batch(batch.input_ids[index], batch.response_mask[index], batch.where)
 
     monkeypatch.setattr(rollout, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)
