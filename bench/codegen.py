@@ -96,20 +96,26 @@ def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
 
 
 def kl_fwd(jensen_shannon=False, **options):
+    from fused_rl.kernels import jensen_shannon as js
     from fused_rl.kernels import kl
+    from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     if jensen_shannon:
-        kl.js_fwd(*rows, row.expand(len(kl.STATE), -1).contiguous())
+        js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
         kl.kl_fwd(*rows)
 
 
 def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
     from fused_rl.kernels import kl
+    from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
-    state, sums = row.expand(len(kl.STATE), -1).contiguous(), row.expand(3, -1).contiguous() if jensen_shannon else None
+    state, sums = (
+        row.expand(len(KLState._fields), -1).contiguous(),
+        row.expand(3, -1).contiguous() if jensen_shannon else None,
+    )
     kl.kl_bwd(row, *rows, row, state, sums, *wants)
 
 

@@ -23,7 +23,7 @@ import torch
 import fused_rl
 from bench import measure, peers
 from bench.case import Case, wrong
-from fused_rl import cpu
+from fused_rl.cpu import compiled
 
 # layout, shape, dtypes, fraction of the tokens that the mask drops. "rows" is (N, V); "shift" is (B, T, V) scored
 # against targets[:, 1:], which others do with the copy logits[:, :-1].
@@ -234,7 +234,7 @@ def cases(args):
 
 def warm_up(todo, args):
     """Import and compile what the cases need, so that the first case has as much time as the others."""
-    rows = cpu._WORTH_COMPILING // 2048 if args.device == "cpu" else 16  # below it, ours would not compile
+    rows = compiled.WORTH_COMPILING // 2048 if args.device == "cpu" else 16  # below it, ours would not compile
     for op, layout, dtype, masked in dict.fromkeys((op, layout, dtype, f > 0) for op, layout, _, dtype, f in todo):
         shape = (2, rows // 2 + 1, 2048) if layout == "shift" else (rows, 2048)
         case = Case(op, layout, shape, dtype, 0.5 * masked, args.device)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, start, step, tanh, widen
+from fused_rl.kernels.states import RowStatistics
 
 THREADS = 128  # per program
 K = 8  # windows per tile: one rescaling per K elements of a lane
@@ -141,7 +142,9 @@ def row_scale(inv_t_ptr, row, inv_t, scale, scale_low):
 @triton.jit
 def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap):
     """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
-    m, rest, t = reduce_lanes(state[0], state[1], state[2], scale, scale_low)
+    logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr = outputs
+    lane_m, lane_rest, lane_t = state
+    m, rest, t = reduce_lanes(lane_m, lane_rest, lane_t, scale, scale_low)
     banned = (m <= NEG) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocab)
@@ -149,11 +152,11 @@ def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale
     log1 = log1p(rest)
     logprob = (tl.minimum(x, m, propagate_nan=NAN) - m) * inv_t - log1
     logprob = tl.where(banned, float("-inf"), logprob)
-    tl.store(outputs[0] + row, tl.where(known, logprob, float("nan")))
-    tl.store(outputs[1] + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
-    tl.store(outputs[2] + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
-    tl.store(outputs[3] + row, tl.where(banned, float("-inf"), m))
-    tl.store(outputs[4] + row, tl.where(banned, 0.0, rest))
+    tl.store(logprob_ptr + row, tl.where(known, logprob, float("nan")))
+    tl.store(entropy_ptr + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
+    tl.store(lse_ptr + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
+    tl.store(m_ptr + row, tl.where(banned, float("-inf"), m))
+    tl.store(rest_ptr + row, tl.where(banned, 0.0, rest))
 
 
 @triton.jit
@@ -216,7 +219,8 @@ def logprob_fwd_kernel(
             part, carry = segment_state(
                 window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
             )
-            m, rest, t = merge(m, rest, t, part[0], part[1], part[2], scale)
+            part_m, part_rest, part_t = part
+            m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
         x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
         state = step(m, rest, t, (x,), scale, 1)
         store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap)
@@ -427,11 +431,12 @@ def multiprocessors(device):
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
-    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> logprobs, entropy, lse, m, rest, each (N,) fp32."""
+    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n, vocab = logits.shape
-    outputs = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(5)]
+    new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
+    outputs = RowStatistics(*new)  # tensors of their own: each begins at 16 bytes, and an operator may return them
     if n == 0:
-        return tuple(outputs)
+        return outputs
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
     inv_t_ptr, *scales = _temperature(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
@@ -445,7 +450,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
         logprob_fwd_kernel[(n, parts)](*rows, *scalars, K=K, SEGMENT=SEGMENT, **launch)
         if parts > 1:
             logprob_merge_kernel[(n,)](*rows, parts, *scalars, **launch)
-    return tuple(outputs)
+    return outputs
 
 
 def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):

@@ -123,8 +123,8 @@ def test_operator_registration():
     [
         ({"rewards": torch.zeros(4)}, r"rewards must be \(B, T\) floating point"),
         ({"values": torch.zeros(2, 3, dtype=torch.int64)}, r"values must be \(B, T\) floating point"),
-        ({"mask": torch.ones(2, 3)}, "mask must be bool"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "one shape"),
+        ({"mask": torch.ones(2, 3)}, "mask must be a bool tensor"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)"),
         ({"gamma": 1.01}, "gamma must be between 0 and 1"),
         ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
         ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1"),
