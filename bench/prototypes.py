@@ -1,6 +1,6 @@
 """Three ways to write the row statistics, to check on a GPU what counting instructions predicted; then our own kernels.
 
-    python bench/prototypes.py --shapes 8192x151936,8192x50257
+    python -m bench prototypes --shapes 8192x151936,8192x50257
 
 Each reads a row once and keeps (maximum, sum, weighted sum); they differ in what the maximum costs:
 obvious loop        one maximum per row: two reductions over the program and a barrier per tile, every load masked
@@ -10,18 +10,12 @@ The prediction is a model: instructions per element that one H200 (132 SMs, 4.3 
 streams in, over those that the compiled loop holds (sm_90, V a multiple of 16). At most 100 %.
 """
 
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 import triton
 import triton.language as tl
 
 import fused_rl
-from bench import measure
+from bench import machine, options, results, timing
 
 SHAPES = [(8192, 151936), (8192, 50257)]
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
@@ -165,7 +159,9 @@ def error(logits, targets, logprobs, entropy):
     at = torch.linspace(0, len(logits) - 1, 6).long().to(logits.device)
     logp = torch.log_softmax(logits[at].double(), -1)
     chosen = logp.gather(-1, targets[at, None])[:, 0]
-    return max((logprobs[at] - chosen).abs().max(), (entropy[at] + (logp.exp() * logp).sum(-1)).abs().max()).item()
+    exact_entropy = -(logp.exp() * logp).sum(-1)
+    off = torch.stack([logprobs[at] - chosen, entropy[at] - exact_entropy])
+    return off.abs().max().item()
 
 
 def candidates(logits, targets):
@@ -183,39 +179,52 @@ def candidates(logits, targets):
     leaf = logits.detach().requires_grad_()
     ours = fused_rl.token_logprobs(leaf, targets)
     upstream = [torch.ones_like(o) for o in ours[:2]]
+
+    def forward():
+        return fused_rl.token_logprobs(logits, targets)[:2]
+
+    def backward():
+        torch.autograd.grad(ours[:2], leaf, upstream, retain_graph=True)
+
     found = {name: (prototype(name), size) for name in COUNTED}
-    found["fused_rl forward"] = (lambda: fused_rl.token_logprobs(logits, targets)[:2], size)
-    found["fused_rl backward"] = (
-        lambda: torch.autograd.grad(ours[:2], leaf, upstream, retain_graph=True) and None,
-        2 * size,
-    )
-    return found
+    return found | {"fused_rl forward": (forward, size), "fused_rl backward": (backward, 2 * size)}
 
 
-def main(args):
-    copy = measure.copy_bandwidth(args.device)
-    print(f"{measure.environment(args.device)['device']}: copy {copy / 1e9:.0f} GB/s")
+def measured(name, run, size, logits, targets, copy_bytes_per_s) -> dict:
+    """The row of one kernel: checked, where it returns something, and timed unless it is wrong."""
+    row = {"op": name, "implementation": name, "shape": list(logits.shape), "dtype": "bf16", "bytes": size}
+    outputs = run()
+    off = None if outputs is None else error(logits, targets, *outputs)
+    row |= {"error": off, "predicted_percent": predicted(name, logits.shape[1]), "status": results.OK}
+    if off is not None and not off < WRONG:
+        return row | {"status": results.FAILED_CHECK, "reason": f"off by {off:.1e} nats"}
+    timed = timing.Run(lambda _: run(), None, [None], False)
+    samples = timing.phases_gpu(timed)["forward"]
+    ms = timing.median(samples)
+    share = 100 * size / (1e-3 * ms) / copy_bytes_per_s
+    return row | {"ms": ms, "samples_ms": samples[:50], "copy_percent": share}
+
+
+def command(name: str, words: list[str]) -> int:
+    return main(options.arguments(__doc__, name, words))
+
+
+def main(args) -> int:
+    """Check and time every kernel at every shape; 1 where one is wrong."""
+    copy = machine.copy_bandwidth(args.device)
+    print(f"{machine.environment(args.device)['device']}: copy {copy / 1e9:.0f} GB/s")
     rows = []
     for n, vocab in args.shapes or SHAPES:
         logits = torch.randn(n, vocab, device=args.device, dtype=torch.bfloat16).mul_(3)
         targets = torch.randint(vocab, (n,), device=args.device)
+        found = []
         for name, (run, size) in candidates(logits, targets).items():
-            outputs = run()
-            off = None if outputs is None else error(logits, targets, *outputs)
-            row = {"op": name, "shape": [n, vocab], "dtype": "bf16", "bytes": size, "error": off,
-                   "predicted_percent": predicted(name, vocab)}  # fmt: skip
-            if off is None or off < WRONG:
-                samples = measure.phases_gpu(lambda _, run=run: run(), None, [None])["forward"]
-                row |= {"ms": measure.median(samples), "samples_ms": samples[:50]}
-                row["copy_percent"] = 100 * size / (1e-3 * row["ms"]) / copy
-            rows.append(row)
+            found.append(measured(name, run, size, logits, targets, copy))
         print(f"\n{n} x {vocab} bf16: 1 read forward, 1 read + 1 write backward")
-        print(measure.table(["kernel", "ms", "% of copy", "predicted %", "error"],
-                            [[r["op"], r.get("ms"), r.get("copy_percent"), r["predicted_percent"], r["error"]]
-                             for r in rows if r["shape"] == [n, vocab]]), flush=True)  # fmt: skip
-        measure.save(args, rows, copy_bytes_per_s=copy)
-    return any(r["error"] is not None and not r["error"] < WRONG for r in rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main(measure.arguments(__doc__, "prototypes")))
+        names = ("op", "ms", "copy_percent", "predicted_percent", "error")
+        lines = [[row.get(name) for name in names] for row in found]
+        print(results.table(["kernel", "ms", "% of copy", "predicted %", "error"], lines), flush=True)
+        rows += found
+        results.save(args, rows, copy_bytes_per_s=copy)
+    broken = [row for row in rows if row["status"] != results.OK]
+    return int(bool(broken))
