@@ -36,7 +36,8 @@ def rows_by_chunks(n, device, vocab=512):
         for start in range(0, n, CHUNK):
             rows = min(n - start, CHUNK)
             out = fused_rl.token_logprobs(logits[:rows], targets[:rows])
-            torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), logits)
+            loss = out.logprobs.sum() + out.entropy.sum()
+            torch.autograd.grad(loss, logits)
             kept.append(out.logprobs.detach())
         return torch.cat(kept)
 
@@ -50,7 +51,8 @@ def vocabulary(v, device, n=64):
 
     def run():
         out = fused_rl.token_logprobs(logits, targets)
-        return torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), logits)
+        loss = out.logprobs.sum() + out.entropy.sum()
+        return torch.autograd.grad(loss, logits)
 
     return run
 
@@ -63,7 +65,8 @@ def linear_rows(n, device, hidden=32, vocab=512):
 
     def run():
         out = fused_rl.linear_token_logprobs(states, weight, targets, workspace_mb=16)
-        return torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), (states, weight))
+        loss = out.logprobs.sum() + out.entropy.sum()
+        return torch.autograd.grad(loss, (states, weight))
 
     return run
 
@@ -98,8 +101,11 @@ def slope(xs, ys) -> float:
     xs = [math.log(x) for x in xs]
     ys = [math.log(max(y, 1e-9)) for y in ys]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return covariance / sum((x - mean_x) ** 2 for x in xs)
+    covariance, variance = 0.0, 0.0
+    for x, y in zip(xs, ys, strict=True):
+        covariance += (x - mean_x) * (y - mean_y)
+        variance += (x - mean_x) ** 2
+    return covariance / variance
 
 
 def slopes(rows: list[dict]) -> tuple[float, float] | None:
@@ -147,7 +153,8 @@ def grown(name: str, series: Series, device: str, budget: timing.Budget) -> list
             run()
         memory, samples = measured(run, device, seconds)
         last = size
-        row = {"op": name, "axis": series.axis, "size": size, "status": results.OK}
+        row = {"op": name, "axis": series.axis, "size": size}
+        row["status"] = results.OK
         rows.append(row | {"ms": timing.median(samples), "samples_ms": samples, "extra_bytes": memory})
     return rows
 
@@ -160,7 +167,8 @@ def show(name: str, axis: str, rows: list[dict]):
     print(f"\n{name}: time grows with {axis}^{found[0]:.2f}, extra memory with {axis}^{found[1]:.2f}")
     cells = []
     for row in rows:
-        cells.append([row["size"], row["ms"], len(row["samples_ms"]), (row["extra_bytes"] or 0) / 1e6])
+        memory = row["extra_bytes"] or 0
+        cells.append([row["size"], row["ms"], len(row["samples_ms"]), memory / 1e6])
     print(results.table([axis, "ms", "runs", "extra MB"], cells))
 
 

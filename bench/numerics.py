@@ -45,7 +45,8 @@ def logits(kind, offset, dtype, device):
 def in_dtype(x, targets, mask=None):
     """Plain torch in the logits' own dtype."""
     logp = torch.log_softmax(x, -1)
-    return logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+    chosen = logp.gather(-1, targets[..., None])[..., 0]
+    return chosen, -(logp.exp() * logp).sum(-1)
 
 
 def one_pass(x, targets, mask=None):
@@ -88,7 +89,8 @@ def exact(x, targets, dlogprobs, dentropy):
     gradient = torch.zeros_like(p)
     if dlogprobs is not None:
         # 1 - p of the likeliest token is rest / (1 + rest)
-        kept = torch.where(s.gather(-1, at) == 0, rest / (1 + rest), -torch.expm1(logp.gather(-1, at)))
+        likeliest = s.gather(-1, at) == 0
+        kept = torch.where(likeliest, rest / (1 + rest), -torch.expm1(logp.gather(-1, at)))
         gradient += dlogprobs.double()[:, None] * (-p).scatter(-1, at, kept)
     if dentropy is not None:
         gradient -= dentropy.double()[:, None] * p * (s + spread)  # log p + H
@@ -115,9 +117,11 @@ def measured(peer, dtype, cases, device):
         gradient = torch.autograd.grad(outputs, given, weights)[0][rows]
 
         # Against the truth.
-        exact_logprobs, exact_h, exact_gradient = exact(x, targets, upstream[0], None if h is None else upstream[1])
-        scale = exact_gradient[rows].abs().amax(1, keepdim=True).clamp(min=1e-300)
-        off = (gradient.double() - exact_gradient[rows]).abs() / scale
+        of_entropy = None if h is None else upstream[1]
+        exact_logprobs, exact_h, exact_gradient = exact(x, targets, upstream[0], of_entropy)
+        exact_gradient = exact_gradient[rows]
+        scale = exact_gradient.abs().amax(1, keepdim=True).clamp(min=1e-300)
+        off = (gradient.double() - exact_gradient).abs() / scale
         worst["gradient"] = _most(worst["gradient"], off.max().item())
         off = (logprobs.double() - exact_logprobs[rows]).abs()
         worst["logprob"] = _most(worst["logprob"], off.max().item())
@@ -136,7 +140,8 @@ def exact_kl(x, ref):
     logp = torch.log_softmax(x.double(), -1)
     delta = logp - torch.log_softmax(ref.double(), -1)
     # e^-d - 1 + d: its series where the difference would lose digits
-    series = delta**2 * (1 / 2 - delta * (1 / 6 - delta * (1 / 24 - delta / 120)))
+    inner = 1 / 6 - delta * (1 / 24 - delta / 120)
+    series = delta**2 * (1 / 2 - delta * inner)
     terms = torch.where(delta.abs() < 1e-2, series, torch.expm1(-delta) + delta)
     return (logp.exp() * terms).sum(-1)
 
@@ -157,8 +162,8 @@ def kl_rows(device):
             value = call(x, ref).double()
             off = (value - true).abs() / true
             row = {"table": "kl", "implementation": name, "version": versions[name], "status": results.OK}
-            row |= {"exact": true.mean().item(), "relative": off.max().item(), "smallest": value.min().item()}
-            found.append(row)
+            row |= {"exact": true.mean().item(), "relative": off.max().item()}
+            found.append(row | {"smallest": value.min().item()})
     return found
 
 
@@ -191,18 +196,22 @@ def table_rows(args) -> list[dict]:
     return rows + missing
 
 
+def _cells(rows, names):
+    return [[row[name] for name in names] for row in rows]
+
+
 def show(rows, of_kl):
     """Print both tables."""
     names = ["dtype", "logits", "implementation", "version"]
     errors = ["logprob", "entropy", "relative", "smallest", "gradient"]
     titles = [*names, "logprob", "entropy", "entropy rel.", "smallest entropy", "gradient"]
     print("largest error: logprob and entropy in nats, entropy relative, gradient relative to its row's largest\n")
-    lines = [[row[name] for name in (*names, *errors)] for row in results.measured(rows)]
+    lines = _cells(results.measured(rows), names + errors)
     print(results.table(titles, lines))
     for row in results.missing(rows):
         print(f"  not measured: {results.name_of(row)}: {row['reason']}")
     print("\nreverse KL of fp32 logits that come closer: largest relative error, and the smallest value\n")
-    lines = [[row[name] for name in ("exact", "implementation", "relative", "smallest")] for row in of_kl]
+    lines = _cells(of_kl, ["exact", "implementation", "relative", "smallest"])
     print(results.table(["exact KL (nats)", "implementation", "relative error", "smallest value"], lines))
 
 

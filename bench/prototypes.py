@@ -34,7 +34,8 @@ def _merge(m, total, weighted):  # (LANES,) each -> the row's
     top = tl.max(m, 0)
     shift = m - top
     factor = tl.exp2(shift)
-    return top, tl.sum(total * factor, 0), tl.sum((weighted + total * shift) * factor, 0)
+    weighted = (weighted + total * shift) * factor
+    return top, tl.sum(total * factor, 0), tl.sum(weighted, 0)
 
 
 @triton.jit
@@ -53,10 +54,12 @@ def obvious_loop(
     logits_ptr += row * stride
     columns = tl.arange(0, K * LANES)
     m = tl.full((), LOWEST, tl.float32)
-    total, weighted = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)
     for start in range(0, vocab, K * LANES):
         at = start + columns
-        x = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf"))
+        x = x.to(tl.float32)
         y = tl.maximum(x * scale, LOWEST)
         m_new = tl.maximum(m, tl.max(y, 0))
         factor = tl.exp2(m - m_new)
@@ -77,7 +80,9 @@ def _lane_step(x, scale, m, total, weighted):
     factor = tl.exp2(shift)
     s = x * scale - m_new[None, :]
     p = tl.exp2(s)
-    return m_new, total * factor + tl.sum(p, 0), (weighted + total * shift) * factor + tl.sum(p * s, 0)
+    weighted = (weighted + total * shift) * factor + tl.sum(p * s, 0)
+    total = total * factor + tl.sum(p, 0)
+    return m_new, total, weighted
 
 
 @triton.jit
@@ -85,11 +90,14 @@ def _integer_step(x, scale, m, total, weighted):
     # m carries MAGIC: its low bits are the integer itself, so 2^(m - m_new) is integer arithmetic on the exponent.
     x = tl.maximum(x, LOWEST)
     m_new = tl.maximum(m, tl.max(x, 0) * scale + MAGIC)
-    exponent = tl.maximum(m.to(tl.int32, bitcast=True) - m_new.to(tl.int32, bitcast=True) + 127, 0)
+    difference = m.to(tl.int32, bitcast=True) - m_new.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(difference + 127, 0)
     factor = (exponent << 23).to(tl.float32, bitcast=True)
     s = x * scale - (m_new - MAGIC)[None, :]
     p = tl.exp2(s)
-    return m_new, total * factor + tl.sum(p, 0), (weighted + total * (m - m_new)) * factor + tl.sum(p * s, 0)
+    weighted = (weighted + total * (m - m_new)) * factor + tl.sum(p * s, 0)
+    total = total * factor + tl.sum(p, 0)
+    return m_new, total, weighted
 
 
 @triton.jit
@@ -107,10 +115,12 @@ def lanes(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    columns = tl.arange(0, K)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
+    columns = tl.arange(0, K)[:, None] * LANES + lane
     bias = MAGIC if INTEGER else 0.0
     m = tl.full((LANES,), LOWEST, tl.float32) + bias
-    total, weighted = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    weighted = tl.zeros((LANES,), tl.float32)
     whole = vocab // (K * LANES) * (K * LANES)
     for start in tl.range(0, whole, K * LANES, num_stages=1):
         x = tl.load(logits_ptr + start + columns).to(tl.float32)
@@ -120,7 +130,8 @@ def lanes(
             m, total, weighted = _lane_step(x, scale, m, total, weighted)
     if whole < vocab:
         at = whole + columns
-        x = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + at, mask=at < vocab, other=float("-inf"))
+        x = x.to(tl.float32)
         if INTEGER:
             m, total, weighted = _integer_step(x, scale, m, total, weighted)
         else:
@@ -134,7 +145,8 @@ def launch(name, logits, targets, logprobs, entropy):
     """One prototype on (N, V) logits; fills logprobs and entropy, (N,) fp32."""
     lanes_of = 256 if name == "obvious loop" else 32 * 4 * (16 // logits.element_size())
     tile = {"K": 8, "LANES": lanes_of, "num_warps": 4, "num_stages": 1}
-    arguments = (logits, targets, logprobs, entropy, logits.stride(0), logits.shape[1], LOG2E.value)
+    tensors = (logits, targets, logprobs, entropy)
+    arguments = (*tensors, logits.stride(0), logits.shape[1], LOG2E.value)
     if name == "obvious loop":
         obvious_loop[(len(logits),)](*arguments, **tile)
     else:
@@ -156,7 +168,7 @@ def predicted(name, vocab):
 
 def error(logits, targets, logprobs, entropy):
     """Largest error in nats over some rows, against fp64."""
-    at = torch.linspace(0, len(logits) - 1, 6).long().to(logits.device)
+    at = torch.linspace(0, len(logits) - 1, 6, device=logits.device).long()
     logp = torch.log_softmax(logits[at].double(), -1)
     chosen = logp.gather(-1, targets[at, None])[:, 0]
     exact_entropy = -(logp.exp() * logp).sum(-1)
@@ -192,7 +204,8 @@ def candidates(logits, targets):
 
 def measured(name, run, size, logits, targets, copy_bytes_per_s) -> dict:
     """The row of one kernel: checked, where it returns something, and timed unless it is wrong."""
-    row = {"op": name, "implementation": name, "shape": list(logits.shape), "dtype": "bf16", "bytes": size}
+    row = {"op": name, "implementation": name, "shape": list(logits.shape)}
+    row |= {"dtype": "bf16", "bytes": size}
     outputs = run()
     off = None if outputs is None else error(logits, targets, *outputs)
     row |= {"error": off, "predicted_percent": predicted(name, logits.shape[1]), "status": results.OK}
@@ -215,7 +228,8 @@ def main(args) -> int:
     print(f"{machine.environment(args.device)['device']}: copy {copy / 1e9:.0f} GB/s")
     rows = []
     for n, vocab in args.shapes or SHAPES:
-        logits = torch.randn(n, vocab, device=args.device, dtype=torch.bfloat16).mul_(3)
+        logits = torch.randn(n, vocab, device=args.device, dtype=torch.bfloat16)
+        logits.mul_(3)
         targets = torch.randint(vocab, (n,), device=args.device)
         found = []
         for name, (run, size) in candidates(logits, targets).items():

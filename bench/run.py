@@ -97,11 +97,13 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
     except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
         return results.not_run(peer.name, *failure(reason), case.op, case.label()), None
     moved, text = case.bytes()
-    row = case.facts() | {"implementation": peer.name, "version": peer.version, "note": peer.note}
-    row |= {"bytes": moved, "bytes_text": text, "error": errors} | judged(case, peer, errors)
+    row = case.facts()
+    row |= {"implementation": peer.name, "version": peer.version, "note": peer.note}
+    row |= {"bytes": moved, "bytes_text": text, "error": errors}
+    row |= judged(case, peer, errors)
     if row["status"] == results.FAILED_CHECK:
         return row, None
-    return row, once._replace(outputs=None, gradient=None)
+    return row, once._replace(outputs=None, gradient=None)  # their memory is needed for the next one
 
 
 def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
@@ -121,7 +123,8 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         if once is None:
             continue
         repeats = case.backward_repeats and not peer.overwrites
-        runs[peer.name] = timing.Run(peer.call, case.backward_of(peer), case.inputs(peer), repeats)
+        backward, inputs = case.backward_of(peer), case.inputs(peer)
+        runs[peer.name] = timing.Run(peer.call, backward, inputs, repeats)
         first[peer.name], memory[peer.name] = once.seconds, once.extra_bytes
         if peer.role != "peer":
             kept.append(peer.name)
@@ -144,11 +147,16 @@ def describe(rows: list[dict], samples: dict, memory: dict, copy_bytes_per_s: fl
         if name not in medians or "bytes" not in row:
             continue
         ms = medians[name]
-        rates = {phase: row["bytes"][phase] / t / 1e6 for phase, t in ms.items() if phase in row["bytes"]}
-        row["ms"], row["samples_ms"], row["extra_bytes"] = ms, samples[name], memory[name]
-        row["gb_per_s"] = rates
-        row["copy_fraction"] = {phase: 1e9 * rate / copy_bytes_per_s for phase, rate in rates.items()}
-        row["time_over"] = {base: ms["both"] / medians[base]["both"] for base in baselines if base in medians}
+        row |= {"ms": ms, "samples_ms": samples[name], "extra_bytes": memory[name]}
+        row |= {"gb_per_s": {}, "copy_fraction": {}, "time_over": {}}
+        for phase in ms:
+            if phase in row["bytes"]:
+                rate = row["bytes"][phase] / (1e-3 * ms[phase])
+                row["gb_per_s"][phase] = rate / 1e9
+                row["copy_fraction"][phase] = rate / copy_bytes_per_s
+        for base in baselines:
+            if base in medians:
+                row["time_over"][base] = ms["both"] / medians[base]["both"]
 
 
 def show(case: Case, rows: list[dict], copy_bytes_per_s: float):
@@ -184,7 +192,8 @@ def main(args) -> int:
     kinds = {kind: kind.specs(args) for kind in cases}
     copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
-    budget = timing.Budget(args.budget or seconds, sum(map(len, kinds.values())))
+    parts = sum(map(len, kinds.values()))
+    budget = timing.Budget(args.budget or seconds, parts)
     warm_up(kinds, args)
     rows = []
     for kind, specs in kinds.items():

@@ -70,8 +70,9 @@ class GAECase(Case):
     def truth(self):
         """Advantages by the loop in fp64, on the processor: a device's launch per step would take longer than all."""
         if self.exact is None:
-            rewards, values = self.rewards.double().cpu(), self.values.double().cpu()
-            self.exact = peers.loop_gae(rewards, values, self.mask.cpu(), GAMMA, GAE_LAMBDA)[0]
+            rewards = self.rewards.double().cpu()
+            values = self.values.double().cpu()
+            self.exact, _ = peers.loop_gae(rewards, values, self.mask.cpu(), GAMMA, GAE_LAMBDA)
         return self.exact
 
     def errors(self, peer, outputs, gradient):

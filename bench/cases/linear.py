@@ -108,8 +108,7 @@ class LinearCase(Case):
         return f"{sizes}: {work}; {copy}\nbytes: {text} = {moved['both'] / 1e9:.3g} GB"
 
     def returned_bytes(self):
-        hidden, weight = self.hidden, self.weight
-        return hidden.numel() * hidden.element_size() + weight.numel() * weight.element_size()
+        return self.hidden.nbytes + self.weight.nbytes
 
     def bytes(self):
         size = self.returned_bytes()  # of hidden states and weight, and so of their gradients
@@ -124,8 +123,7 @@ class LinearCase(Case):
             role="floor",
             backward=lambda logits, _: (logits @ weight, logits.t() @ hidden),
         )
-        mine = [own(name, self._on_inputs(call)) for name, call in zip(OURS, (one_pass, recomputed), strict=True)]
-        return [floor, *mine]
+        return [floor, own(OURS[0], self._on_inputs(one_pass)), own(OURS[1], self._on_inputs(recomputed))]
 
     def _on_inputs(self, call):
         return lambda _: call(self.hidden, self.weight, self.targets, self.advantages)
@@ -172,7 +170,9 @@ class Truth:
             for rows in torch.arange(len(targets), device=device).split(512):
                 parts.append(self._piece(case, rows))
             nll, of_words, hidden = zip(*parts, strict=True)
-            self.nll, self.of_words, self.hidden = torch.cat(nll), torch.cat(of_words), torch.cat(hidden)
+            self.nll = torch.cat(nll)
+            self.of_words = torch.cat(of_words)
+            self.hidden = torch.cat(hidden)
 
     def _piece(self, case, rows):
         """-logprob of these rows, the gradient of it at the words' logits, the hidden states; fills `of_tokens`."""

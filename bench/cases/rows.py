@@ -79,7 +79,8 @@ class RowsCase(Case):
         small = []
         for spec in specs:
             shape = (2, rows // 2 + 1, 2048) if spec.layout == "shift" else (rows, 2048)
-            small.append(spec._replace(shape=shape, masked=0.5 * (spec.masked > 0)))
+            masked = 0.5 if spec.masked else 0.0
+            small.append(spec._replace(shape=shape, masked=masked))
         return list(dict.fromkeys(small))
 
     def title(self, rows, copy_bytes_per_s):
@@ -136,7 +137,8 @@ class RowsCase(Case):
 
         # Each output's own gradient, so that an implementation without one of them can be checked too.
         x = self.logits[0][at].double().requires_grad_()
-        keep = torch.ones(len(x), dtype=torch.bool, device=self.device) if self.mask is None else self.mask[at]
+        keep = torch.ones(self.scored, dtype=torch.bool, device=self.device) if self.mask is None else self.mask
+        keep = keep[at]
         values, gradients = {}, []
         for name, value in self.values(x, at).items():
             value = torch.where(keep, value, 0)
@@ -153,7 +155,8 @@ class RowsCase(Case):
                 continue
             weights = 1  # of one number for all rows
             if output.dim():
-                found[name] = (output[at].double() - values[name]).abs().max().item()
+                off = (output[at].double() - values[name]).abs()
+                found[name] = off.max().item()
                 weights = upstream[at].double()[:, None]
             exact_gradient += own * weights
         scale = exact_gradient.abs().max().clamp(min=1e-30)
