@@ -264,6 +264,21 @@ def importing_nothing(import_module):
     return wrapped
 
 
+def test_a_peer_of_whole_sequences_takes_no_rows(monkeypatch):
+    seen = []
+    peer = peers.Peer(
+        "whole", "0", lambda logits, targets, mask: seen.append((logits.shape, targets.shape)), whole=True
+    )
+    shifted = one_case(layout="shift", shape=(2, 4, 500))
+    shifted.adapted(peer)(shifted.logits[0])
+    assert seen == [((2, 4, 500), (2, 3))]
+    case = one_case()
+    monkeypatch.setattr(peers, "find", lambda *_, **__: ([peer], []))
+    found, (missing,) = case.contenders("all")
+    assert peer.name not in [other.name for other in found]
+    assert (missing["status"], missing["reason"]) == ("cannot run", "takes whole (B, T, V) logits alone")
+
+
 def _cross_entropy(logits, targets, ignore_index=-100):
     return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none", ignore_index=ignore_index)
 
@@ -493,8 +508,8 @@ def test_the_page_that_stands_here_is_that_of_its_results(pages, monkeypatch):
 def test_gpu_steps_end_on_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps = {
-        "good": ("print('fine')", 20),
-        "bad": ("raise SystemExit(3)", 20),
+        "good": ("print('fine')", 600),
+        "bad": ("raise SystemExit(3)", 600),
         "slow": ("import time; time.sleep(60)", 1),
     }
     made = [gpu.Step(name, ["-c", code], limit, 7) for name, (code, limit) in steps.items()]
@@ -510,7 +525,7 @@ def test_gpu_steps_fit_into_nine_minutes_and_take_their_options():
     assert sum(step.limit for step in gpu.STEPS) <= 9 * 60 - 30
     groups = [step.command[2] for step in gpu.STEPS if step.command[:2] == ["-m", "bench"]]
     assert groups == ["prototypes", "kernels", "linear"]
-    assert set(groups) <= set(suite.COMMANDS)
+    assert {*groups, *suite.GROUPS} <= set(suite.COMMANDS)
 
 
 @pytest.mark.parametrize("word", suite.COMMANDS)
