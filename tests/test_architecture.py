@@ -1,6 +1,7 @@
 """The storeys of the project, over the syntax tree: who may import whom, no circle among files, no private name abroad.
 
 A folder comes under a rule by standing in `FOLDERS` with the folders below it, and in the rule's parametrization.
+`python -m tests.test_architecture | dot -Tsvg -o docs/imports.svg` draws the imports between files (graphviz).
 """
 
 import ast
@@ -21,7 +22,7 @@ FOLDERS = {
     "bench": {"kernels", "fused_rl", "trainers", "recipes", "bench"},
 }
 ALGORITHMS = ("sft", "reward", "grpo", "ppo")
-WHOLE = ("kernels", "fused_rl")  # folders without circles and private names of others
+WHOLE = ("kernels", "fused_rl", "trainers", "recipes", "bench")  # folders without circles and private names of others
 # Host packages belong to the trainers and to integrations, which import theirs lazily.
 HOSTS = ("deepspeed", "transformers", "datasets")
 
@@ -108,6 +109,22 @@ def circle(folders, root=ROOT):
     return []
 
 
+def drawing(folders, root=ROOT):
+    """The imports between files as a graph for graphviz, one box per folder, arrows to what is imported."""
+    known = modules(folders, root)
+    lines = ["digraph imports {", "rankdir=TB; node [shape=box, fontsize=10]; edge [arrowsize=0.5, color=grey40];"]
+    for folder in folders:
+        names = [module for module in known if folder_of(module) == folder and not known[module].stem == "__init__"]
+        boxes = " ".join(f'"{name}" [label="{name.split(".")[-1]}"];' for name in names)
+        lines.append(f'subgraph "cluster_{folder}" {{ label="{folder}"; {boxes} }}')
+    for module, path in known.items():
+        reached = {target for imported in imports(path) for target in targets(imported, known)} - {module}
+        drawn = [target for target in sorted(reached) if known[target].stem != "__init__"]
+        if path.stem != "__init__":
+            lines += [f'"{module}" -> "{target}";' for target in drawn]
+    return "\n".join([*lines, "}"])
+
+
 def is_private(name):
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
@@ -162,7 +179,7 @@ def algorithm_imports(path):
             yield f"{path}: {target}"
 
 
-@pytest.mark.parametrize("folder", ["kernels", "fused_rl", "trainers"])
+@pytest.mark.parametrize("folder", ["kernels", "fused_rl", "trainers", "recipes"])
 def test_import_direction(folder):
     paths = [path for path in files(folder) if path.parent.name != "integrations"]
     assert paths
@@ -252,3 +269,7 @@ def test_trainers_of_trainers_are_found(source, tmp_path):
 def test_no_package_named_kernels_or_trainers():
     for part in ("kernels", "trainers"):
         assert not (ROOT / part / "__init__.py").exists(), f"{part}/__init__.py would shadow another package"
+
+
+if __name__ == "__main__":
+    print(drawing(["recipes", "trainers", "fused_rl", "kernels"]))

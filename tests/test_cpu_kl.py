@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_rl
-from bench import measure
+from bench import machine
 from fused_rl.cpu import compiled as cpu
 from fused_rl.cpu import pair as rows_of_two
 from tests.test_kl import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
@@ -139,7 +139,7 @@ def test_compiled_keeps_no_intermediate(compiled, direction):
     x, y = pair(128, 65_613, dtype=torch.bfloat16)
     x.requires_grad_()
     least = min(
-        measure.peak_extra_bytes(
+        machine.peak_extra_bytes(
             lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x), "cpu"
         )
         for _ in range(3)  # the first time compiles

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_rl
+from bench import interpreter
 from fused_rl import reference
-from tests import interpreter
 
 
 def batch(b, t, keep=0.7, seed=0, device="cpu"):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
+from bench import interpreter
 from fused_rl import reference
-from tests import interpreter
 
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
