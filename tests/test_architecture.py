@@ -114,7 +114,7 @@ def drawing(folders, root=ROOT):
     known = modules(folders, root)
     lines = ["digraph imports {", "rankdir=TB; node [shape=box, fontsize=10]; edge [arrowsize=0.5, color=grey40];"]
     for folder in folders:
-        names = [module for module in known if folder_of(module) == folder and not known[module].stem == "__init__"]
+        names = [module for module in known if folder_of(module) == folder and known[module].stem != "__init__"]
         boxes = " ".join(f'"{name}" [label="{name.split(".")[-1]}"];' for name in names)
         lines.append(f'subgraph "cluster_{folder}" {{ label="{folder}"; {boxes} }}')
     for module, path in known.items():

@@ -131,7 +131,7 @@ def _read_object(text: str, where: str) -> dict:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{where}: half a surrogate pair, which is no character: {error.object[error.start]!r}"
+                f"{where}: {error.object[error.start]!r} is half a surrogate pair, and no character"
             ) from error
     return row
 

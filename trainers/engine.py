@@ -7,6 +7,7 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import logging
 import math
 import os
 import time
@@ -30,7 +31,13 @@ def quiet() -> None:
     import transformers  # imports deepspeed
 
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it warns of is refused here, or meant
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry; the error comes anyway
+    import datasets
+
+    datasets.disable_progress_bars()
 
 
 def setup(seed: int) -> torch.device:

@@ -221,18 +221,19 @@ def train(config: GRPOConfig) -> str:
     updates = config.steps * config.minibatches * config.epochs
     policy = load_policy(config, tokenizer, scorers, device, updates)
     check_policy_fits(policy, [*prompts, *held_out])
+    evaluated = bool(held_out)
     held_out = share_of_rank(held_out)
 
     # The run.
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
     loop = Loop(config, folder, {"policy": policy.model}, order, COLUMNS, CURVES)
     policy.sampler.publish(loop.step)
-    if loop.begins and held_out:
+    if loop.begins and evaluated:
         loop.log(*evaluate(policy, held_out))
     for step, indices in loop:
         mine = indices[engine.rank() :: engine.world_size()]
         metrics, samples = train_step(policy, [prompts[i] for i in mine], step), []
-        if loop.evaluates and held_out:
+        if loop.evaluates and evaluated:
             found, samples = evaluate(policy, held_out)
             metrics |= found
         loop.log(metrics, samples)

@@ -9,7 +9,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,6 +230,15 @@ class Logger:
         draw_curves(self.history, curves, self.folder / "curves.png")
 
 
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Tell what has been done and how long it took, once it is done; nothing where it fails."""
+    began = time.monotonic()
+    yield
+    if rank() == 0:
+        print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+
+
 def read_metrics(path: Path) -> list[dict]:
     """The entries of a metrics.jsonl; a last line that an interruption cut short is left out."""
     entries = []
@@ -271,14 +281,14 @@ def _progress_bar(columns, steps: int, start: int):
     if not sys.stdout.isatty():
         return None
     from rich import progress
+    from rich.table import Column
 
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=20),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[shown]}"),
-    )
+    # Step count and time left come first and are never cut; at 80 columns the metrics are, from their end.
+    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    shown = progress.TextColumn("{task.fields[shown]}", table_column=metrics)
+    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), shown, expand=True)
     bar.add_task("train", total=steps, completed=start, shown="")
     bar.start()
     return bar

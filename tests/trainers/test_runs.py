@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, grpo, models, rollout, sft
+from fused_rl.trainers import data, engine, grpo, models, policy, rollout, sft, verifiers
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
@@ -96,6 +96,42 @@ def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(f
         grpo.train(grpo_config(files, tmp_path / name, steps=2, kl_coef=0.1, **options))
     assert_same_metrics(tmp_path / "a", tmp_path / "b", rtol=1e-4)
     assert_same_metrics(tmp_path / "a", tmp_path / "c", rtol=1e-4)
+
+
+def draws(rank, world):
+    engine.setup(1)
+    return torch.rand(3).tolist()
+
+
+def test_every_rank_draws_its_own_responses_and_a_seed_draws_them_again():
+    first, second = run_distributed(draws, 2)
+    assert first != second and [first, second] == run_distributed(draws, 2)
+
+
+def test_training_does_not_depend_on_how_often_it_is_evaluated(files, tmp_path):
+    for every in (1, 99):
+        grpo.train(grpo_config(files, tmp_path / str(every), eval_every=every))
+    often, seldom = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in ("1", "99"))
+    for a, b in zip(often, seldom, strict=True):
+        assert {k: v for k, v in a.items() if k in b} == b
+    assert_same_weights(tmp_path / "1", tmp_path / "99")
+
+
+def evaluate_share(rank, world, files, folder):
+    """Held-out rows do not divide over the ranks."""
+    grpo.train(grpo_config(files, f"{folder}/{world}", eval_size=3, steps=1))
+
+
+def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
+    for world in (1, 2):
+        run_distributed(evaluate_share, world, files, str(tmp_path), timeout=200)
+    one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
+    assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
+    config = grpo_config(files, "")
+    scorers = verifiers.load_scorers(config.verifiers)
+    prompts = policy.load_prompts(config, data.load_tokenizer(files[0]), scorers)[1][:3]
+    shares = [policy.share_of_rank(prompts)]
+    assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 
 
 # Stopped and resumed: bit for bit.
