@@ -43,10 +43,11 @@ def group_advantages(
     check_choice("baseline", baseline, ("mean", "leave-one-out"))
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
         raise ValueError("group_size=1 has no other response to compare with; use group_size >= 2")
+
     groups = rewards.detach().view(-1, group_size)
     groups = groups if groups.dtype == torch.float64 else groups.float()
     centred = groups - groups.mean(1, keepdim=True)
-    if baseline == "leave-one-out":
+    if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
     if normalize:
         centred = centred / (groups.std(1, keepdim=True) + eps)
@@ -79,6 +80,7 @@ def response_advantages(
         ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit.
     """
     check_choice("advantage", advantage, ADVANTAGES)
+    # whatever else it is, it is a function of rewards alone
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":

@@ -59,6 +59,7 @@ def token_kl(
     temperature, row_temperature = split_temperature(temperature, tuple(logits.shape[:-1]), logits.device)
     if logits.device.type == "cpu" and not torch.compiler.is_compiling():
         check_temperature_values(row_temperature, None)
+    # forward is reverse with the two exchanged
     first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
     op = torch.ops.fused_rl.token_kl.default
     return op(first, second, mask, temperature, row_temperature, direction == "jensen-shannon")[0]

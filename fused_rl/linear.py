@@ -103,6 +103,7 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
 
 def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
     """Loss, gradients, upstream gradients and statistics, each tile of logits formed once."""
+    # one tile of logits, used again and again, and what all tiles add to
     inv_temperature, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device).logprob
@@ -112,12 +113,14 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     loss = torch.zeros((), device=hidden.device)
     logprobs, entropy, m, rest, dlogprobs, dentropy = torch.zeros(6, n, device=hidden.device)
     for rows in tiles.blocks(n, step):
+        # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = tiles.logits_tile(hidden[rows], weight, bias, buffer)
         lp, h, _, m_r, rest_r = backend.logprob_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
         backend.logprob_bwd(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
         gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
+        # to the parameters, and what a second backward pass would need
         loss += value
         logprobs[rows], entropy[rows] = lp, h
         m[rows], rest[rows] = m_r, rest_r
@@ -232,10 +235,13 @@ class _Rows(NamedTuple):
 def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
     """Checks the arguments and drops what is masked, before any GEMM sees it."""
     if not torch.is_grad_enabled():
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_head(hidden, weight, targets, bias)
     _check_options(targets, temperature, mask, softcap, workspace_mb)
+
+    # which rows, and what of them
     kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
     rows = _Rows((), kept, targets.shape)
     row_temperature = None
@@ -337,6 +343,7 @@ def linear_token_loss(
             returning another shape.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):
         if values.shape[: targets.dim()] != targets.shape:
             raise ValueError(

@@ -130,6 +130,8 @@ def linear_token_kl(
     for name, x in (("ref_hidden", ref_hidden), ("ref_weight", ref_weight), ("ref_bias", ref_bias)):
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, which linear_token_kl does not give; pass it detached")
+
+    # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
     options = temperature, mask, None, workspace_mb
     rows = rows_that_count(hidden, weight, targets, bias, *options)
@@ -141,6 +143,8 @@ def linear_token_kl(
             f"both must have one dtype and device, got {hidden.dtype} on {hidden.device} and {reference[0].dtype} on "
             f"{reference[0].device}; convert one, or call this under autocast"
         )
+
+    # what the reference's rows take is off the workspace too
     taken = reference[0].nbytes if rows.kept is not None else 0
     taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0  # the divergence takes twice as much there
     budget = max(budget - taken, budget // 2)

@@ -154,11 +154,8 @@ def _check_needs(chosen, ref_logprobs, entropy):
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
     if chosen.kl_coef and chosen.kl_estimator == "k1":
-        warnings.warn(
-            "k1 as a loss does not hold the policy: its expected gradient is zero. Use kl_estimator='rk3', or put k1 "
-            "in the reward",
-            stacklevel=3,
-        )
+        advice = "Use kl_estimator='rk3', or put k1 in the reward"
+        warnings.warn(f"k1 as a loss does not hold the policy: its expected gradient is zero. {advice}", stacklevel=3)
 
 
 def _regularisers(logprobs, old, ref, entropy, chosen):

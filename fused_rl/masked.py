@@ -76,15 +76,22 @@ def whiten(
         Same shape, at least fp32, 0 where `mask` is False. The moments are constants to autograd.
     """
     values = at_least_fp32(values, mask)
+    kept = torch.where(mask, values, 0)
     with torch.no_grad():
-        moments = torch.stack([mask.sum().to(torch.float64), masked_sum(values.double(), mask)])
+        # the mean first, then squares about it: E[x^2] - E[x]^2 would cancel
+        count = mask.sum().to(torch.float64)
+        moments = torch.stack([count, kept.double().sum()])
         if group is not None:
             torch.distributed.all_reduce(moments, group=group)
-        count, mean = moments[0], moments[1] / moments[0].clamp(min=1)
-        squares = masked_sum((torch.where(mask, values, 0).double() - mean).square(), mask)
+        count, total = moments
+        mean = total / count.clamp(min=1)
+        squares = masked_sum((kept.double() - mean).square(), mask)
         if group is not None:
             torch.distributed.all_reduce(squares, group=group)
-        scale = torch.rsqrt(squares / (count - 1).clamp(min=1) + eps)
+        variance = squares / (count - 1).clamp(min=1)
+        scale = torch.rsqrt(variance + eps)
         mean, scale = mean.to(values.dtype), scale.to(values.dtype)
-    whitened = (torch.where(mask, values, 0) - mean) * scale
-    return torch.where(mask, whitened if shift_mean else whitened + mean, 0)
+    whitened = (kept - mean) * scale
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0)

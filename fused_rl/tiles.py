@@ -104,10 +104,13 @@ def backward_tile(hidden, vocab, needs, budget, copies=1):
     """(rows, columns) of a tile that recomputes logits, `copies` of it within the budget less the fp32 sum needed."""
     n, width = hidden.shape
     size = hidden.element_size()
+    # one tile, or blocks of rows
     if n * vocab * size * copies <= budget or size == 4:
         # fp32 logits must come out of the product that the statistics came from, else exp(x - m) inherits the
         # difference; rounding to 16 bits hides it
         return forward_rows(hidden, vocab, budget // copies), vocab
+
+    # blocks of columns sum the gradient of hidden in fp32, blocks of rows that of the weight: whichever is smaller
     by_columns = sum_bytes(n, width, size) if needs[0] else 0
     by_rows = sum_bytes(vocab, width, size) if needs[1] else 0
     tile_bytes = max(budget - min(by_columns, by_rows), budget // 4)  # a sum beyond the budget must not starve the GEMM
@@ -153,8 +156,9 @@ def in_columns(dlogprobs, dlse, targets, columns):
     local = torch.where(here, targets - columns.start, 0)
     if dlogprobs is None:
         return None, dlse, local
-    elsewhere = -dlogprobs if dlse is None else dlse - dlogprobs
-    return torch.where(here, dlogprobs, 0), torch.where(here, 0 if dlse is None else dlse, elsewhere), local
+    if dlse is None:
+        return torch.where(here, dlogprobs, 0), torch.where(here, 0, -dlogprobs), local
+    return torch.where(here, dlogprobs, 0), torch.where(here, dlse, dlse - dlogprobs), local
 
 
 def recomputed(needs, upstream, hidden, weight, bias, targets, statistics, inv_temperature, softcap, budget):
@@ -165,6 +169,7 @@ def recomputed(needs, upstream, hidden, weight, bias, targets, statistics, inv_t
     gradients = Gradients(needs, hidden, weight, bias, tile)
     buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
+    # each tile: its logits again, in their place their gradient, and from that the parameters'
     for rows in blocks(n, max(1, tile[0])):
         dlogprobs, dentropy, dlse = (at(d, rows) for d in upstream)
         entropy, m, rest = (s[rows] for s in statistics)

@@ -97,6 +97,7 @@ def _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT: tl.c
     p = tl.where(y > BANNED, p, 0.0)
     d = difference(x, y, offset, EXACT)
     d_max = tl.maximum(d_max, largest(d))
+
     # the tile about its own mean
     w_t = total(p)
     some = w_t > TINY
@@ -110,6 +111,7 @@ def _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT: tl.c
     a_y = tl.exp2((n - n_new) * k)
     s = s * a_y + total(q)  # = f + scale w, and right to the last bits also where the exponent of scale is large
     f_t = total(tl.where(near, 0.0, q)) + scale * total(p * tl.where(near, excess(u), u - 1))
+
     # both about their common mean
     own = w * _scale(w, m, c, n_new, offset, k)
     own_t = w_t * scale
@@ -142,7 +144,9 @@ def _merge(m, w, w_all, c, left, n, s, f, d_max, offset, inv_t):
     scale = _scale(w_row, m_row, c_row, n_row, offset, k)
     a_y = tl.exp2((n - n_row) * k)
     f = tl.sum(f * a_y + _moved(own, w, scale, c_row - c, some), 0)
-    return m_row, w_row, tl.sum(w_all * a, 0), c_row, left, n_row, tl.sum(s * a_y, 0), f, tl.max(d_max, 0)
+    w_all = tl.sum(w_all * a, 0)
+    s = tl.sum(s * a_y, 0)
+    return m_row, w_row, w_all, c_row, left, n_row, s, f, tl.max(d_max, 0)
 
 
 @triton.jit
@@ -339,7 +343,8 @@ def kl_fwd(x, y, mask, inv_t):
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
     if n:
         with torch.cuda.device_of(x):
-            kl_fwd_kernel[(n,)](x, y, mask, inv_t, kl, state, *numbers, **_layout(x.dtype, numbers[-1]))
+            layout = _layout(x.dtype, aligned=numbers[-1])
+            kl_fwd_kernel[(n,)](x, y, mask, inv_t, kl, state, *numbers, **layout)
     return kl, state
 
 

@@ -87,6 +87,7 @@ def segment_state(
     m, rest, t = start(LANES)
     first = segment * SEGMENT
     whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
+    # whole tiles: where the row begins at a window, each window is loaded for itself
     if head == 0:
         for i in tl.range(first, whole, num_stages=1):
             xs = ()
@@ -95,6 +96,7 @@ def segment_state(
             m, rest, t = step(m, rest, t, xs, scale, K)
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
+    # and where it does not, a lane below `head` takes its element from the next window
     else:
         for i in tl.range(first, whole, num_stages=1):
             xs = ()
@@ -103,6 +105,7 @@ def segment_state(
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
             m, rest, t = step(m, rest, t, xs, scale, K)
+    # the row's end, masked
     stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
     for i in tl.range(whole * K, stop, TAIL, num_stages=1):
         xs = ()
@@ -261,7 +264,8 @@ def logprob_merge_kernel(
     m, rest, t = start(LANES)
     for segment in tl.range(0, segments, num_stages=1):
         at = lanes_ptr + (row * segments + segment) * 3 * LANES + tl.arange(0, LANES)
-        m, rest, t = merge(m, rest, t, tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), scale)
+        part_m, part_rest, part_t = tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES)
+        m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
     state = step(m, rest, t, (x,), scale, 1)
@@ -372,7 +376,8 @@ def logprob_bwd_kernel(
     dx_window = dx_ptr + (dx_offset + (VEC - 1)) // VEC * VEC
     read = tl.where(alive, TILE, 0)
     for i in tl.range(first, last, num_stages=1):
-        g = gradient(load_lanes(x_window + i * TILE, read, TILE, VEC), m, scale, a, b, softcap)
+        x = load_lanes(x_window + i * TILE, read, TILE, VEC)
+        g = gradient(x, m, scale, a, b, softcap)
         tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
     for begin in tl.range(part * LANES, around, parts * LANES, num_stages=1):
         column = begin + tl.arange(0, LANES)
@@ -380,7 +385,8 @@ def logprob_bwd_kernel(
         wanted = column < tl.where(alive, around, 0)
         column += tl.where(column < lead, 0, tiles * TILE)
         x = tl.load(x_row + column, mask=wanted, other=0.0).to(tl.float32)
-        tl.store(dx_row + column, gradient(x, m, scale, a, b, softcap).to(dx_ptr.dtype.element_ty), mask=inside)
+        g = gradient(x, m, scale, a, b, softcap)
+        tl.store(dx_row + column, g.to(dx_ptr.dtype.element_ty), mask=inside)
     if dlogprob_ptr is not None:
         tl.debug_barrier()
         g = target_gradient(x_target, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
@@ -407,7 +413,8 @@ def aligned(x):
     shift = x.data_ptr() % 16 // x.element_size()
     if shift == 0:
         return x, 0
-    size = shift + 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    spans = [(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)]
+    size = shift + 1 + sum(spans)
     return x.as_strided((size,), (1,), x.storage_offset() - shift), shift
 
 

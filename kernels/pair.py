@@ -121,7 +121,8 @@ def launch_arguments(x, y, inv_t):
         x, y = from_16_bytes(x), from_16_bytes(y)
     per_row = isinstance(inv_t, torch.Tensor)
     strides = [*x.stride()[:2], *y.stride()[:2]]
-    return x, y, (inv_t if per_row else None), (b * t, t, vocab, *strides, 1.0 if per_row else inv_t, aligned)
+    inv_t_ptr, inv_t = (inv_t, 1.0) if per_row else (None, inv_t)
+    return x, y, inv_t_ptr, (b * t, t, vocab, *strides, inv_t, aligned)
 
 
 def from_16_bytes(x):
