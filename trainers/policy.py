@@ -262,6 +262,8 @@ def evaluate(policy: Policy, prompts: list[Prompt]) -> tuple[dict[str, float], l
     *found, problems, tokens = totals
     metrics = {name: total / problems for name, total in zip(sums, found, strict=True)}
     metrics["eval/entropy"] = found[-1] / tokens
+    for key, struck in greedy.incidents.items():
+        metrics[f"eval/{key}"] = struck + sampled.incidents[key]
     return metrics, _shown(policy, greedy)
 
 
