@@ -157,6 +157,7 @@ def roll_out(
     copies: int = 1,
 ) -> Rollout:
     """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none."""
+    # What can go wrong on one rank alone: a server, a verifier.
     began = time.monotonic()
     with engine.together():
         prompts = [prompt for prompt in prompts for _ in range(copies)]
@@ -168,6 +169,8 @@ def roll_out(
         samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in parts]
         scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
         rewards = _rewards(scorers, scores, samples)
+
+    # The batch to train on.
     incidents = _report_incidents(scorers, len(samples))
     scored = time.monotonic()
 

@@ -88,7 +88,7 @@ def gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
-def test_a_broken_limit_costs_its_own_case_and_no_other(judge):
+def test_a_broken_limit_costs_its_own_case_and_no_other(judge, capfd):
     kinds = ["right", "spin", "wrong", "memory", "raise", "crash", "print", "right"]
     with Pool(judge, cpu_seconds=0.5, memory=1 << 28, size=3) as pool:
         verdicts = pool.judge([[kind] for kind in kinds])
@@ -104,6 +104,7 @@ def test_a_broken_limit_costs_its_own_case_and_no_other(judge):
         "crash": "crashed (SIGSEGV)",
     }
     assert [verdict.score for verdict in verdicts] == [1, 0, 0, 0, 0, 0, 1, 1]
+    assert capfd.readouterr() == ("", "")  # a parser's complaints are not the user's
 
 
 def test_a_long_batch_keeps_its_order_and_a_child_its_own_memory(judge):
@@ -203,6 +204,7 @@ def caller(judge, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminals_ctrl_c_reaches_the_caller_and_not_the_workers(caller, tmp_path, number):
     process, pids = caller()
+    assert not [pid for pid in pids if os.getsid(pid) == process.pid]
     os.killpg(process.pid, signal.SIGINT)
     for pid in pids:
         os.kill(pid, number)  # as a scheduler does, which knows of no sessions
