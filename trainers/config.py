@@ -331,7 +331,7 @@ def load_function(name: str, what: str):
         sys.path.append(folder)  # an installed command does not see the folder that it is called from
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise InputError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")

@@ -7,6 +7,8 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import contextlib
+import itertools
 import logging
 import math
 import os
@@ -22,6 +24,8 @@ from fused_rl.trainers import optim
 from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
+_agreements = itertools.count()
 
 
 def quiet() -> None:
@@ -111,13 +115,71 @@ def global_max(value: torch.Tensor) -> float:
     return value.item()
 
 
-def messages_of_all(message: str | None) -> list[str]:
-    """What the ranks that have something to say say, in their order, the same list on every rank."""
-    told = [message]
-    if world_size() > 1:
-        told = [None] * world_size()
-        dist.all_gather_object(told, message)
-    return [text for text in told if text is not None]
+def gather(value) -> list:
+    """The `value` of every rank, in their order; anything that can be pickled."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def together():
+    """All ranks leave the block, or none: an error on one of them is an error on all, in bounded time.
+
+    The rank that failed raises its own error, the others an InputError that begins with `rank 1: `; a rank that died is
+    one too. For what one rank alone may stumble over, such as its rows or its verifier. Every rank must enter.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree(error)
+
+
+def agree(error: Exception | None) -> None:
+    """Raise on every rank if one of them has an error; `together` without the block."""
+    if world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    import torch.distributed.distributed_c10d as c10d
+
+    # The store is beside the ranks' connections: what went wrong is known even where a collective never ends.
+    store, key = c10d._get_default_store(), f"fused_rl/error/{next(_agreements)}"
+    first = error is None or _tell(store, key, error)
+
+    # A rank that failed in the middle of a collective must not wait for others that wait for it.
+    flag = torch.tensor([float(error is not None)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    try:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True).wait(TIMEOUT if error is None else PATIENCE)
+    except RuntimeError as lost:
+        if error is None:
+            raise InputError(_told(store, key)) from lost
+    if error is not None and (first or isinstance(error, InputError)):
+        raise error
+    if flag.item():  # of another rank; an error of ours that came later may be no more than a lost connection
+        raise InputError(_told(store, key)) from error
+
+
+def _tell(store, key: str, error: Exception) -> bool:
+    """Leave the error in the store for the other ranks; whether it is the first there."""
+    said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    line = f"rank {rank()}: {' '.join(said.split())}"
+    try:
+        return store.compare_set(key, "", line).decode() == line
+    except RuntimeError:  # the store has gone with its rank
+        return True
+
+
+def _told(store, key: str) -> str:
+    """The error that a rank left in the store; else all that can be said."""
+    with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
+        if store.check([key]):
+            return store.get(key).decode()
+    return "another process of the run ended or does not answer; its own output says why"
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fused_rl.trainers.config import InputError, RunConfig
-from fused_rl.trainers.engine import global_sum, messages_of_all, rank
+from fused_rl.trainers.engine import gather, global_sum, rank
 from fused_rl.trainers.files import write_atomically
 
 
@@ -112,6 +112,16 @@ GRPO = {
     "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
     "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
 }
+# Of each scorer by its name; a scorer that works under no limits has none of verifier/.
+SCORERS = {
+    "rewards/{name}/mean": Metric("1", "mean score of the samples that the scorer applies to", "moments"),
+    "rewards/{name}/std": Metric("1", "standard deviation of these scores", "moments"),
+    "verifier/{name}/timeouts": Metric("samples", "broke a limit (CPU, memory) and score 0 for it", "sum"),
+    "verifier/{name}/restarts": Metric("1", "processes that died of something else; scored again", "sum"),
+    "eval/verifier/{name}/timeouts": Metric("samples", "the same in the evaluation", "sum"),
+    "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum"),
+}
+PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS}))
 KEYS = {"sft": COMMON | SFT, "reward": COMMON | REWARD, "grpo": COMMON | POLICY | GRPO}
 
 
@@ -138,7 +148,8 @@ class Sums:
         """
         total = global_sum(self.total)
         if not total.isfinite().all():
-            raise InputError("; ".join(messages_of_all(self._not_finite())))
+            told = [message for message in gather(self._not_finite()) if message is not None]
+            raise InputError("; ".join(told))
         return dict(zip(self.names, total.tolist(), strict=True))
 
     def _not_finite(self) -> str | None:
@@ -182,7 +193,7 @@ class Logger:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl; the keys must be those of the table."""
-        unknown = [k for k in metrics if k not in self.keys and not k.startswith("rewards/")]
+        unknown = [k for k in metrics if k not in self.keys and not k.startswith(PREFIXES)]
         if unknown:
             raise KeyError(f"metrics {unknown} are not in the table of metrics.py")
         if not self.active:

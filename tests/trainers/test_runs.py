@@ -238,6 +238,18 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert list((tmp_path / "a" / "tensorboard").iterdir())
 
 
+def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
+    config = grpo_config(files, tmp_path, verifiers=f"math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
+    grpo.train(config)
+    evaluation, training, both = tiny.read_metrics(tmp_path)
+    struck = {"verifier/math/timeouts", "verifier/math/restarts"}
+    assert {k for k in training if "verifier/" in k} == struck
+    assert {k for k in evaluation if "verifier/" in k} == {f"eval/{k}" for k in struck}
+    assert {k for k in both if "verifier/" in k} == struck | {f"eval/{k}" for k in struck}
+    assert {training[k] for k in struck} == {0.0}
+    assert {f"rewards/{name}/{of}" for name in ("math", VERIFIER) for of in ("mean", "std")} < set(training)
+
+
 def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
     grpo.train(grpo_config(files, tmp_path, steps=1, minibatches=1, kl_coef=0.5, eval_size=0))
     (m,) = tiny.read_metrics(tmp_path)
