@@ -27,7 +27,7 @@ from fused_rl.trainers.config import (
     Smoothing,
     divide_over,
 )
-from fused_rl.trainers.files import whole_folder, write_atomically
+from fused_rl.trainers.files import storing, whole_folder, write_atomically
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, keyed
 from fused_rl.trainers.preferences import Pair, PairEncoder, check_lengths
@@ -258,7 +258,8 @@ def train(config: RewardConfig) -> str:
         scores, found = evaluate(model, held_out, config)
     constants["after"] = normalize(model, reference, config)
     if held_out and engine.rank() == 0:
-        report(folder, scores, found, constants)
+        with storing("evaluation.json", folder):
+            report(folder, scores, found, constants)
     return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
 
 
