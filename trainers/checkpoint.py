@@ -73,9 +73,11 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
     if config.resume and not (folder / "checkpoints").exists():
         done = f"; its trained model is {folder / 'model'}" if (folder / "model").exists() else ""
         raise InputError(f"resume: there is no checkpoint in {folder / 'checkpoints'}{done}")
-    with storing("output_dir", folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.take(folder)
+    except OSError as error:
+        raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
     found = [name for name in LEFT_BY_A_RUN if (folder / name).exists()]
     if found and not config.resume and not config.overwrite:
         raise InputError(
@@ -106,10 +108,17 @@ def claim(config: RunConfig, folder: Path, step: int) -> None:
                 if not config.resume:
                     delete(folder / name)
             if config.resume:
-                write_atomically(folder / "checkpoints" / "latest", f"step-{step}")
-                _prune(folder / "checkpoints", step, keep=len(_steps(folder / "checkpoints")))
+                _forget_after(folder / "checkpoints", step)
             write_atomically(folder / "config.yaml", _described(config))
     barrier()
+
+
+def _forget_after(folder: Path, step: int) -> None:
+    """Make checkpoint `step` the latest, whatever `latest` was, and delete those beyond it."""
+    if (folder / "latest").is_dir():
+        delete(folder / "latest")
+    write_atomically(folder / "latest", f"step-{step}")
+    _prune(folder, step, keep=len(_steps(folder)))
 
 
 def _described(config: RunConfig) -> str:
