@@ -125,7 +125,9 @@ def storing(what: str, folder: Path) -> Iterator[None]:
         refused = isinstance(error, OSError) or any(words in str(error) for words in REFUSED_WRITES)
         if not refused:
             raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        if "inline_container.cc" in reason:  # torch.save does not say why
+            reason = "only part of a file was taken"
         if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason += f" ({_free(folder)})"
         raise InputError(f"{what} could not be written to {folder}: {reason}") from error

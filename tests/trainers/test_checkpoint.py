@@ -16,9 +16,10 @@ import pytest
 import torch
 import yaml
 
-from fused_rl.trainers import checkpoint, cli, grpo, lock, models, resume, sft
+from fused_rl.trainers import checkpoint, cli, engine, grpo, lock, models, resume, sft
 from fused_rl.trainers.config import ACTIONS, InputError, RunConfig, names_of, parse
 from fused_rl.trainers.metrics import read_metrics
+from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 
@@ -309,14 +310,14 @@ def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, 
 
 
 class Files:
-    """Stands for an engine: its checkpoint is one file."""
+    """Stands for an engine: its checkpoint is one file of each rank."""
 
     def __init__(self, size: int = 10):
         self.size = size
 
     def save_checkpoint(self, folder, tag, save_latest):
-        (Path(folder) / tag).mkdir()
-        torch.save(torch.zeros(self.size), Path(folder) / tag / "weights.pt")
+        (Path(folder) / tag).mkdir(exist_ok=True)
+        torch.save(torch.zeros(self.size), Path(folder) / tag / f"weights-{engine.rank()}.pt")
 
 
 def save(files, folder: Path, step: int, size: int = 10, **options):
@@ -367,7 +368,7 @@ def test_files_are_on_the_disk_before_they_are_named(files, tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", lambda a, b: noted("name", replace, b, a, b))
     save(files, tmp_path, 1)
     named = events.index(("name", "step-1"))
-    for name in ("weights.pt", "rng-0.pt", "state.json", "config.yaml", "manifest.json.tmp", "policy", "step-1.tmp"):
+    for name in ("weights-0.pt", "rng-0.pt", "state.json", "config.yaml", "manifest.json.tmp", "policy", "step-1.tmp"):
         assert ("sync", name) in events[:named], name
     assert events[named + 1] == ("sync", "checkpoints")
     assert events.index(("name", "latest")) > named
@@ -419,6 +420,39 @@ def test_a_folder_that_cannot_be_used_is_one_line(files, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", read_only)
     refused(run_config(files, tmp_path / "new"), "cannot be used: Read-only file system")
+
+
+def on_two_ranks(rank, world, files, folder) -> list[str]:
+    """What each rank is told of a checkpoint whose files are damaged in turn, and of a folder that cannot be used."""
+    folder, told = Path(folder), []
+    save(files, folder, 4)
+    for name in ("policy/weights-0.pt", "policy/weights-1.pt", "rng-0.pt", "rng-1.pt"):
+        path = folder / "checkpoints" / "step-4" / name
+        good = path.read_bytes()
+        engine.barrier()
+        if rank == 0:
+            path.write_bytes(good[:-1])
+        engine.barrier()
+        told.append(checkpoint.damage(folder / "checkpoints" / "step-4"))
+        engine.barrier()
+        if rank == 0:
+            path.write_bytes(good)
+    engine.barrier()
+    told.append(checkpoint.damage(folder / "checkpoints" / "step-4"))
+    try:
+        checkpoint.open_run(run_config(files, folder / "checkpoints" / "latest"))
+    except InputError as error:
+        told.append(str(error))
+    return told
+
+
+def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
+    first, second = run_distributed(on_two_ranks, 2, files, str(tmp_path))
+    assert first == second
+    *damaged, whole, unusable = first
+    named = ["weights-0.pt is damaged", "weights-1.pt is damaged", "rng-0.pt is damaged", "rng-1.pt is damaged"]
+    assert all(words in told for words, told in zip(named, damaged, strict=True))
+    assert whole is None and "cannot be used: File exists" in unusable
 
 
 # Overwriting.
@@ -555,3 +589,8 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     lock.take(tmp_path / "new")
     lock.release()
     assert not (tmp_path / "new").exists()
+
+
+def test_the_docs_name_every_option_that_may_change():
+    told = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert [name for name in sorted(resume.MAY_CHANGE) if f"`{name}`" not in told] == []
