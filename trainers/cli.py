@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import fused_rl
-from fused_rl.trainers import engine
+from fused_rl.trainers import engine, lock
 from fused_rl.trainers.config import InputError, RunConfig, parse, to_yaml
 from fused_rl.trainers.loop import Stopped
 
@@ -53,6 +53,7 @@ def run(
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
+        lock.release()
         engine.teardown(orderly)
 
 

@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound="Options")
 
 
 class InputError(ValueError):
-    """The user's configuration or data cannot be used; the message says what came, what was expected and the remedy."""
+    """The user's options, data or disk cannot be used; the message says what came, what was expected and the remedy."""
 
 
 def in_a_line(error: BaseException) -> str:
@@ -211,7 +211,10 @@ class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
     keep_checkpoints: PositiveInt = 2
     """Older checkpoints are deleted."""
     resume: bool = False
-    """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped."""
+    """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped. Of the options those may
+    change that docs/training.md lists."""
+    resume_from: str | None = None
+    """Continue from this checkpoint instead, step-4 for example; those after it, and their metrics, are deleted."""
     overwrite: bool = False
     """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
     wandb_project: str | None = None
@@ -219,8 +222,12 @@ class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, then stop."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.resume = self.resume or self.resume_from is not None
 
-ACTIONS = ("resume", "overwrite", "dry_run")  # what is done with a run, not what the run is
+
+ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with a run, not what the run is
 
 
 def to_yaml(config: Options) -> str:

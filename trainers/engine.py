@@ -14,7 +14,10 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
 _agreements = itertools.count()
+Part = TypeVar("Part")
 
 
 def quiet() -> None:
@@ -48,9 +52,8 @@ def setup(seed: int) -> torch.device:
     """Join the process group (of one process, without a launcher), seed this rank, and return its device."""
     quiet()
     cuda = torch.cuda.is_available()
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for key, value in alone.items():
-        os.environ.setdefault(key, value)
+    backend = "nccl" if cuda else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
     import transformers
@@ -58,12 +61,26 @@ def setup(seed: int) -> torch.device:
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
     if not dist.is_initialized():
-        deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+        if "RANK" in os.environ:
+            deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
+        else:
+            _join_alone(backend)
     transformers.set_seed(seed + rank() * 100_003)
     local_rank = int(os.environ["LOCAL_RANK"])
     if cuda:
         torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def _join_alone(backend: str) -> None:
+    """A process group of this process, without a port that others could reach.
+
+    The store that DeepSpeed would open listens on all interfaces and asks nobody who they are; gloo and NCCL listen
+    where they are told to.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
 
 
 def teardown(orderly: bool = True) -> None:
@@ -97,6 +114,27 @@ def barrier() -> None:
         dist.barrier()
 
 
+def gather(part: Part) -> list[Part]:
+    """Every rank's `part`, by rank, on every rank."""
+    parts = [part] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(parts, part)
+    return parts
+
+
+def on_first_rank(work: Callable[[], None]) -> None:
+    """Have rank 0 do something while the others wait; an InputError that it raises is raised on every rank."""
+    refusal = None
+    if rank() == 0:
+        try:
+            work()
+        except InputError as error:
+            refusal = error
+    refusal = gather(refusal)[0]
+    if refusal is not None:
+        raise refusal
+
+
 def global_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of a tensor of any shape, in fp64 on the CPU."""
     values = values.detach().double().clone()
@@ -113,15 +151,6 @@ def global_max(value: torch.Tensor) -> float:
         value = value.cuda() if dist.get_backend() == "nccl" else value
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
-
-
-def gather(value) -> list:
-    """The `value` of every rank, in their order; anything that can be pickled."""
-    if world_size() == 1:
-        return [value]
-    values = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @contextlib.contextmanager
@@ -235,6 +264,15 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
         c10d._set_pg_timeout(TIMEOUT, group)
     engine.last_step = last_step
     return engine
+
+
+def load_engine(engine, folder: Path, name: str) -> None:
+    """Restore weights, optimizer state and the schedule's position, saved as `folder / name`.
+
+    DeepSpeed would also put the saved learning rate, betas and weight decay back: those stay as they are here.
+    """
+    with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
+        engine.load_checkpoint(str(folder), tag=name)
 
 
 def optimizer_step(engine, step: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ import fused_rl
 from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.config import InputError, PositiveInt, divide_over
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed
+from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 from fused_rl.trainers.policy import (
     Measured,
     Policy,
@@ -215,14 +215,15 @@ def train(config: GRPOConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, rows, models.
-    tokenizer = data.load_tokenizer(config.model, config.revision)
-    scorers = load_scorers(config.verifiers, config.answer_column)
-    prompts, held_out = load_prompts(config, tokenizer, scorers)
-    updates = config.steps * config.minibatches * config.epochs
-    policy = load_policy(config, tokenizer, scorers, device, updates)
-    check_policy_fits(policy, [*prompts, *held_out])
-    evaluated = bool(held_out)
-    held_out = share_of_rank(held_out)
+    with phase("read tokenizer and rows"):
+        tokenizer = data.load_tokenizer(config.model, config.revision)
+        scorers = load_scorers(config.verifiers, config.answer_column)
+        prompts, held_out = load_prompts(config, tokenizer, scorers)
+    with phase("loaded the models"):
+        updates = config.steps * config.minibatches * config.epochs
+        policy = load_policy(config, tokenizer, scorers, device, updates)
+        check_policy_fits(policy, [*prompts, *held_out])
+    evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)

@@ -247,18 +247,28 @@ def phase(what: str) -> Iterator[None]:
     began = time.monotonic()
     yield
     if rank() == 0:
-        print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+        print(f"{what} ({time.monotonic() - began:.1f} s)", flush=True)
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The entries of a metrics.jsonl; a last line that an interruption cut short is left out."""
+    """The entries of a metrics.jsonl; a line that is damaged, as a kill leaves the last one, is told and left out."""
     entries = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line)
+        if entry is not None:
+            entries.append(entry)
+        elif line:
+            print(f"{path}, line {number} is damaged and left out", flush=True)
     return entries
+
+
+def _entry(line: bytes) -> dict | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def _kept(path: Path, start: int) -> list[dict]:

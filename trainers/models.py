@@ -11,6 +11,8 @@ from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
 
+NOT_A_MODEL = "neither a local folder with a model nor on the Hub, or it is damaged"
+
 
 class LanguageModel(nn.Module):
     """A causal LM whose forward scores its own input; the root module given to DeepSpeed.
@@ -78,21 +80,23 @@ def read_whole(auto_class, name: str, **options) -> nn.Module:
     try:
         model, report = auto_class.from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
-        raise InputError(
-            f"model={name!r} is neither a local folder with a model nor on the Hub, or it is damaged: "
-            f"{in_a_line(error)}"
-        ) from error
+        raise InputError(f"model={name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
     kind = type(model).__name__
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[what]:
             keys = sorted(map(str, report[what]))
             shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
             raise InputError(f"model={name!r} has {len(keys)} {what.replace('_keys', '')} weights for {kind}: {shown}")
+    check_weights(model, name)
+    return model
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Refuse weights that are not finite."""
     broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
     if broken:
         shown = ", ".join(broken[:5])
         raise InputError(f"model={name!r}: {len(broken)} weights hold NaN or infinite values, among them {shown}")
-    return model
 
 
 @torch.no_grad()
@@ -134,9 +138,8 @@ def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], 
                 "adding tokens use model.resize_token_embeddings"
             )
         if limit is not None and len(ids) + more > limit:
-            raise InputError(
-                f"{where}: up to {len(ids) + more} tokens, but the model has {limit} positions; lower {remedy}"
-            )
+            tokens = f"up to {len(ids) + more}" if more else len(ids)
+            raise InputError(f"{where}: {tokens} tokens, but the model has {limit} positions; lower {remedy}")
 
 
 def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:

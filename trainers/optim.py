@@ -1,5 +1,8 @@
 """AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -18,6 +21,18 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
     return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
+
+
+@contextmanager
+def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
+    """A block that loads the state of an optimizer and its schedule: what the config says of both stays as it is."""
+    peaks = schedule.base_lrs
+    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    yield
+    schedule.base_lrs = peaks
+    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    for group, given, peak, factor in zip(optimizer.param_groups, options, peaks, factors, strict=True):
+        group.update(given, lr=peak * factor)
 
 
 class LastStep:

@@ -26,6 +26,7 @@ from fused_rl.trainers.config import (
 )
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
+from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out
 
 
@@ -253,6 +254,7 @@ def _as_reference(policy: Policy):
         yield policy.model
 
 
+@phase("evaluated on held-out rows")
 @torch.no_grad()
 def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
     """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""

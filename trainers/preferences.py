@@ -9,11 +9,11 @@
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fused_rl.trainers import data, engine
 from fused_rl.trainers.config import InputError
-from fused_rl.trainers.reward_model import RewardModel
 
 
 @dataclass
@@ -49,8 +49,10 @@ class PairEncoder:
                 kept.append(pair)
             else:
                 dropped[reason] = dropped.get(reason, 0) + 1
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        if dropped and not kept:
+            raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
         if dropped and engine.rank() == 0:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             print(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}", flush=True)
         if self.truncated and engine.rank() == 0:
             print(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
@@ -110,13 +112,8 @@ class PairEncoder:
         return [], ids if ids and ids[-1] == eos else [*ids, eos]
 
 
-def check_lengths(pairs: list[Pair], model: RewardModel) -> None:
-    """Refuse sequences that a model with a table of positions has no position for."""
-    limit = getattr(model.classifier.config.get_text_config(), "max_position_embeddings", None)
+def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
+    """Token ids of each side of each pair, prompt and response, and where it came from."""
     for pair in pairs:
-        length = max(len(p) + len(r) for p, r in (pair.chosen, pair.rejected))
-        if limit is not None and length > limit:
-            raise InputError(
-                f"{pair.where}: {length} tokens, but the model has {limit} positions; lower max_prompt_length or "
-                "max_response_length"
-            )
+        for prompt, response in (pair.chosen, pair.rejected):
+            yield prompt + response, pair.where

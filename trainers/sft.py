@@ -17,7 +17,7 @@ from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed
+from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -102,6 +102,7 @@ def train_step(model, batches: list[Batch], step: int) -> dict[str, float]:
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
+@phase("evaluated on held-out rows")
 @torch.no_grad()
 def evaluate(model, batches: list[Batch]) -> dict[str, float]:
     """Loss and token accuracy on held-out rows, the same on every rank."""
@@ -123,13 +124,15 @@ def train(config: SFTConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, rows, model.
-    tokenizer = data.load_tokenizer(config.model, config.revision)
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
-    pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
-    lm = models.load_lm(config, device)
-    rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
-    models.check_fits(lm.base, tokenizer, rows, 0, "max_length")
-    model = engine.initialize(lm, config, config, config.steps)
+    with phase("read tokenizer and rows"):
+        tokenizer = data.load_tokenizer(config.model, config.revision)
+        encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+        pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+    with phase("loaded the model"):
+        lm = models.load_lm(config, device)
+        rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
+        models.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        model = engine.initialize(lm, config, config, config.steps)
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out, config, pad_id, device)
 
