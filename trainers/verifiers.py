@@ -272,16 +272,17 @@ class MathVerifier:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
+        distinct = list(dict.fromkeys(cases))  # a group often agrees
         try:
-            verdicts = self.pool.judge(cases)
+            verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
         except WorkerError as error:
-            place = "" if error.case is None else f" of {where(samples[error.case])}"
+            place = "" if error.case is None else f" of {where(samples[cases.index(distinct[error.case])])}"
             remedy = "is there enough memory?"
             raise InputError(f"verifier 'math': an answer{place} cannot be judged: {error}; {remedy}") from error
-        for sample, verdict in zip(samples, verdicts, strict=True):
-            if verdict.broke is not None:
-                self.broken.append(f"{where(sample)} {verdict.broke}")
-        return [verdict.score for verdict in verdicts]
+        for sample, case in zip(samples, cases, strict=True):
+            if verdicts[case].broke is not None:
+                self.broken.append(f"{where(sample)} {verdicts[case].broke}")
+        return [verdicts[case].score for case in cases]
 
     def take_incidents(self) -> Incidents:
         """Those since this was last called."""

@@ -107,9 +107,18 @@ def fake_math(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_dies_again_and_again_stops_the_run_with_the_row(fake_math):
-    rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in (1, 2)]
-    with pytest.raises(InputError, match="'math': an answer of d.jsonl, line 2 cannot be judged: .*SIGKILL"):
-        fake_math(samples(["a", "die"], rows))
+    rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in (1, 2, 3)]
+    with pytest.raises(InputError, match="'math': an answer of d.jsonl, line 3 cannot be judged: .*SIGKILL"):
+        fake_math(samples(["a", "a", "die"], rows))
+
+
+def test_equal_answers_are_judged_once_and_counted_each(fake_math, monkeypatch):
+    judged, judge = [], fake_math.pool.judge
+    monkeypatch.setattr(fake_math.pool, "judge", lambda cases: judged.extend(cases) or judge(cases))
+    rows = [{"answer": "7"}, {"answer": "7"}, {"answer": "7"}, {"answer": "8"}]
+    assert fake_math(samples(["spin", "a", "spin", "a"], rows)) == [0.0, 1.0, 0.0, 1.0]
+    assert judged == [("spin", "7"), ("a", "7"), ("a", "8")]
+    assert fake_math.take_incidents() == Incidents(2, 0, "a row took more than 0.5 s of CPU")
 
 
 class Said:
