@@ -118,6 +118,7 @@ def _forget_after(folder: Path, step: int) -> None:
     if (folder / "latest").is_dir():
         delete(folder / "latest")
     write_atomically(folder / "latest", f"step-{step}")
+    _sweep(folder)
     _prune(folder, step, keep=len(_steps(folder)))
 
 
@@ -144,12 +145,15 @@ def save(engines: dict[str, object], config: RunConfig, folder: Path, step: int,
     folder = folder / "checkpoints"
     tag, unfinished = f"step-{step}", folder / f"step-{step}.tmp"
     with storing(f"checkpoint {tag}", folder):
+        # All files, on the disk.
         try:
             _write(engines, config, unfinished, {"step": step, **state})
             _seal(unfinished)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+
+        # Their names.
         if rank() == 0:
             delete(folder / tag)
             os.rename(unfinished, folder / tag)
@@ -162,8 +166,7 @@ def save(engines: dict[str, object], config: RunConfig, folder: Path, step: int,
 def _write(engines: dict[str, object], config: RunConfig, folder: Path, state: dict) -> None:
     """All files of a checkpoint but its manifest."""
     if rank() == 0:
-        for leftover in folder.parent.glob("*.tmp"):
-            delete(leftover)
+        _sweep(folder.parent)
         folder.mkdir(parents=True)
     barrier()
     for name, trained in engines.items():
@@ -191,12 +194,14 @@ def _seal(folder: Path) -> None:
         found[path.relative_to(folder).as_posix()] = fingerprint(path)
     parts = engine.gather(found)
     if rank() == 0:
-        files = {name: list(print_) for part in parts for name, print_ in part.items()}
+        files = {}
+        for part in parts:
+            files |= part
         write_atomically(folder / "manifest.json", json.dumps({"crc32": _crc32(files), "files": files}, indent=1))
         sync_folders(folder)
 
 
-def _crc32(files: dict[str, list[int]]) -> int:
+def _crc32(files: dict[str, Fingerprint]) -> int:
     return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
@@ -204,6 +209,12 @@ def _steps(folder: Path) -> list[int]:
     """The steps of which there are checkpoints, whole or damaged, in order."""
     names = [path.name for path in folder.glob("step-*") if path.is_dir()]
     return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what a killed run had half written or half deleted."""
+    for leftover in folder.glob("*.tmp"):
+        delete(leftover)
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:

@@ -26,7 +26,7 @@ from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.data import RowOrder
 from fused_rl.trainers.engine import global_sum, rank
 from fused_rl.trainers.files import storing
-from fused_rl.trainers.metrics import Logger, phase
+from fused_rl.trainers.metrics import Logger, phase, require_wandb
 
 
 class Stopped(KeyboardInterrupt):
@@ -86,6 +86,7 @@ class Loop:
         self.config, self.folder, self.engines = config, folder, engines
         self.order, self.curves, self.state = order, curves, state
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
+        require_wandb(config)
         if config.resume:
             self.restored = checkpoint.load(engines, config, folder)
             self.step, order.position = self.restored["step"], self.restored["position"]

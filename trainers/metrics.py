@@ -5,6 +5,7 @@ returns it. `objective/*` are sums over a response, averaged over responses; `po
 Rank 0 alone writes and prints.
 """
 
+import importlib.util
 import json
 import math
 import sys
@@ -315,13 +316,17 @@ def _progress_bar(columns, steps: int, start: int):
     return bar
 
 
+def require_wandb(config: RunConfig) -> None:
+    """Refuse to log to Weights & Biases where it is not installed."""
+    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
+
+
 def _wandb_run(config):
     if config.wandb_project is None:
         return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb") from error
     import dataclasses
+
+    import wandb
 
     return wandb.init(project=config.wandb_project, dir=config.output_dir, config=dataclasses.asdict(config))

@@ -1,7 +1,7 @@
 """What a run leaves in its folder, and what it makes of it when it comes back: other options, damage, other runs."""
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -18,6 +18,7 @@ import yaml
 
 from fused_rl.trainers import checkpoint, cli, engine, grpo, lock, models, resume, sft
 from fused_rl.trainers.config import ACTIONS, InputError, RunConfig, names_of, parse
+from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.metrics import read_metrics
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -288,8 +289,9 @@ def test_a_latest_that_names_nothing_is_told_with_the_newest_whole_checkpoint(fi
     elif content is not None:
         latest.write_bytes(content)
     refused(run_config(files, run, resume=True), f"{problem}.*--resume_from step-4")
+    (run / "checkpoints" / "step-2.tmp").mkdir()
     sft.train(run_config(files, run, resume_from="step-4"))
-    assert latest.read_text() == "step-4"
+    assert latest.read_text() == "step-4" and not (run / "checkpoints" / "step-2.tmp").exists()
 
 
 def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, capsys):
@@ -372,6 +374,10 @@ def test_files_are_on_the_disk_before_they_are_named(files, tmp_path, monkeypatc
         assert ("sync", name) in events[:named], name
     assert events[named + 1] == ("sync", "checkpoints")
     assert events.index(("name", "latest")) > named
+    with whole_folder(tmp_path / "model") as unfinished:
+        (unfinished / "weights").write_text("w")
+    expected = [("sync", "weights"), ("sync", "model.tmp"), ("name", "model"), ("sync", tmp_path.name)]
+    assert events[-4:] == expected
 
 
 @contextlib.contextmanager
@@ -458,7 +464,7 @@ def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
 # Overwriting.
 
 
-def test_overwrite_deletes_nothing_before_all_input_is_read(files, run):
+def test_overwrite_deletes_nothing_before_all_input_is_read(files, run, monkeypatch):
     before = contents(run)
     for dataset, options in (
         ("typo.jsonl", {}),
@@ -467,6 +473,9 @@ def test_overwrite_deletes_nothing_before_all_input_is_read(files, run):
     ):
         refused(run_config((files[0], dataset), run, overwrite=True, **options), "typo|eval_size=99")
         assert contents(run) == before
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(run_config(files, run, overwrite=True, wandb_project="p"), "wandb is not installed")
+    assert contents(run) == before
 
 
 def test_overwrite_never_deletes_what_the_run_reads(files, run, monkeypatch):
