@@ -165,6 +165,10 @@ class OptimConfig(Options):
     """Decoupled weight decay."""
     adam_beta2: Decay = 0.999
     """Decay of the second moment."""
+    adam_eps: Positive = 1e-8
+    """Adam's epsilon."""
+    tf_adam: bool = False
+    """Epsilon outside the bias correction, as in TensorFlow 1: smaller first updates (fused_rl.tf_adam_epsilon)."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this norm; 0 switches it off."""
 
