@@ -17,6 +17,7 @@ LEFT_BY_A_RUN = (
     "checkpoints",
     "tensorboard",
     "model",
+    "critic",
     "metrics.jsonl",
     "samples.jsonl",
     "curves.png",

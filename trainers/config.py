@@ -19,7 +19,13 @@ from typing import ClassVar, Literal, TypeVar
 
 import jsonargparse
 import yaml
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt, restricted_number_type
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    restricted_number_type,
+)
 
 Config = TypeVar("Config", bound="Options")
 
@@ -44,6 +50,7 @@ RANGES = {
     Positive: "a finite number above 0",
     NonNegative: "a finite number, 0 or more",
     NonNegativeFloat: "a number, 0 or more, or inf",
+    ClosedUnitInterval: "a number from 0 to 1",
     PositiveFraction: "a number above 0, at most 1",
     Decay: "a number from 0 to below 1",
     Smoothing: "a number from 0 to below 0.5",

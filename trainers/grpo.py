@@ -33,7 +33,7 @@ from fused_rl.trainers.policy import (
     warn_if_off_policy,
 )
 from fused_rl.trainers.rollout import Prompt, Rollout, rollout_metrics
-from fused_rl.trainers.verifiers import load_scorers
+from fused_rl.trainers.scorers import load_scorers
 
 COLUMNS = {
     "reward": "reward",
@@ -210,7 +210,7 @@ def train(config: GRPOConfig) -> str:
 
     # What is read: tokenizer, rows, models.
     tokenizer = data.load_tokenizer(config.model)
-    scorers = load_scorers(config.verifiers, config.answer_column)
+    scorers = load_scorers(config, tokenizer, device)
     prompts, held_out = load_prompts(config, tokenizer, scorers)
     updates = config.steps * config.minibatches * config.epochs
     policy = load_policy(config, tokenizer, scorers, device, updates)
