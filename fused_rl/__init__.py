@@ -21,6 +21,7 @@ from fused_rl.losses import (
     value_loss,
 )
 from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
+from fused_rl.optim import tf_adam_epsilon
 from fused_rl.presets import PRESETS, PolicyLossOptions, Preset
 from fused_rl.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
 
@@ -48,6 +49,7 @@ __all__ = [
     "policy_token_loss",
     "preference_loss",
     "response_advantages",
+    "tf_adam_epsilon",
     "token_kl",
     "token_logprobs",
     "value_loss",

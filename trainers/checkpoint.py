@@ -41,6 +41,7 @@ LEFT_BY_A_RUN = (
     "checkpoints",
     "tensorboard",
     "model",
+    "critic",
     "metrics.jsonl",
     "samples.jsonl",
     "curves.png",

@@ -13,6 +13,7 @@ from fused_rl.trainers.loop import Stopped
 COMMANDS = {
     "sft": "fused_rl.trainers.sft",
     "reward": "fused_rl.trainers.reward",
+    "ppo": "fused_rl.trainers.ppo",
     "grpo": "fused_rl.trainers.grpo",
     "kl-report": "fused_rl.trainers.kl_report",
     "demo": "fused_rl.recipes.demo",

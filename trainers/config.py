@@ -19,7 +19,13 @@ from typing import ClassVar, Literal, TypeVar
 
 import jsonargparse
 import yaml
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt, restricted_number_type
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    restricted_number_type,
+)
 
 Config = TypeVar("Config", bound="Options")
 
@@ -50,6 +56,7 @@ RANGES = {
     Positive: "a finite number above 0",
     NonNegative: "a finite number, 0 or more",
     NonNegativeFloat: "a number, 0 or more, or inf",
+    ClosedUnitInterval: "a number from 0 to 1",
     PositiveFraction: "a number above 0, at most 1",
     Decay: "a number from 0 to below 1",
     Smoothing: "a number from 0 to below 0.5",
@@ -171,6 +178,10 @@ class OptimConfig(Options):
     """Decoupled weight decay."""
     adam_beta2: Decay = 0.999
     """Decay of the second moment."""
+    adam_eps: Positive = 1e-8
+    """Adam's epsilon."""
+    tf_adam: bool = False
+    """Epsilon outside the bias correction, as in TensorFlow 1: smaller first updates (fused_rl.tf_adam_epsilon)."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this norm; 0 switches it off."""
 

@@ -34,7 +34,7 @@ from fused_rl.trainers.policy import (
     warn_if_off_policy,
 )
 from fused_rl.trainers.rollout import Prompt, Rollout, rollout_metrics
-from fused_rl.trainers.verifiers import load_scorers
+from fused_rl.trainers.scorers import load_scorers
 
 COLUMNS = {
     "reward": "reward",
@@ -217,7 +217,7 @@ def train(config: GRPOConfig) -> str:
     # What is read: tokenizer, rows, models.
     with phase("read tokenizer and rows"):
         tokenizer = data.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config.verifiers, config.answer_column)
+        scorers = load_scorers(config, tokenizer, device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs

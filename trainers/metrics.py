@@ -35,7 +35,8 @@ class Metric(NamedTuple):
     """The bare name of a loss's metric, or a function of several; None where the trainer computes it by itself."""
 
 
-def _explained_variance(sums: dict[str, float]) -> float:
+def explained_variance(sums: dict[str, float]) -> float:
+    """1 - Var(R - v) / Var(R) from the moments of `fused_rl.value_loss`, added up; NaN where R is constant."""
     error = sums["value_error_square"] - sums["value_error"] ** 2
     spread = sums["return_square"] - sums["return"] ** 2
     return 1 - error / spread if spread > 0 else float("nan")
@@ -110,6 +111,7 @@ GRPO = {
     "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
     "eval/accuracy_sampled": Metric("1", "fraction of sampled responses that solve theirs, at the temperature", "sum"),
     "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
+    "eval/score": Metric("1", "mean reward of the sampled responses", "sum"),
     "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
     "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
 }
@@ -123,7 +125,27 @@ SCORERS = {
     "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum"),
 }
 PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS}))
-KEYS = {"sft": COMMON | SFT, "reward": COMMON | REWARD, "grpo": COMMON | POLICY | GRPO}
+RESPONSES = {key: metric for key, metric in GRPO.items() if key.startswith(("completions/", "eval/"))}
+PPO = {
+    "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),
+    "objective/scores": Metric("1", "weighted sum of the scores, with what a missing stop token costs", "sum"),
+    "loss/value_avg": Metric("1", "clipped value loss", "sum", "value_loss"),
+    "val/clipfrac_avg": Metric("1", "fraction of tokens whose value is clipped", "sum", "value_clipfrac"),
+    "val/var_explained": Metric("1", "variance of the returns that the values explain, before the update", "moments"),
+    "val/win_rate": Metric("1", "how often a right response to a prompt scores above a wrong one", "sum"),
+    "optim/updates": Metric(
+        "updates", "optimizer updates made; fewer than planned where target_kl stopped them", "whole"
+    ),
+    "optim/critic_lr": Metric("1", "learning rate of the critic", "whole"),
+    "optim/critic_grad_norm": Metric("1", "norm of the critic's gradient before clipping", "whole"),
+    "time/measure": Metric("s", "log-probabilities and values before the update", "whole"),
+}
+KEYS = {
+    "sft": COMMON | SFT,
+    "reward": COMMON | REWARD,
+    "grpo": COMMON | POLICY | GRPO,
+    "ppo": COMMON | POLICY | RESPONSES | PPO,
+}
 
 
 class Sums:

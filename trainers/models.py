@@ -182,7 +182,8 @@ def save_lm(trained, tokenizer, folder: Path) -> None:
         lm = trained.module.lm
         base = trained.module.base
         if state is not None:
-            state = {name.removeprefix("lm."): value for name, value in state.items()}
+            # Without what a trainer has added to the language model, such as a value head.
+            state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
         training_config, base.generation_config = base.generation_config, base.saved_generation_config
         with whole_folder(folder) as unfinished:
             lm.save_pretrained(unfinished, state_dict=state)

@@ -6,13 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+import fused_rl
 from fused_rl.trainers.config import OptimConfig
 
 
 def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101) over `parameters`."""
-    betas = (0.9, config.adam_beta2)
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, config.adam_beta2), **options)
+    return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):

@@ -4,7 +4,7 @@ The algorithms themselves (`update`, `train_step`) are in their own files, and n
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -39,9 +39,10 @@ class PolicyConfig(RunConfig):
     answer_column: str | None = None
     """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
     verifiers: str = "math"
-    """Comma-separated: math, reasoning_gym, reasoning_gym:<dataset>, module:function. The reward is the sum of their
-    scores, each times its weight (0.2*module:function). math and reasoning_gym say which answers are right; functions
-    do (from a score of 1 on) where they are alone, or where they are given a threshold (module:function>=0.5)."""
+    """Comma-separated: math, reasoning_gym, reasoning_gym:<dataset>, module:function, reward_model:<folder>. The reward
+    is the sum of their scores, each times its weight (0.2*module:function). math and reasoning_gym say which answers
+    are right; functions do (from a score of 1 on) where no other does, or where they are given a threshold
+    (module:function>=0.5); reward models do with a threshold alone."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     minibatches: PositiveInt = 2
@@ -141,9 +142,19 @@ class Policy:
         return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, copies=copies)
 
 
-def load_policy(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer], device, updates: int) -> Policy:
-    """The policy in an engine for `updates` optimizer steps, its reference and its sampler."""
-    lm = models.load_lm(config, device)
+def load_policy(
+    config: PolicyConfig,
+    tokenizer,
+    scorers: Sequence[Scorer],
+    device,
+    updates: int,
+    extend: Callable[[models.LanguageModel], models.LanguageModel] = lambda lm: lm,
+) -> Policy:
+    """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
+
+    `extend` adds to the model that is trained what the reference does not need: a value head.
+    """
+    lm = extend(models.load_lm(config, device))
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
     reference = None
     if not config.lora_rank:
@@ -273,6 +284,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         "eval/accuracy_greedy": greedy.solved[:count].sum(),
         "eval/accuracy_sampled": right.sum() / k,
         "eval/pass_at_k": right.any(1).sum(),
+        "eval/score": sampled.rewards[: count * k].sum() / k,
         "eval/kl_exact": measured.kl[: count * k].sum().cpu() / k,
         "eval/entropy": measured.entropy[: count * k].sum().cpu(),
     }

@@ -29,12 +29,18 @@ FIXED = frozenset(
         *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "mask_truncated"),
         *("kl_coef", "kl_estimator", "entropy_coef", "rollout_correction", "rollout_low", "rollout_high"),
         *("off_policy_threshold", "top_entropy", "entropy_threshold"),
+        # PPO: what tokens earn, the critic, and the optimizer's form.
+        *("gamma", "gae_lambda", "gae_alpha", "value_gae_lambda", "whiten_advantages", "whiten_rewards", "kl_in"),
+        *("kl_target", "kl_horizon", "missing_eos_score", "missing_eos_penalty", "target_kl", "stop_token"),
+        *("critic", "value_clip", "value_coef", "critic_only", "tf_adam"),
     )
 )
 MAY_CHANGE = frozenset(
     (
         # The optimizer's options: used from the next update on, the schedule at the update where the run is.
-        *("steps", "lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm"),
+        *("steps", "lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "adam_eps", "max_grad_norm"),
+        *("critic_lr", "critic_lr_schedule", "critic_warmup_steps", "critic_weight_decay", "critic_adam_beta2"),
+        *("critic_max_grad_norm",),
         # Speed and memory: the same sums, rounded in another order; the same distribution, drawn in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.

@@ -59,7 +59,7 @@ class RewardModel(nn.Module):
             config = AutoConfig.from_pretrained(name, revision=options.get("revision"))
         except Exception as error:  # OSError, ValueError, JSON errors
             raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
-        trained = any("ForSequenceClassification" in a for a in config.architectures or [])
+        trained = has_score_head(config)
         if trained:
             _check_scalar(config, name)
         config.num_labels = 1
@@ -229,6 +229,48 @@ def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
     if bad:
         found = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
         raise InputError(f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {found}")
+
+
+def has_score_head(config) -> bool:
+    """Whether a saved model's config is that of a sequence classifier: reward models and critics are saved as such."""
+    return any("ForSequenceClassification" in name for name in config.architectures or [])
+
+
+def check_reads_policy(what: str, name: str, model: RewardModel, tokenizer, policy: str) -> None:
+    """Refuse a reward model or critic that reads other words in the policy's token ids, or has no row for them.
+
+    Args:
+        what: "reward model" or "critic", for the error.
+        name: its folder or Hub name, where its tokenizer is too.
+        model: it, loaded.
+        tokenizer: the policy's.
+        policy: the policy's folder or Hub name.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(name).get_vocab()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{what} {name!r} has no tokenizer to compare with that of the policy {policy!r}: save the one it was "
+            f"trained with beside its weights ({type(error).__name__}: {error})"
+        ) from error
+    ours = tokenizer.get_vocab()
+    if theirs != ours:
+        differing = sorted(ours.items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
+        examples = ", ".join(f"{token!r} = {i}" for token, i in differing[:4])
+        raise InputError(
+            f"{what} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
+            f"{examples}), so it would read other words in the policy's token ids; train it from a model with the "
+            f"policy's tokenizer: fused-rl reward --model {policy}"
+        )
+    needed = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
+    there = model.classifier.get_input_embeddings().num_embeddings
+    if there < needed:
+        raise InputError(
+            f"{what} {name!r} has {there} token embeddings, the policy {policy!r} samples from {needed} tokens; train "
+            f"it from a model of the policy's vocabulary: fused-rl reward --model {policy}"
+        )
 
 
 def _check_scalar(config, name: str) -> None:

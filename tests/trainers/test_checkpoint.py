@@ -91,7 +91,7 @@ def trainers() -> list[type[RunConfig]]:
 
 def test_every_option_is_said_to_stay_or_to_change_on_resume_and_no_other_is():
     options = {name for config_class in trainers() for name in names_of(config_class)} - set(ACTIONS)
-    assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo"}
+    assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
     facts = {"command", "processes", "precision"}
     assert options | facts == resume.FIXED | resume.MAY_CHANGE
     assert not resume.FIXED & resume.MAY_CHANGE

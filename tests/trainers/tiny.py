@@ -64,6 +64,22 @@ def model_folder(folder: Path, *, chat: bool = True, pad_is_eos: bool = False, t
     return str(folder)
 
 
+def reward_folder(folder: Path, model: str, *, seed: int = 5) -> str:
+    """A reward model on the backbone of a `model_folder`, its head random, with normalisation and tokenizer."""
+    import torch
+    import transformers
+
+    from fused_rl.trainers.reward_model import RewardModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = RewardModel.from_pretrained(model)
+    made.set_normalization(0.1, 0.7)
+    made.save_pretrained(str(folder))
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return str(folder)
+
+
 def jsonl(path: Path, rows: list[dict]) -> str:
     """The rows as a JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

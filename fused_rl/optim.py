@@ -1,0 +1,74 @@
+"""Adam's epsilon where TensorFlow puts it: outside the bias correction, for the optimizers that exist."""
+
+import math
+import weakref
+
+import torch
+
+__all__ = ["tf_adam_epsilon"]
+
+_CHANGED = weakref.WeakSet()
+
+
+def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Make an Adam add epsilon to the uncorrected second moment, as TensorFlow 1 does:
+
+        p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
+
+    PyTorch adds it to sqrt(v / (1 - beta2^t)), so its epsilon is in effect smaller by sqrt(1 - beta2^t): 31.6 times at
+    the first step of beta2 = 0.999, 3.2 times at the 100th. The two forms are one where epsilon is
+    eps / sqrt(1 - beta2^t): that is what each parameter group has while `optimizer.step()` runs, and its own eps again
+    afterwards, so a state dict holds nothing new, and a resumed run continues.
+
+    t is read from the optimizer's state, per parameter group, so it counts optimizer steps, survives a resume, and is
+    right where DeepSpeed's ZeRO calls `step()` once per group (1, 2) or sub-group (3).
+
+    Args:
+        optimizer: torch's Adam or AdamW (plain, foreach, fused), DeepSpeed's FusedAdam or DeepSpeedCPUAdam, or another
+            that divides by sqrt(v / (1 - beta2^t)) + eps and keeps t as `state[p]["step"]`. Of an optimizer that
+            DeepSpeed wraps, the inner one, before `deepspeed.initialize`.
+
+    Returns:
+        The same optimizer, changed.
+
+    Raises:
+        ValueError: a group without eps and betas, or without bias correction; a second call; at a step, parameters of
+            one group that have taken different numbers of steps, which one epsilon cannot serve.
+
+    Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
+    """
+    for group in optimizer.param_groups:
+        if "eps" not in group or "betas" not in group:
+            raise ValueError(f"{type(optimizer).__name__} is no Adam: a parameter group has {sorted(group)}")
+        if not group.get("bias_correction", True):
+            raise ValueError(f"{type(optimizer).__name__} has bias_correction=False, so there is nothing to correct")
+    if optimizer in _CHANGED:
+        raise ValueError("tf_adam_epsilon was applied to this optimizer before")
+    _CHANGED.add(optimizer)
+    own: list[float] = []
+
+    def enlarge(changed, *_):
+        own[:] = [group["eps"] for group in changed.param_groups]
+        for group in changed.param_groups:
+            group["eps"] /= math.sqrt(1 - float(group["betas"][1]) ** _next_step(changed, group))
+
+    def restore(changed, *_):
+        for group, eps in zip(changed.param_groups, own, strict=True):
+            group["eps"] = eps
+
+    optimizer.register_step_pre_hook(enlarge)
+    optimizer.register_step_post_hook(restore)
+    return optimizer
+
+
+def _next_step(optimizer, group) -> int:
+    """The t of the step that a parameter group is about to take."""
+    trained = [p for p in group["params"] if p.grad is not None] or group["params"]  # none yet, before a closure
+    steps = {int(optimizer.state.get(p, {}).get("step", 0)) for p in trained}
+    # FusedAdam has one t for the group, which it keeps in the state of its last parameter alone.
+    if len(steps) > 1 and "step" not in group:
+        raise ValueError(
+            f"parameters of one group have taken {sorted(steps)} steps, and a group has one epsilon: give those that "
+            "are not trained at every step a parameter group of their own"
+        )
+    return 1 + max(steps, default=0)

@@ -1,0 +1,195 @@
+"""The numbers that decide whether PPO works, each on its own; a whole step is in test_ppo_step.py."""
+
+import types
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl.trainers import credit, data, ppo
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.critic import Critic, Watch
+from fused_rl.trainers.rollout import Prompt, Response, roll_out
+from tests.trainers import tiny
+
+EOS = 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A policy and a reward model, which is also where the critic starts: a head of zeros would hide its backbone."""
+    folder = tmp_path_factory.mktemp("ppo")
+    model = tiny.model_folder(folder / "model")
+    return model, tiny.reward_folder(folder / "reward", model)
+
+
+def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
+    settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
+    return ppo.PPOConfig(**(settings | options))
+
+
+# The numbers that decide whether PPO works.
+
+
+def test_the_score_is_added_once_at_the_last_token_and_every_token_pays_for_its_kl():
+    mask = torch.tensor([[False, True, True, True, False], [True, True, False, False, False], [False] * 5])
+    kl = torch.where(mask, torch.arange(15.0).view(3, 5), 0)
+    found = credit.token_rewards(torch.tensor([10.0, 20.0, 30.0]), kl, mask, 0.5)
+    assert found.tolist() == [[0, -0.5, -1, 8.5, 0], [-2.5, 17, 0, 0, 0], [0] * 5]  # an empty response has no token
+
+
+def test_a_missing_stop_token_replaces_the_score_or_subtracts_from_it():
+    rollout = types.SimpleNamespace(rewards=torch.tensor([2.0, 3.0]), stopped=torch.tensor([True, False]))
+    for options, expected in (
+        ({}, [2, 3]),
+        ({"missing_eos_score": -1.0}, [2, -1]),
+        ({"missing_eos_penalty": 0.5}, [2, 2.5]),
+    ):
+        assert credit.final_scores(config_of(**options), rollout).tolist() == expected
+    with pytest.raises(InputError, match="missing_eos_score replaces.*missing_eos_penalty subtracts.*one of them"):
+        ppo.arithmetic(config_of(missing_eos_score=0.0, missing_eos_penalty=1.0), 1)
+
+
+def test_the_adaptive_coefficient():
+    assert credit.adapted(0.15, 12.0, 64, 6.0, 10_000) == pytest.approx(0.150192, abs=1e-12)
+    assert credit.adapted(0.15, 0.0, 64, 6.0, 10_000) == pytest.approx(0.15 * (1 - 0.2 * 64 / 10_000))
+    assert credit.adapted(0.15, 6.6, 100, 6.0, 1000) == pytest.approx(0.15 * 1.01)
+
+
+def credited(rewards, values, mask, **options):
+    config = config_of(**({"gamma": 1.0, "whiten_advantages": False} | options))
+    return credit.advantages_and_returns(config, rewards, values, mask)
+
+
+def test_advantages_and_returns_have_a_lambda_each():
+    rewards, values = torch.tensor([[0.0, 0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    table = {1.0: [0.9, 0.8, 0.7, 0.6], 0.95: [0.799675, 0.7365, 0.67, 0.6], 0.0: [0.1, 0.1, 0.1, 0.6]}
+    for gae_lambda, expected in table.items():
+        advantages, returns = credited(rewards, values, mask, gae_lambda=gae_lambda)
+        torch.testing.assert_close(advantages, torch.tensor([expected]))
+        torch.testing.assert_close(returns, torch.tensor([expected]) + values)
+        advantages, returns = credited(rewards, values, mask, gae_lambda=0.95, value_gae_lambda=gae_lambda)
+        torch.testing.assert_close(advantages, torch.tensor([table[0.95]]))
+        torch.testing.assert_close(returns, torch.tensor([expected]) + values)
+
+
+def test_lambda_by_length():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 40, generator=generator)
+    mask = torch.arange(40) < torch.tensor([[40], [25], [4]])
+    advantages, returns = credited(rewards, values, mask, gae_alpha=0.1, gae_lambda=0.5)
+    for row, gae_lambda in enumerate((0.75, 0.6, 0.0)):  # 1 - 1 / (0.1 length), and never below 0
+        own = [x[row : row + 1] for x in (rewards, values, mask)]
+        expected, _ = fused_rl.gae(*own, gamma=1.0, gae_lambda=gae_lambda)
+        torch.testing.assert_close(advantages[row : row + 1], expected)
+    torch.testing.assert_close(returns, fused_rl.gae(rewards, values, mask, gamma=1.0, gae_lambda=0.5)[1])
+
+
+def test_advantages_are_whitened_masked_and_after_the_returns():
+    generator = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, 4, 9, generator=generator)
+    mask = torch.rand(4, 9, generator=generator) < 0.6
+    plain, returns = credited(rewards, values, mask)
+    white, same = credited(rewards, values, mask, whiten_advantages=True)
+    assert torch.equal(returns, same)
+    chosen = plain[mask]
+    torch.testing.assert_close(white[mask], (chosen - chosen.mean()) / chosen.std(), atol=1e-6, rtol=1e-5)
+    assert (white[~mask] == 0).all()
+
+
+def test_whitened_rewards_keep_their_mean():
+    rewards = torch.tensor([[1.0, 5.0, 9.0, 77.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    advantages, _ = credited(rewards, torch.zeros(1, 4), mask, whiten_rewards=True, gae_lambda=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([[4.0, 5.0, 6.0, 0.0]]))
+
+
+def test_value_clipping():
+    one = torch.ones(1, 1)
+    loss, metrics = fused_rl.value_loss(one, 0 * one, 2 * one, one.bool(), value_clip=0.2)
+    assert loss.item() == pytest.approx(1.62) and metrics["value_clipfrac"] == 1
+
+
+def test_the_kl_that_is_right_for_its_place_is_the_default_and_a_wrong_one_warns():
+    assert credit.kl_estimator_of(config_of(), None) == "k1"
+    assert credit.kl_estimator_of(config_of(kl_in="loss"), None) == "rk3"
+    with pytest.warns(UserWarning, match="k3 in the reward.*k1 is unbiased"):
+        assert credit.kl_estimator_of(config_of(), "k3") == "k3"
+
+
+def test_how_often_a_right_response_scores_above_a_wrong_one():
+    scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 5.0])
+    solved = torch.tensor([True, False, False, True, True, True])  # the third prompt has no wrong response
+    assert credit.win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
+    assert credit.win_rate(scores, solved & False, 2) == {}
+
+
+# The critic.
+
+
+def batch_of(*responses):
+    return data.make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
+
+
+def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):
+    model, reward = folders
+    batch = batch_of([90, 91, EOS], [92, 93, 94, 95, 96])
+    assert (Critic.from_pretrained(model)(batch.input_ids, batch.response_mask) == 0).all()
+    critic = Critic.from_pretrained(reward)
+    values = critic(batch.input_ids, batch.response_mask)
+    scorer = ppo.load_scorers(config_of(folders, verifiers=f"reward_model:{reward}"), data.load_tokenizer(model), "cpu")
+    for b, (prompt, response) in enumerate([([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]):
+        for t in range(len(response)):  # the value before a token is the score of what stands before it
+            (score,) = scorer[0].scorer.unchecked([prompt], [response[:t]]).tolist()
+            assert values[b, len(prompt) - 1 + t].item() == pytest.approx(score, abs=1e-5)
+    critic.save_pretrained(str(tmp_path / "saved"))
+    assert torch.equal(Critic.from_pretrained(tmp_path / "saved")(batch.input_ids, batch.response_mask), values)
+
+
+def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
+    critic = Critic.from_pretrained(folders[1])
+    batch = batch_of([90, 91, EOS])
+    values = critic(batch.input_ids, batch.response_mask)
+    assert (values[~batch.response_mask] == 0).all() and (values[batch.response_mask] != 0).all()
+    # The last advantage is score - value: nothing is expected after EOS, though the critic would say something there.
+    rewards = credit.token_rewards(torch.tensor([2.0]), torch.zeros_like(values), batch.response_mask, 0.0)
+    advantages, _ = credited(rewards, values.detach(), batch.response_mask)
+    assert advantages[0, 5].item() == pytest.approx(2 - values[0, 5].item(), abs=1e-6)
+    # The state after EOS gets no gradient: token embeddings of what follows the last fitted state are untouched.
+    fused_rl.value_loss(values, values.detach(), values.detach() + 1, batch.response_mask)[0].backward()
+    gradient = critic.classifier.get_input_embeddings().weight.grad
+    assert gradient[91].abs().sum() > 0 and gradient[EOS].abs().sum() == 0
+
+
+def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
+    from fused_rl.trainers.reward_model import RewardModel
+
+    model, reward = folders
+    config = config_of(folders, verifiers=f"reward_model:{reward}, 0*tests.trainers.tiny:odd_characters")
+    tokenizer = data.load_tokenizer(model)
+    prompts = [Prompt([1, 70 + i, *[71] * i], {}) for i in range(5)]
+    responses = [Response([90, 91, EOS], "stop"), Response([92], "length"), Response([], "length")]
+    responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
+    sampler = types.SimpleNamespace(sample=lambda prompts, sampling: responses)
+    scorers = ppo.load_scorers(config, tokenizer, torch.device("cpu"))
+    rollout = roll_out(sampler, scorers, prompts, None, tokenizer, torch.device("cpu"))
+    exact = RewardModel.from_pretrained(reward)
+    for prompt, response, score in zip(prompts, responses, rollout.rewards, strict=True):
+        ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all
+        assert score.item() == pytest.approx(exact(ids, torch.ones_like(ids)).item(), abs=1e-5)
+    assert set(rollout.scores) == {"reward_model", "tests.trainers.tiny:odd_characters"}
+
+
+def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
+    watch = Watch()
+    for _ in range(watch.PATIENCE):
+        watch.look(1.0, -0.1)
+    watch.look(0.0, 0.5)
+    watch.look(0.0, 0.5)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "val/var_explained was below 0 for 10 steps" in said[0] and "no gradient" in said[1]
+    watch = Watch()
+    for explained in [-1.0] * 9 + [0.1] + [-1.0] * 9 + [float("nan")]:
+        watch.look(None, explained)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,419 @@
+"""Whole runs of ppo on models of a few thousand weights: split, stopped, resumed, saved, and given bad input."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import data, engine, policy, ppo
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.critic import Critic, load_critic
+from fused_rl.trainers.metrics import KEYS
+from fused_rl.trainers.rollout import Prompt, Response
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+VERIFIER = "tests.trainers.tiny:odd_characters"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model folder, a gsm8k-like file and a reward model folder."""
+    folder = tmp_path_factory.mktemp("files")
+    model = tiny.model_folder(folder / "model", pad_is_eos=True)
+    return model, tiny.jsonl(folder / "rows.jsonl", tiny.sums(20)), tiny.reward_folder(folder / "reward", model)
+
+
+def config_of(files, output_dir, **options) -> ppo.PPOConfig:
+    model, dataset, reward = files
+    settings = {
+        "verifiers": f"reward_model:{reward}, 0*{VERIFIER}",
+        "critic": reward,
+        "eval_size": 4,
+        "eval_samples": 2,
+        "steps": 3,
+        "prompts_per_step": 8,
+        "minibatches": 2,
+        "epochs": 2,
+        "max_new_tokens": 6,
+        "missing_eos_penalty": 0.5,
+        "lr": 1e-3,
+        "save_every": 0,
+        "zero_stage": 0,
+        "micro_batch_size": 4,
+        "stage3_param_persistence_threshold": 0,  # else ZeRO 3 partitions nothing of a model this small
+    }
+    return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(settings | options))
+
+
+def assert_same(a, b, *, weights=0.0, metrics=0.0, folders=("model", "critic")):
+    """The weights of policy and critic, and the metrics, of two runs."""
+    for name in folders:
+        first, second = (tiny.weights(Path(run) / name) for run in (a, b))
+        assert first.keys() == second.keys()
+        for key in first:
+            torch.testing.assert_close(first[key], second[key], atol=weights, rtol=0, msg=f"{name} {key}")
+    first, second = (tiny.untimed(tiny.read_metrics(run)) for run in (a, b))
+    assert [m.keys() for m in first] == [m.keys() for m in second]
+    for x, y in zip(first, second, strict=True):
+        for key in x:
+            assert y[key] == pytest.approx(x[key], rel=metrics, abs=metrics), (x["step"], key)
+
+
+# One result, however the batch is split.
+
+
+class Scripted:
+    """Responses that depend on the prompt alone, of every length from 1 on: what one process samples, two do too."""
+
+    def __init__(self, model, **_):
+        pass
+
+    def sample(self, prompts, sampling):
+        responses = []
+        for prompt in prompts:
+            made = torch.Generator().manual_seed(sum(prompt) + len(prompt))
+            length = int(torch.randint(1, sampling.max_new_tokens + 1, (1,), generator=made))
+            ids = torch.randint(10, 200, (length,), generator=made).tolist()
+            stops = length % 3 > 0
+            responses.append(Response([*ids[:-1], 3] if stops else ids, "stop" if stops else "length"))
+        return responses
+
+    def publish(self, step):
+        pass
+
+
+# A large epsilon, so that Adam does not turn the rounding of a gradient near 0 into a step of its own.
+SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "eval_size": 0}
+
+
+def train_splits(rank, world, files, folder, cases):
+    policy.TransformersSampler = Scripted
+    torch.randperm = lambda count, **_: torch.arange(count)  # the same minibatches, whoever holds their rows
+    for stage, micro, critic in cases:
+        options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH
+        ppo.train(config_of(files, f"{folder}/{world}-{stage}-{micro}-{Path(critic).name}", critic=critic, **options))
+
+
+def check_splits(files, tmp_path, world, cases):
+    """Every case against one process with ZeRO 0 and whole minibatches."""
+    references = sorted({(0, 4, critic) for *_, critic in cases})
+    run_distributed(train_splits, 1, files, str(tmp_path), references, timeout=300)
+    run_distributed(train_splits, world, files, str(tmp_path), cases, timeout=500)
+    for stage, micro, critic in cases:
+        name = Path(critic).name
+        reference, made = tmp_path / f"1-0-4-{name}", tmp_path / f"{world}-{stage}-{micro}-{name}"
+        folders = ("model",) if critic == "shared" else ("model", "critic")
+        assert_same(reference, made, weights=1e-6, metrics=1e-5, folders=folders)
+    last = tiny.read_metrics(reference)[-1]
+    assert last["objective/kl1_avg"] != pytest.approx(0, abs=1e-3) and last["objective/kl_coef"] != 0.05
+
+
+def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
+    check_splits(files, tmp_path, 2, [(0, 2, files[2]), (2, 1, files[2]), (3, 4, files[2]), (3, 2, "shared")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
+    micro_batches = (2, 1) if world == 1 else (4, 2, 1)  # one process's 4 at stage 0 is the reference
+    check_splits(files, tmp_path, world, [(stage, m, files[2]) for stage in range(4) for m in micro_batches])
+
+
+def sampled_over_two_ranks(rank, world, files, folder):
+    ppo.train(config_of(files, folder, zero_stage=3, stop_token="e", max_new_tokens=16, steps=2))
+
+
+def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(files, tmp_path, capfd):
+    run_distributed(sampled_over_two_ranks, 2, files, str(tmp_path), timeout=200)
+    metrics = tiny.read_metrics(tmp_path)[-1]
+    assert metrics["completions/min_length"] < metrics["completions/max_length"]
+    assert "warning: the first minibatch" not in capfd.readouterr().out
+
+
+# Stopped and resumed: bit for bit.
+
+
+def stop_and_resume(rank, world, files, folder, cases):
+    folder = Path(folder)
+    for stage, critic in cases:
+        options = {"zero_stage": stage, "steps": 4, "save_every": 1, "keep_checkpoints": 9, "critic_warmup_steps": 2}
+        options |= {"kl_target": 0.05, "kl_horizon": 50.0, "tf_adam": True, "eval_size": 0, "prompts_per_step": 6}
+        options |= {"critic": "shared", "critic_warmup_steps": None} if critic == "shared" else {}
+        if world == 2:
+            options |= {"minibatches": 1}  # three responses of each process
+        whole = folder / f"{stage}-{critic}"
+        ppo.train(config_of(files, whole, **options))
+        for step in (1, 3):
+            config = config_of(files, f"{whole}-stopped-{step}", resume=True, **options)
+            if rank == 0:
+                shutil.copytree(whole, config.output_dir)
+                shutil.rmtree(Path(config.output_dir) / "model")
+                shutil.rmtree(Path(config.output_dir) / "critic", ignore_errors=True)
+                (Path(config.output_dir) / "checkpoints" / "latest").write_text(f"step-{step}")
+            torch.distributed.barrier()
+            torch.manual_seed(1234)
+            ppo.train(config)
+
+
+def check_resume(files, tmp_path, world, cases):
+    run_distributed(stop_and_resume, world, files, str(tmp_path), cases, timeout=500)
+    for stage, critic in cases:
+        whole = tmp_path / f"{stage}-{critic}"
+        coefficients = {m["objective/kl_coef"] for m in tiny.read_metrics(whole)}
+        assert len(coefficients) == 4, "the coefficient did not adapt, so this shows nothing of it"
+        for step in (1, 3):
+            folders = ("model",) if critic == "shared" else ("model", "critic")
+            assert_same(whole, f"{whole}-stopped-{step}", folders=folders)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(files, tmp_path):
+    check_resume(files, tmp_path, 1, [(0, "own"), (0, "shared")])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_path):
+    check_resume(files, tmp_path, 2, [(0, "own"), (1, "own"), (2, "own"), (3, "own"), (3, "shared")])
+
+
+def command_of(config, folder) -> list[str]:
+    command = [sys.executable, "-m", "fused_rl.trainers.ppo", "--output_dir", str(folder)]
+    for key, value in vars(config).items():
+        if key not in ("output_dir", "resume") and value is not None:
+            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return command
+
+
+def start(config, folder, *more):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*command_of(config, folder), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for_lines(process, folder, count):
+    file = Path(folder) / "metrics.jsonl"
+    while process.poll() is None and not (file.exists() and len(file.read_text().splitlines()) >= count):
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_told_to_stop_resumes_to_the_same_end(files, tmp_path):
+    config = config_of(files, tmp_path / "whole", steps=16, eval_size=0)
+    process = start(config, tmp_path / "stopped")
+    wait_for_lines(process, tmp_path / "stopped", 3)
+    process.send_signal(signal.SIGTERM)
+    assert "continue with --resume" in process.communicate(timeout=200)[0] and process.returncode == 130
+    assert 3 <= tiny.read_metrics(tmp_path / "stopped")[-1]["step"] < 16
+    ppo.train(config)
+    ppo.train(config_of(files, tmp_path / "stopped", steps=16, eval_size=0, resume=True))
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(files, tmp_path):
+    options = {"steps": 12, "eval_size": 0, "save_every": 2}
+    ppo.train(config_of(files, tmp_path / "whole", **options))
+    config, killed = config_of(files, tmp_path / "killed", **options), tmp_path / "killed"
+    for i, pause in enumerate((0.0, 0.1, 0.25, 0.4)):
+        resumable = (killed / "checkpoints" / "latest").exists()
+        process = start(config, killed, *(["--resume", "true"] if resumable else ["--overwrite", "true"]))
+        wait_for_lines(process, killed, 3 + 2 * i)
+        time.sleep(pause)
+        process.kill()
+        process.communicate()
+    ppo.train(config_of(files, killed, resume=(killed / "checkpoints" / "latest").exists(), **options))
+    assert_same(tmp_path / "whole", killed)
+
+
+# What a run leaves, and what its options do.
+
+
+def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_another(files, tmp_path, capsys):
+    ppo.train(config_of(files, tmp_path / "a", eval_every=2))
+    metrics = tiny.read_metrics(tmp_path / "a")
+    evaluation = {key for key in KEYS["ppo"] if key.startswith("eval/")}
+    scorers = {f"rewards/{name}/{part}" for name in ("reward_model", VERIFIER) for part in ("mean", "std")}
+    training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers
+    assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
+    assert set(metrics[2]) == set(metrics[3]) == training | evaluation
+    assert "warning" not in capsys.readouterr().out  # the first ratio is 1
+    ppo.train(config_of(files, tmp_path / "b", critic=str(tmp_path / "a" / "critic"), steps=1))
+    first, again = (Critic.from_pretrained(tmp_path / "a" / "critic"), Critic.from_pretrained(files[2]))
+    assert not torch.equal(first.classifier.score.weight, again.classifier.score.weight)
+    assert first.score_std == again.score_std == 0.7
+    ppo.train(config_of(files, tmp_path / "c", critic="shared", steps=1))
+    assert not (tmp_path / "c" / "critic").exists()
+    assert "value_head.weight" not in tiny.weights(tmp_path / "c" / "model")
+
+
+def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_path):
+    options = {"critic": None, "critic_lr": 1e-2, "value_clip": None, "eval_size": 0, "gae_lambda": 1.0, "epochs": 4}
+    ppo.train(config_of(files, tmp_path, critic_only=12, **options))
+    metrics = tiny.read_metrics(tmp_path)
+    before, after = tiny.weights(files[0]), tiny.weights(tmp_path / "model")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert len(metrics) == 12 and {m["lr"] for m in metrics} == {0.0}
+    assert metrics[-1]["loss/value_avg"] < 0.6 * metrics[0]["loss/value_avg"]
+    assert all(m["val/ratio"] == pytest.approx(1, abs=1e-6) for m in metrics)
+
+
+def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_on(files, tmp_path):
+    config = {"target_kl": 1e-6, "epochs": 3, "eval_size": 0, "steps": 2}
+    ppo.train(config_of(files, tmp_path / "early", **config))
+    ppo.train(config_of(files, tmp_path / "whole", **(config | {"target_kl": None})))
+    early, whole = (tiny.read_metrics(tmp_path / name) for name in ("early", "whole"))
+    assert [m["optim/updates"] for m in early] == [2, 2] and [m["optim/updates"] for m in whole] == [6, 6]
+    # The second update of the second step: of 12 planned ones the eighth, though only the fourth that was made.
+    assert early[1]["lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
+    assert early[1]["optim/critic_lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
+
+
+def test_the_critics_optimizer_is_its_own(files, tmp_path):
+    options = {"critic_lr": 0.5e-3, "critic_lr_schedule": "constant", "lr_schedule": "linear", "eval_size": 0}
+    ppo.train(config_of(files, tmp_path, steps=2, minibatches=1, epochs=1, **options))
+    metrics = tiny.read_metrics(tmp_path)
+    assert [m["optim/critic_lr"] for m in metrics] == [0.5e-3] * 2
+    assert [m["lr"] for m in metrics] == pytest.approx([1e-3, 0.5e-3])
+
+
+# What can go wrong.
+
+
+def nothing(responses, rows):
+    return [None for _ in responses]
+
+
+def not_a_number(responses, rows):
+    return [float("nan") for _ in responses]
+
+
+def step_with(files, responses, scorers=None, **options):
+    """The metrics of one step on these responses, one per prompt."""
+    engine.setup(1)
+    config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
+    tokenizer, device = data.load_tokenizer(files[0]), torch.device("cpu")
+    scorers = ppo.load_scorers(config, tokenizer, device)
+    made = policy.load_policy(config, tokenizer, scorers, device, updates=1)
+    made.sampler = types.SimpleNamespace(sample=lambda *_: responses, publish=lambda step: None)
+    prompts = [Prompt([1, 70 + i], {"__where__": f"row {i}"}) for i in range(len(responses))]
+    return ppo.train_step(made, load_critic(config, tokenizer, device, 1), prompts, 1, 0.05)
+
+
+def assert_finite(metrics):
+    bad = [key for key, value in metrics.items() if not torch.tensor(value).isfinite()]
+    assert not bad, bad
+
+
+def test_empty_responses_have_no_token_to_train_and_their_scores_are_counted(files):
+    full = [Response([90, 91, 3], "stop"), Response([92, 93], "length")]
+    metrics = step_with(files, [*full, Response([], "length"), Response([], "length")], micro_batch_size=1)
+    assert_finite(metrics)
+    alone = step_with(files, full)
+    assert metrics["loss/value_avg"] == pytest.approx(alone["loss/value_avg"], rel=1e-5)
+    assert metrics["optim/grad_norm"] == pytest.approx(alone["optim/grad_norm"], rel=1e-4)
+    assert metrics["completions/min_length"] == 0
+    # Nothing but empty responses: no gradient at all, and no crash.
+    metrics = step_with(files, [Response([], "length")] * 2)
+    assert metrics["optim/grad_norm"] == metrics["optim/critic_grad_norm"] == 0
+
+
+def test_responses_that_all_were_cut_share_the_replaced_score(files):
+    responses = [Response([90, 91, 92], "length"), Response([93, 94, 95], "length")]
+    metrics = step_with(files, responses, missing_eos_score=-1.0, missing_eos_penalty=0.0)
+    assert_finite({key: value for key, value in metrics.items() if key != "val/var_explained"})
+    assert metrics["objective/scores"] == -1 and metrics["val/num_eos_tokens"] == 0
+    metrics = step_with(files, responses, mask_truncated=True)  # and left out of the loss there is nothing to train
+    assert metrics["optim/grad_norm"] == metrics["optim/critic_grad_norm"] == 0
+
+
+def test_a_scorer_that_does_not_apply_gives_nothing(files):
+    responses = [Response([90, 91, 3], "stop"), Response([93, 3], "stop")]
+    metrics = step_with(files, responses, verifiers=f"{__name__}:nothing")
+    assert metrics["objective/scores"] == 0 and metrics[f"rewards/{__name__}:nothing/mean"] == 0
+    assert_finite(metrics)
+
+
+def test_a_score_that_is_not_finite_names_scorer_and_row(files):
+    with pytest.raises(InputError, match="scorer '.*:not_a_number' returned nan as the score of row 0"):
+        step_with(files, [Response([90, 3], "stop")] * 2, verifiers=f"{__name__}:not_a_number")
+
+
+def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys):
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [*tiny.sums(9), {"question": "1+1" * 40, "answer": "#### 2"}])
+    ppo.train(config_of((files[0], rows, files[2]), tmp_path / "run", eval_size=0, steps=1, max_prompt_length=40))
+    assert "dropped 1 of 10 prompts over max_prompt_length" in capsys.readouterr().out
+
+
+def other_tokenizer(folder, model):
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zebra"])
+    shutil.copytree(model, folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def small_classifier(folder, model, labels, vocabulary):
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.vocab_size, config.num_labels = vocabulary, labels
+    transformers.Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return str(folder)
+
+
+def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_path):
+    model, _, reward = files
+    other = other_tokenizer(tmp_path / "other", reward)
+    pair = small_classifier(tmp_path / "pair", model, 2, 263)
+    small = small_classifier(tmp_path / "small", model, 1, 100)
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(reward) / name, tmp_path / "bare" / name)
+    for options, message in (
+        (
+            {"verifiers": f"reward_model:{other}"},
+            f"reward model '{other}' has another tokenizer.*'{model}'.*zebra.*train",
+        ),
+        ({"critic": other}, f"critic '{other}' has another tokenizer than the policy '{model}'"),
+        ({"verifiers": f"reward_model:{pair}"}, f"'{pair}' has num_labels=2.*must be 1"),
+        ({"critic": small}, f"critic '{small}' has 100 token embeddings, the policy '{model}' samples"),
+        ({"critic": str(tmp_path / "bare")}, "has (no|another) tokenizer"),
+        ({"verifiers": f"reward_model:{model}"}, "without a head for scores; train it first"),
+        ({"verifiers": f"reward_model:{reward}, 2*reward_model:{reward}"}, "names a reward model twice"),
+        ({"verifiers": f"x*reward_model:{reward}"}, "weight and threshold must be numbers"),
+        ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
+        ({"critic": "shared", "loss_from": "logits"}, "critic=shared reads hidden states.*must be linear"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ppo.train(config_of(files, tmp_path / "run", **options))
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "message"),
+    [
+        ({"minibatches": 3}, 1, "minibatches=3 does not divide the 8 responses of each process"),
+        ({"prompts_per_step": 3}, 2, "prompts_per_step=3 does not divide over 2 processes"),
+        ({"preset": "rloo"}, 1, "preset=rloo takes its advantages from leave-one-out.*ppo has a critic.*fused-rl grpo"),
+        ({"advantage": "group-std"}, 1, "advantage=group-std.*ppo has a critic.*--preset ppo --advantage gae"),
+        ({"preset": "grop"}, 1, "preset='grop' is not one of"),
+        (
+            {"critic": "shared", "critic_lr": 1.0},
+            1,
+            "critic=shared has .*critic_lr.*--critic FOLDER",
+        ),
+        ({"critic": "shared", "critic_only": 2}, 1, "cannot have its own critic_only"),
+    ],
+)
+def test_arithmetic_that_does_not_work_out_is_refused(options, world, message):
+    with pytest.raises(InputError, match=message):
+        ppo.arithmetic(config_of(("m", "d", None), "o", **options), world)

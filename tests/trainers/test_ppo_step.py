@@ -1,0 +1,411 @@
+"""A whole PPO step against a literal transcription of the published algorithm: losses, gradients and metrics, fp64."""
+
+import math
+
+import pytest
+import torch
+
+from fused_rl.trainers import data, engine, models, policy, ppo, rollout
+from fused_rl.trainers.critic import Critic, PolicyWithValues, load_critic
+from fused_rl.trainers.metrics import KEYS
+from fused_rl.trainers.rollout import Prompt, Response
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A policy and a reward model, which is also where the critic starts: a head of zeros would hide its backbone."""
+    folder = tmp_path_factory.mktemp("ppo")
+    model = tiny.model_folder(folder / "model")
+    return model, tiny.reward_folder(folder / "reward", model)
+
+
+def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
+    settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
+    return ppo.PPOConfig(**(settings | options))
+
+
+class Sampler:
+    """Responses that were decided before."""
+
+    def __init__(self, responses):
+        self.responses = responses
+
+    def sample(self, prompts, sampling):
+        return self.responses
+
+    def publish(self, step):
+        pass
+
+
+class Scorer:
+    """Scores that were decided before."""
+
+    name, weight, solved_at = "points", 0.5, 2.0
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def check(self, row):
+        pass
+
+    def __call__(self, samples):
+        return self.scores
+
+
+class Plain:
+    """A model with its own backward pass, where DeepSpeed's engine would stand; it takes no step."""
+
+    def __init__(self, module):
+        self.module, self.training = module, True
+
+    def __call__(self, *inputs, **options):
+        return self.module(*inputs, **options)
+
+    def backward(self, loss):
+        loss.backward()
+
+
+class Stale:
+    """A critic whose values before the update are made up, so that clipping has something to clip."""
+
+    def __init__(self, critic):
+        self.critic = critic
+
+    def __call__(self, input_ids, mask):
+        if torch.is_grad_enabled():
+            return self.critic(input_ids, mask)
+        return torch.where(mask, stale_values(input_ids), 0)
+
+    def __getattr__(self, name):
+        return getattr(self.critic, name)
+
+
+def stale_values(input_ids):
+    """(B, T) -> (B, T - 1), of the two tokens around each position."""
+    return 0.5 * torch.cos((input_ids[:, :-1] + 3 * input_ids[:, 1:]).double()).float()
+
+
+OPTIONS = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "minibatches": 1,
+    "micro_batch_size": 4,
+    "max_new_tokens": LENGTH,
+    "temperature": TEMPERATURE,
+    "gamma": 0.99,
+    "gae_lambda": 0.9,
+    "value_gae_lambda": 1.0,
+    "kl_coef": 0.3,
+    "missing_eos_penalty": 0.5,
+    "entropy_coef": 0.05,
+    "clip_high": 0.3,
+    "delta": 1.5,
+    "value_clip": 0.25,
+    "lr": 1e-3,
+    "critic_lr": 2e-3,
+    "steps": 4,
+    "max_grad_norm": 0.0,
+}
+
+
+def case(rank: int) -> dict:
+    """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update."""
+    made = torch.Generator().manual_seed(rank)
+    responses = []
+    for i, length in enumerate(torch.randint(1, LENGTH + 1, (8,), generator=made).tolist()):
+        ids = torch.randint(10, 200, (length,), generator=made).tolist()
+        stops = i % 3 != 0
+        responses.append(Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length"))
+    shape = (8, 3 + LENGTH - 1)
+    before = {
+        "old_logprobs": -5.9 + 0.3 * torch.randn(shape, generator=made),
+        "ref_logprobs": -5.4 + 0.3 * torch.randn(shape, generator=made),
+        "entropy": torch.rand(shape, generator=made),
+        "kl": torch.rand(shape, generator=made),
+    }
+    scores = torch.randint(0, 4, (8,), generator=made).tolist()
+    return {
+        "prompts": [Prompt([1, 70 + rank, 71], {}), Prompt([1, 80 + rank], {})],
+        "responses": responses,
+        "scores": scores,
+        "before": before,
+    }
+
+
+def made_up(given):
+    """`measure`, with the log-probabilities of the case."""
+
+    def measure(policy_, batch, parts):
+        width = batch.response_mask.shape[1]
+        masked = {k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()}
+        return policy.Measured(**masked)
+
+    return measure
+
+
+def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
+    """Of each response of the cases, one by one and without padding: what the update reads, (T,) fp64 each."""
+    rows = []
+    for given in cases:
+        prompts = [prompt for prompt in given["prompts"] for _ in range(4)]
+        for i, (prompt, response) in enumerate(zip(prompts, given["responses"], strict=True)):
+            whole = torch.tensor([prompt.ids + response.ids])
+            at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)
+            output = lm(input_ids=whole, output_hidden_states=True)
+            logp = (output.logits[0, at] / softmax_temperature).log_softmax(-1)
+            row = {name: values[i, at].double() for name, values in given["before"].items()}
+            row["values"] = critic(whole, output.hidden_states[-1])[0, at]
+            row["old_values"] = stale_values(whole)[0, at].double()
+            row["logprobs"] = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+            row["true_entropy"] = -(logp.exp() * logp).sum(-1)
+            stopped = response.finish == "stop"
+            row["score"] = 0.5 * given["scores"][i] - (0 if stopped else OPTIONS["missing_eos_penalty"])
+            rows.append(row)
+    return rows
+
+
+def gae(rewards, values, gae_lambda):
+    """arXiv:1506.02438, eq. 16, from the last token to the first."""
+    advantages, following, value_after = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        following = reward + OPTIONS["gamma"] * value_after - value + OPTIONS["gamma"] * gae_lambda * following
+        advantages, value_after = [following, *advantages], value
+    return torch.tensor(advantages, dtype=torch.float64)
+
+
+def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
+    """The losses and what they are made of, each over the tokens of all responses; PPO as the papers write it."""
+    o, parts = OPTIONS, {}
+    for row in rows:
+        # Rewards, returns and advantages of one response.
+        d_old = (row["old_logprobs"] - row["ref_logprobs"]).double()
+        rewards = -o["kl_coef"] * d_old if kl_in == "reward" else torch.zeros_like(d_old)
+        rewards[-1] += row["score"]
+        row["kl_charged"] = d_old if kl_in == "reward" else torch.expm1(-d_old) + d_old
+        row["advantage"] = gae(rewards, row["old_values"], o["gae_lambda"])
+        row["return"] = gae(rewards, row["old_values"], o["value_gae_lambda"]) + row["old_values"]
+        for name in ("advantage", "return", "values", "old_values", "logprobs", "old_logprobs", "ref_logprobs"):
+            parts.setdefault(name, []).append(row[name])
+        parts.setdefault("true_entropy", []).append(row["true_entropy"])
+    t = {name: torch.cat(values) for name, values in parts.items()}
+    advantage = (t["advantage"] - t["advantage"].mean()) / (t["advantage"].var() + 1e-8).sqrt()
+
+    # The policy: clip, dual clip, entropy, KL.
+    log_ratio, d = t["logprobs"] - t["old_logprobs"], t["logprobs"] - t["ref_logprobs"]
+    ratio, k3 = log_ratio.exp(), torch.expm1(-d) + d
+    clipped = ratio.clamp(1 - 0.2, 1 + o["clip_high"])
+    surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+    dual = torch.maximum(surrogate, o["delta"] * advantage)
+    surrogate = -torch.where(advantage < 0, dual, surrogate)
+    total = surrogate - o["entropy_coef"] * t["true_entropy"]
+    if kl_in == "loss":
+        total = total + o["kl_coef"] * ratio * k3
+
+    # The critic.
+    v, old, target = t["values"], t["old_values"], t["return"]
+    near = old + (v - old).clamp(-o["value_clip"], o["value_clip"])
+    unclipped, held = (v - target) ** 2, (near - target) ** 2
+    high, low = (advantage > 0) & (ratio > 1 + o["clip_high"]), (advantage < 0) & (ratio < 1 - 0.2)
+    return t | {
+        "policy_loss": surrogate.mean(),
+        "loss": total.mean(),
+        "value_loss": torch.maximum(unclipped, held).mean() / 2,
+        "value_clipped": (held > unclipped).double(),
+        "ratio": ratio,
+        "d": d,
+        "k3": k3,
+        "log_ratio": log_ratio,
+        "clipped": (high | low).double(),
+    }
+
+
+def load_fp64(folders):
+    """The same policy and critic without any of our code in their forward passes, in fp64."""
+    lm = models.load_lm(config_of(folders), torch.device("cpu"), trainable=False).base.double().requires_grad_(True)
+    critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
+
+    def values(whole, hidden):
+        states = critic.classifier.base_model(input_ids=whole).last_hidden_state
+        return (critic.classifier.score(states)[..., 0] - 0.1) / 0.7
+
+    return lm, critic, values
+
+
+def assert_gradients_close(module, exact, prefix=""):
+    exact = dict(exact.named_parameters())
+    for name, parameter in module.named_parameters():
+        expected = exact[name.removeprefix(prefix)].grad
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
+
+
+def plain_policy(folders, config, lm, given):
+    """The policy that samples and scores what the case says."""
+    sampling, tokenizer = policy.Sampling(TEMPERATURE, LENGTH, (EOS,)), data.load_tokenizer(folders[0])
+    sampler, scorers = Sampler(given["responses"]), [Scorer(given["scores"])]
+    return policy.Policy(config, Plain(lm), None, sampler, sampling, scorers, tokenizer, torch.device("cpu"))
+
+
+def experience_and_parts(config, made, critic, given, monkeypatch):
+    monkeypatch.setattr(ppo, "measure", made_up(given))
+    rollout = made.roll_out(given["prompts"], made.sampling, 4)
+    parts = list(torch.arange(8).split(3))  # three unequal micro-batches
+    return ppo.judge(made, critic, rollout, parts, config.kl_coef), parts
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, monkeypatch):
+    given, config = case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
+    lm, critic = models.load_lm(config, torch.device("cpu")), Critic.from_pretrained(folders[1])
+    made = plain_policy(folders, config, lm, given)
+    stale = Stale(Plain(critic))
+    experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
+    sums = ppo.accumulate(made, stale, experience, parts, config.kl_coef, 1)
+
+    exact_lm, exact_critic, values = load_fp64(folders)
+    exact = published(rows_of(exact_lm, values, [given]), kl_in)
+    for name in ("policy_loss", "loss", "value_loss"):
+        assert sums[name] == pytest.approx(exact[name].item(), rel=1e-5, abs=1e-7), name
+    assert 0 < exact["clipped"].mean() < 1 and 0 < exact["value_clipped"].mean() < 1
+    exact["loss"].backward()
+    exact["value_loss"].backward()
+    assert_gradients_close(lm, exact_lm, "lm.")
+    assert_gradients_close(critic.classifier, exact_critic.classifier)
+
+
+def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, monkeypatch):
+    given, config = case(0), config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
+    lm = PolicyWithValues(models.load_lm(config, torch.device("cpu")))
+    made = plain_policy(folders, config, lm, given)
+    torch.nn.init.normal_(lm.value_head.weight, generator=torch.Generator().manual_seed(0))
+    experience, parts = experience_and_parts(config, made, None, given, monkeypatch)
+    exact_lm, _, _ = load_fp64(folders)
+    head = lm.value_head.weight.detach().double().requires_grad_(True)
+    rows = rows_of(exact_lm, lambda whole, hidden: (hidden * head[0]).sum(-1), [given])
+    for row in rows:  # here nothing is stale
+        row["old_values"] = row["values"].detach()
+    exact = published(rows, "reward")
+    ppo.accumulate(made, None, experience, parts, config.kl_coef, 1)
+    (exact["loss"] + 0.3 * exact["value_loss"]).backward()
+    assert_gradients_close(lm.lm, exact_lm)
+    torch.testing.assert_close(lm.value_head.weight.grad.double(), head.grad, atol=1e-6, rtol=1e-4)
+
+
+# Metrics.
+
+
+def step_of_a_rank(rank, world, folders, pads, options):
+    """The metrics of one `train_step`, with `pads` more columns."""
+    engine.setup(1)
+    config, given = config_of(folders, **(OPTIONS | options)), case(rank)
+    tokenizer = data.load_tokenizer(folders[0])
+    made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
+    made.sampler, ppo.measure = Sampler(given["responses"]), made_up(given)
+    if pads:
+        make_batch = data.make_batch
+        given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}
+        rollout.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
+        data.Batch.rows = lambda self, index: data.Batch(self.input_ids[index], self.response_mask[index], self.where)
+    critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))
+    return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
+
+
+def definitions(folders, kl_in="reward") -> dict[str, float]:
+    """Every metric from its definition, in fp64, over all 16 responses at once."""
+    lm, critic, values = load_fp64(folders)
+    cases = [case(0), case(1)]
+    rows = rows_of(lm, values, cases)
+    t, per = published(rows, kl_in), torch.tensor([float(len(row["values"])) for row in rows])
+    gradient = torch.autograd.grad(t["loss"], list(lm.parameters()))
+    critic_gradient = torch.autograd.grad(t["value_loss"], list(critic.parameters()))
+    norm, critic_norm = (math.sqrt(sum(g.square().sum().item() for g in gs)) for gs in (gradient, critic_gradient))
+
+    def per_response(values):
+        return values.sum() / len(rows)
+
+    scores = torch.tensor([row["score"] for row in rows])
+    points = torch.tensor([float(score) for given in cases for score in given["scores"]])
+    stopped = [response.finish == "stop" for given in cases for response in given["responses"]]
+    charged = per_response(torch.cat([row["kl_charged"] for row in rows]))
+    wins = []
+    for prompt in range(4):
+        pairs = [(i, j) for i in range(4 * prompt, 4 * prompt + 4) for j in range(4 * prompt, 4 * prompt + 4)]
+        wins += [float(scores[i] > scores[j]) for i, j in pairs if points[i] >= 2 > points[j]]
+    error = t["return"] - t["old_values"]
+    found = {
+        "lr": 1e-3,
+        "optim/grad_norm": norm,
+        "optim/critic_lr": 2e-3,
+        "optim/critic_grad_norm": critic_norm,
+        "optim/updates": 1,
+        "episode": 3 * 16,
+        "objective/kl": charged,
+        "objective/kl1_avg": per_response(t["d"]),
+        "objective/kl2_avg": per_response(t["d"] ** 2 / 2),
+        "objective/kl3_avg": per_response(t["k3"]),
+        "objective/kl4_avg": per_response(t["ratio"] * t["d"]),
+        "objective/kl_exact": per_response(torch.cat([row["kl"] for row in rows])),
+        "objective/entropy": per_response(-t["old_logprobs"]),
+        "objective/scores": scores.mean(),
+        "objective/kl_coef": 0.3,
+        "objective/non_score_reward": -0.3 * charged,
+        "objective/rlhf_reward": scores.mean() - 0.3 * charged,
+        "policy/approxkl_avg": (t["log_ratio"] ** 2 / 2).mean(),
+        "policy/clipfrac_avg": t["clipped"].mean(),
+        "policy/entropy_avg": t["true_entropy"].mean(),
+        "loss/policy_avg": t["policy_loss"],
+        "loss/total_avg": t["loss"],
+        "loss/value_avg": t["value_loss"],
+        "val/clipfrac_avg": t["value_clipped"].mean(),
+        "val/ratio": t["ratio"].mean(),
+        "val/ratio_var": t["ratio"].var(unbiased=False),
+        "val/var_explained": 1 - error.var() / t["return"].var(),
+        "val/num_eos_tokens": sum(stopped),
+        "val/stop_rate": sum(stopped) / 16,
+        "val/win_rate": sum(wins) / len(wins),
+        "completions/mean_length": per.mean(),
+        "completions/min_length": per.min(),
+        "completions/max_length": per.max(),
+        "completions/clipped_ratio": 1 - sum(stopped) / 16,
+        "rewards/points/mean": points.mean(),
+        "rewards/points/std": points.std(unbiased=False),
+    }
+    return {key: torch.as_tensor(value).item() for key, value in found.items()}
+
+
+def timed(metrics):
+    return {key for key in metrics if key.startswith(("time/", "perf/"))}
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(folders, kl_in):
+    first, second = run_distributed(step_of_a_rank, 2, folders, 0, {"kl_in": kl_in}, timeout=200)
+    expected = definitions(folders, kl_in)
+    assert abs(expected["val/ratio"] - 1) > 0.05 and abs(expected["objective/kl"]) > 0.05
+    assert first.keys() - timed(first) == expected.keys()
+    evaluated = {key for key in KEYS["ppo"] if key.startswith("eval/")}
+    assert {key for key in first if not key.startswith("rewards/")} == KEYS["ppo"].keys() - evaluated - {"time/save"}
+    for key, value in expected.items():
+        assert first[key] == pytest.approx(value, rel=5e-5, abs=1e-7), key
+        assert second[key] == first[key], key
+
+
+def test_a_hundred_more_pad_columns_change_no_metric(folders):
+    (narrow,) = run_distributed(step_of_a_rank, 1, folders, 0, {}, timeout=200)
+    (wide,) = run_distributed(step_of_a_rank, 1, folders, 100, {}, timeout=200)
+    for key in narrow.keys() - timed(narrow):
+        assert wide[key] == pytest.approx(narrow[key], rel=1e-6, abs=1e-9), key
+
+
+def test_the_table_has_what_the_contract_lists():
+    listed = """episode lr objective/kl objective/kl1_avg objective/kl2_avg objective/kl3_avg objective/kl4_avg
+        objective/kl_exact objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
+        objective/kl_coef policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg
+        val/clipfrac_avg val/ratio val/ratio_var val/num_eos_tokens val/var_explained perf/tokens_per_second
+        time/rollout time/score time/measure time/train time/save optim/grad_norm"""
+    assert set(listed.split()) <= KEYS["ppo"].keys()
