@@ -42,6 +42,10 @@ demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: abo
 demo-reward: $(VENV)/installed  ## train a reward model on preference pairs, on 2 CPU cores
 	$(BIN)/python -m fused_rl.recipes.demo_reward
 
+.PHONY: demo-ppo
+demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, on 2 CPU cores: about 5 minutes
+	$(BIN)/python -m fused_rl.recipes.demo_ppo
+
 .PHONY: test
 test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"

@@ -47,16 +47,22 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
     return {kind: str(answer) for kind, answer in wrong.items() if answer != right}
 
 
-def prepare(folder: Path, seed: int) -> None:
-    """Preference pairs, tokenizer and the untrained model, as files."""
-    made, rng = demo.problems(seed, NUM_TRAIN + NUM_EVAL), random.Random(seed)
-    verifier = verifiers.ReasoningGymVerifier()
+def make_pairs(problems: list[dict], seed: int) -> dict[str, list[dict]]:
+    """Preference pairs, "train" and "eval", about the first `NUM_TRAIN` problems and about the others."""
+    rng, verifier = random.Random(seed), verifiers.ReasoningGymVerifier()
     pairs = {"train": [], "eval": []}
-    for i, entry in enumerate(made):
+    for i, entry in enumerate(problems):
         for kind, answer in wrong_answers(entry, rng).items():
             if verifier.score(entry["answer"], entry) > verifier.score(answer, entry):
                 row = {"question": entry["question"], "chosen": entry["answer"], "rejected": answer, "kind": kind}
                 pairs["train" if i < NUM_TRAIN else "eval"].append(row)
+    return pairs
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Preference pairs, tokenizer and the untrained model, as files."""
+    made = demo.problems(seed, NUM_TRAIN + NUM_EVAL)
+    pairs = make_pairs(made, seed)
     for split, rows in pairs.items():
         write_rows(folder / "data" / f"{split}.jsonl", rows)
     demo.build_model(folder / "init", [entry["question"] + entry["answer"] for entry in made], seed)

@@ -270,4 +270,4 @@ def test_two_hundred_steps_through_zero_with_groups_and_sub_groups(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
 def test_deepspeeds_own_adams_through_zero(stage, make):
-    check_through_deepspeed(1, stage, 200, make, timeout=400)
+    check_through_deepspeed(1, stage, 200, make, timeout=1500)

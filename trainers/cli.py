@@ -18,6 +18,7 @@ COMMANDS = {
     "kl-report": "fused_rl.trainers.kl_report",
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",
+    "demo-ppo": "fused_rl.recipes.demo_ppo",
 }
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
 

@@ -1,0 +1,40 @@
+"""PPO on the demo's warm-started model, step by step in the hands of the caller: what the reproductions measure on."""
+
+from pathlib import Path
+
+from fused_rl.recipes import demo, demo_ppo
+from fused_rl.trainers import engine, policy, ppo, sft
+from fused_rl.trainers.config import parse
+from fused_rl.trainers.critic import load_critic
+from fused_rl.trainers.data import RowOrder, load_tokenizer
+from fused_rl.trainers.scorers import load_scorers
+
+
+def warm_start(folder: Path, seed: int = 1) -> Path:
+    """The demo's problems and its model after `fused-rl sft`; made once, about a minute."""
+    if not (folder / "sft" / "model").exists():
+        demo.prepare(folder, seed)
+        paths = {
+            "model": folder / "init",
+            "dataset": folder / "data/demonstrations.jsonl",
+            "output_dir": folder / "sft",
+        }
+        sft.train(parse(sft.SFTConfig, demo_ppo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+    return folder
+
+
+def load(folder: Path, seed: int, **options):
+    """(policy, critic, an endless iterator over a step's prompts) against reasoning-gym's own scorer."""
+    paths = {"model": folder / "sft/model", "dataset": folder / "data/train.jsonl", "output_dir": folder / "ppo"}
+    paths |= {"critic": folder / "sft/model", "verifiers": "reasoning_gym", "eval_size": 0}
+    config = parse(ppo.PPOConfig, demo_ppo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
+    device = engine.setup(config.seed)
+    ppo.arithmetic(config, 1)
+    tokenizer = load_tokenizer(config.model)
+    scorers = load_scorers(config, tokenizer, device)
+    prompts, _ = policy.load_prompts(config, tokenizer, scorers)
+    updates = config.steps * config.minibatches * config.epochs
+    critic = load_critic(config, tokenizer, device, updates)
+    order = RowOrder(len(prompts), config.prompts_per_step, config.seed)
+    steps = ([prompts[i] for i in indices] for indices in order)
+    return policy.load_policy(config, tokenizer, scorers, device, updates), critic, steps

@@ -1,0 +1,146 @@
+"""`make demo-ppo`, `fused-rl demo-ppo`: PPO against a reward model that was learnt, with the truth beside it.
+
+1. The demo's problems and its warm start: `fused-rl sft` on the answers of a teacher who miscounts.
+2. A reward model from right and wrong answers to those problems, as in `make demo-reward`: `fused-rl reward`.
+3. `fused-rl ppo` against that reward model, which is also where the critic starts. reasoning-gym's own scorer sees each
+   answer too, with weight 0: it pays nothing, and shows how far the score can be trusted.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fused_rl.recipes import demo, demo_reward
+from fused_rl.trainers import engine, ppo, reward, sft
+from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.files import write_rows
+from fused_rl.trainers.metrics import read_metrics
+
+PROXY, TRUTH = "objective/scores", "rewards/reasoning_gym/mean"
+
+
+def run(folder: Path, seed: int) -> list[dict]:
+    """Warm start, reward model and PPO of one seed; returns PPO's metrics."""
+    print("1/3 problems, an untrained model, and a warm start: fused-rl sft --config recipes/demo_sft.yaml")
+    demo.prepare(folder, seed)
+    data = folder / "data"
+    paths = {"model": folder / "init", "dataset": data / "demonstrations.jsonl", "output_dir": folder / "sft"}
+    sft.train(parse(sft.SFTConfig, arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+
+    print("2/3 reward model: fused-rl reward --config recipes/demo_reward.yaml")
+    problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
+    pairs = demo_reward.make_pairs(problems, seed)
+    pairs["train"] += miscounts(problems[: demo.NUM_TRAIN])
+    paths = {"model": folder / "init", "output_dir": folder / "reward"}
+    for split, option in (("train", "dataset"), ("eval", "eval_dataset")):
+        paths[option] = write_rows(data / f"pairs-{split}.jsonl", pairs[split])
+    reward.train(parse(reward.RewardConfig, arguments("demo_reward.yaml", seed, paths), "fused-rl reward"))
+
+    print("3/3 PPO: fused-rl ppo --config recipes/demo_ppo.yaml")
+    judge = folder / "reward" / "model"
+    paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
+    paths |= {"output_dir": folder / "ppo", "critic": judge, "verifiers": f"reward_model:{judge}, 0*reasoning_gym"}
+    ppo.train(parse(ppo.PPOConfig, arguments("demo_ppo.yaml", seed, paths), "fused-rl ppo"))
+    return read_metrics(folder / "ppo" / "metrics.jsonl")
+
+
+def miscounts(problems: list[dict]) -> list[dict]:
+    """Right answers against those next to them: the warm-started policy errs there, so there it must be judged well."""
+    rows = []
+    for entry in problems:
+        right = int(entry["answer"])
+        for wrong in (right - 1, right + 1, right + 2):
+            row = {"question": entry["question"], "chosen": str(right), "rejected": str(wrong), "kind": "a miscount"}
+            rows.append(row)
+    return rows
+
+
+def arguments(recipe: str, seed: int, paths: dict[str, object]) -> list[str]:
+    """The command line of one recipe."""
+    spelled = [f"--{key}={path}" for key, path in paths.items()]
+    return ["--config", str(demo.RECIPES / recipe), "--seed", str(seed), *spelled]
+
+
+def row_of(history: list[dict]) -> list[str]:
+    """A seed's row of the table: held-out problems before and after, and the KL that it cost."""
+    evaluations = [metrics for metrics in history if "eval/score" in metrics]
+    before, after = evaluations[0], evaluations[-1]
+    cells = []
+    for key, scale, unit in (
+        ("eval/score", 1, ""),
+        ("eval/accuracy_greedy", 100, " %"),
+        ("eval/accuracy_sampled", 100, " %"),
+    ):
+        digits = 1 if unit else 2
+        cells.append(f"{before[key] * scale:.{digits}f} -> {after[key] * scale:.{digits}f}{unit}")
+    highest = max(metrics["eval/kl_exact"] for metrics in evaluations)
+    return [*cells, f"{after['eval/kl_exact']:.2f} (at most {highest:.2f})"]
+
+
+def draw(histories: dict[str, list[dict]], path: Path) -> None:
+    """What the score is worth, each point at the KL to the reference where it was measured, over the steps of PPO."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    proxy, length, wins = figure.subplots(1, 3)
+    for name, history in histories.items():
+        steps = [metrics for metrics in history if PROXY in metrics]
+        kl = [metrics["objective/kl_exact"] for metrics in steps]
+        (line,) = proxy.plot(kl, [m[PROXY] for m in steps], ".", markersize=3, label=f"score, {name}")
+        colour = line.get_color()
+        truth = [m[TRUTH] for m in steps]
+        proxy.plot(kl, truth, "x", markersize=3, color=colour, label=f"true accuracy, {name}")
+        lengths = [m["completions/mean_length"] for m in steps]
+        length.plot(lengths, [m[PROXY] for m in steps], ".", markersize=3, color=colour, label=name)
+        paired = [m for m in steps if "val/win_rate" in m]
+        rates = [m["val/win_rate"] for m in paired]
+        wins.plot([m["objective/kl_exact"] for m in paired], rates, ".", markersize=3, color=colour, label=name)
+    proxy.set(title="score and true accuracy of sampled answers", xlabel="KL to the reference (nats per response)")
+    length.set(title="score against length", xlabel="tokens per response", ylabel="score")
+    wins.set(title="right scores above wrong, same prompt", xlabel="KL to the reference (nats per response)")
+    for axes in (proxy, length, wins):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`make demo-ppo`."""
+    import rich
+    import rich.table
+
+    parser = argparse.ArgumentParser(prog="fused-rl demo-ppo", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_ppo"))
+    options = parser.parse_args(argv)
+    began, folder, histories = time.monotonic(), options.output_dir, {}
+    engine.quiet()
+    torch.set_num_threads(1)  # of so small a model two threads win little
+    try:
+        for seed in options.seeds:
+            place = folder if len(options.seeds) == 1 else folder / f"seed-{seed}"
+            histories[f"seed {seed}"] = run(place, seed)
+    except InputError as error:
+        sys.exit(f"fused-rl demo-ppo: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        engine.teardown()
+    columns = ("held out", "score", "accuracy, greedy", "accuracy, sampled", "exact KL, nats per response")
+    table = rich.table.Table(*columns, title="before PPO -> after: what is paid, and what is true")
+    for name, history in histories.items():
+        table.add_row(name, *row_of(history))
+    rich.print(table)
+    draw(histories, folder / "panel.png")
+    seconds, used = time.monotonic() - began, time.process_time()
+    print(f"{seconds:.0f} seconds ({used:.0f} of CPU). Score against truth: {folder / 'panel.png'}")
+    print(
+        f"Model: {place / 'ppo' / 'model'}  critic: {place / 'ppo' / 'critic'}  curves: {place / 'ppo' / 'curves.png'}"
+    )
+
+
+if __name__ == "__main__":
+    main()
