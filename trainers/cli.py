@@ -55,8 +55,9 @@ def run(
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
-        lock.release()
-        engine.teardown(orderly)
+        if not config.dry_run:  # which has set nothing up
+            lock.release()
+            engine.teardown(orderly)
 
 
 def describe(config: RunConfig, arithmetic: dict[str, object]) -> str:
