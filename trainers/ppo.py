@@ -254,7 +254,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
     sampled = time.monotonic()
     updates = plan(config, len(rollout.samples), policy.device)
-    first_pass = [part for parts in updates[: config.minibatches] for part in parts]
+    first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     judged = time.monotonic()
     metrics = update(policy, critic, experience, updates, kl_coef, step)
