@@ -203,7 +203,7 @@ class EngineConfig(Options):
 
 
 @dataclass(kw_only=True)
-class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
+class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help lists the last group first
     """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
 
     command: ClassVar[str]

@@ -72,7 +72,7 @@ CURVES = {
 
 
 @dataclass(kw_only=True)
-class PPOConfig(PolicyConfig, CriticConfig, CreditConfig):
+class PPOConfig(CreditConfig, CriticConfig, PolicyConfig):
     """Proximal policy optimisation of a causal language model against any scorers, with a critic."""
 
     command: ClassVar[str] = "ppo"
