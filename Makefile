@@ -35,7 +35,7 @@ $(VENV)/installed-bench: $(VENV)/installed
 	@touch $@
 
 .PHONY: demo
-demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: about 5 minutes
+demo: $(VENV)/installed  ## GRPO on our kernels, end to end, on 2 CPU cores: 2 to 4 minutes
 	$(BIN)/python -m fused_rl.recipes.demo
 
 .PHONY: demo-reward

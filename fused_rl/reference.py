@@ -98,7 +98,9 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
     if surrogate == "geo-mean":
         kept = torch.where(up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low))
         return -a * kept.mean().exp()
-    return -a * lp
+    if surrogate == "policy-gradient":
+        return -a * lp
+    raise ValueError(f"surrogate {surrogate!r} has no reference; add its formula here")
 
 
 def policy_loss(

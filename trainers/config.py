@@ -212,7 +212,7 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
     steps: PositiveInt = 100
-    """Optimizer updates of sft and reward, rollouts of grpo."""
+    """Optimizer updates of sft and reward, rollouts of grpo and ppo."""
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
     eval_every: PositiveInt = 50

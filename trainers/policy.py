@@ -293,7 +293,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])
     *totals, problems, tokens = engine.global_sum(local).tolist()
     metrics = {name: total / problems for name, total in zip(sums, totals, strict=True)}
-    metrics["eval/entropy"] = totals[-1] / tokens
+    metrics["eval/entropy"] = totals[-1] / max(tokens, 1)
     for key, struck in greedy.incidents.items():
         metrics[f"eval/{key}"] = struck + sampled.incidents[key]
     return metrics, _shown(policy, greedy)

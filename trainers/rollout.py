@@ -163,6 +163,7 @@ def roll_out(
     with engine.together():
         prompts = [prompt for prompt in prompts for _ in range(copies)]
         responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
+        check_responses(responses, prompts, sampling)
         sampled = time.monotonic()
 
         texts = tokenizer.batch_decode([_without_stop(response) for response in responses])
@@ -180,6 +181,40 @@ def roll_out(
     batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device, where=places)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
+
+
+def check_responses(responses: list[Response], prompts: list[Prompt], sampling: Sampling) -> None:
+    """Refuse what breaks the promises of `Response`; an error names the prompt's row."""
+    if not isinstance(responses, list) or len(responses) != len(prompts):
+        came = len(responses) if isinstance(responses, list) else type(responses).__name__
+        raise InputError(
+            f"the sampler returned {came} responses to {len(prompts)} prompts; it must return one for each"
+        )
+    for response, prompt in zip(responses, prompts, strict=True):
+        problem = _broken_promise(response, sampling)
+        if problem is not None:
+            place = prompt.row.get("__where__", "a row")
+            raise InputError(f"the sampler's response to {place}: {problem}")
+
+
+def _broken_promise(response: Response, sampling: Sampling) -> str | None:
+    ids, told = response.ids, response.logprobs
+    stops = [i for i, token in enumerate(ids) if token in sampling.stop_ids]
+    if len(ids) > sampling.max_new_tokens:
+        return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        return "ids must be whole numbers, 0 or more"
+    if response.finish not in ("stop", "length"):
+        return f"finish={response.finish!r}, which must be stop or length"
+    if (response.finish == "stop") != (stops == [len(ids) - 1]) or stops[:-1]:
+        return (
+            f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; only the last one may be, with stop"
+        )
+    if told is not None and len(told) != len(ids):
+        return f"{len(told)} logprobs for {len(ids)} ids"
+    if told is not None and not all(map(math.isfinite, told)):
+        return "a logprob is NaN or infinite"
+    return None
 
 
 def _without_stop(response: Response) -> list[int]:

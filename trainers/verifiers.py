@@ -46,7 +46,7 @@ def load_scorers(spelled: str, answer_column: str | None = None) -> list[Scorer]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise InputError(f"verifiers: {twice[0]!r} is named {names.count(twice[0])} times; for a weight: 2*{twice[0]}")
-    undecided = [scorer for scorer in scorers if isinstance(scorer, FunctionScorer) and scorer.solved_at is None]
+    undecided = [scorer for scorer in scorers if scorer.solved_at is None]
     if len(undecided) == len(scorers):
         for scorer in undecided:
             scorer.solved_at = 1.0

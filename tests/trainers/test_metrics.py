@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+import fused_rl
 from fused_rl.trainers import data, engine, grpo, models, policy
-from fused_rl.trainers.metrics import KEYS
+from fused_rl.trainers.metrics import KEYS, explained_variance, keyed
 from fused_rl.trainers.rollout import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -198,6 +199,35 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=2e-5, abs=1e-7), key
         assert second[key] == first[key], key
+
+
+class Read(dict):
+    """A dictionary that notes which of its keys were asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __missing__(self, name):
+        self.names.add(name)
+        return 0.5
+
+
+def test_every_bare_name_of_the_losses_has_a_key():
+    """One that the table forgets would be dropped without a word."""
+    ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    _, policy_metrics = fused_rl.policy_loss(ones, ones, ones, mask, ref_logprobs=ones, entropy=ones)
+    _, value_metrics = fused_rl.value_loss(ones, ones, ones, mask)
+    _, pair_metrics = fused_rl.preference_loss(ones[0], ones[0])
+    asked = {"grpo": Read(), "ppo": Read(), "reward": Read()}
+    for trainer, sums in asked.items():
+        keyed(KEYS[trainer], sums)
+    explained_variance(asked["ppo"])  # which PPO computes of the values before the update
+    assert asked["grpo"].names == policy_metrics.keys()
+    assert (
+        asked["ppo"].names == policy_metrics.keys() - {"kl"} | value_metrics.keys()
+    )  # its KL is from before the update
+    assert asked["reward"].names == pair_metrics.keys()
 
 
 def test_the_table_says_of_every_key_its_unit_its_meaning_and_how_it_adds():

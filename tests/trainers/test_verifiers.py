@@ -18,6 +18,7 @@ from fused_rl.trainers.rollout import (
     Response,
     Sample,
     Sampling,
+    check_responses,
     check_scores,
     roll_out,
     rollout_metrics,
@@ -407,6 +408,30 @@ def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     assert metrics["rewards/judge/mean"] == pytest.approx(2 / 3) and metrics["rewards/bonus/mean"] == pytest.approx(
         1 / 3
     )
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (Response([5, 6, 7], "length"), "3 tokens, but max_new_tokens is 2"),
+        (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1"),
+        (Response([5, 3], "length"), r"finish='length' and stop tokens at \[1\] of 2"),
+        (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
+        (Response([5], "abort"), "finish='abort', which must be stop or length"),
+        (Response([-1], "length"), "ids must be whole numbers"),
+        (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
+        (Response([5], "length", logprobs=[float("nan")]), "a logprob is NaN or infinite"),
+    ],
+)
+def test_a_response_that_breaks_its_promises_names_the_row(response, message):
+    prompt, sampling = Prompt([7], {"__where__": "d.jsonl, line 4"}), Sampling(1.0, 2, (3,))
+    with pytest.raises(InputError, match=f"the sampler's response to d.jsonl, line 4: {message}"):
+        check_responses([response], [prompt], sampling)
+    check_responses([Response([5, 3], "stop"), Response([], "length")], [prompt, prompt], sampling)
+    with pytest.raises(InputError, match="returned 1 responses to 2 prompts"):
+        check_responses([Response([5], "length")], [prompt, prompt], sampling)
+    with pytest.raises(InputError, match="returned NoneType responses to 1 prompts"):
+        check_responses(None, [prompt], sampling)
 
 
 def test_two_scorers_of_one_name_are_refused():
