@@ -206,7 +206,7 @@ class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
     steps: PositiveInt = 100
-    """Optimizer updates of sft and reward, rollouts of grpo."""
+    """Optimizer updates of sft and reward, rollouts of ppo and grpo."""
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
     eval_every: PositiveInt = 50
