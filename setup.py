@@ -7,7 +7,17 @@
 from setuptools import setup
 
 setup(
-    packages=["fused_rl", "fused_rl.integrations", "fused_rl.kernels", "fused_rl.recipes", "fused_rl.trainers"],
+    packages=[
+        "fused_rl",
+        "fused_rl.cpu",
+        "fused_rl.integrations",
+        "fused_rl.kernels",
+        "fused_rl.recipes",
+        "fused_rl.trainers",
+    ],
     package_dir={"fused_rl.kernels": "kernels", "fused_rl.recipes": "recipes", "fused_rl.trainers": "trainers"},
-    package_data={"fused_rl.recipes": ["*.yaml"]},  # `fused-rl demo` finds them beside the trainers, here and installed
+    package_data={
+        "fused_rl": ["py.typed"],
+        "fused_rl.recipes": ["*.yaml"],  # `fused-rl demo` finds them beside the trainers, here and installed
+    },
 )

@@ -1,1 +1,1 @@
-"""The benchmark suite: `python -m bench`; one file per group, each also a script (`python bench/kernels.py`)."""
+"""The benchmark suite: `python -m bench` runs every group, `python -m bench kernels` one of them."""

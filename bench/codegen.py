@@ -7,27 +7,24 @@ A subprocess (`TRITON_INTERPRET=0`) calls the launching functions with CPU tenso
 target, so that each kernel is compiled with exactly the types, specialisations and options of a real launch; then it
 reads the machine code. Per kernel: registers, spills, shared memory, barriers; of its innermost loops that move most
 bytes: widths of loads and stores, and per element instructions, ALU instructions and special functions. A kernel may
-have two such loops (rows that begin at a 16-byte boundary, and others): the figures are min / max.
-
-headroom = time at the memory roof / time to issue the instructions, by the model of one H200: 132 multiprocessors at
-1.755 GHz, each issuing 128 lanes, of them 64 ALU and 16 special-function lanes, per clock; 4.3 TB/s copied. Below 1 a
-kernel is bound by instructions. The model knows nothing of latency.
+have two such loops (rows that begin at a 16-byte boundary, and others): the figures are min / max; `machine_code.py`
+reads them, and says what headroom is.
 """
 
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import machine_code
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -36,7 +33,6 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
     "gfx950": ("hip", "gfx950", 64),
 }
-BYTES_PER_SECOND, CLOCKS_PER_SECOND = 4.3e12, 132 * 1.755e9
 VOCAB = 151936
 ROWS = 2
 
@@ -47,8 +43,10 @@ def _logprob_inputs(dtype="bfloat16", vocab=VOCAB, softcap=None, mask=True, per_
     import torch
 
     logits = torch.empty(rows, vocab, dtype=getattr(torch, dtype))
-    targets, row = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
-    common = (row.bool() if mask else None, row if per_row else 0.7, softcap)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    row = torch.ones(rows)
+    mask = row.bool() if mask else None
+    common = (mask, row if per_row else 0.7, softcap)
     return logits, targets, row, common
 
 
@@ -90,26 +88,33 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
 def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
     import torch
 
-    x, y = (torch.empty(1, ROWS, vocab, dtype=getattr(torch, dtype)) for _ in range(2))
+    shape = (1, ROWS, vocab)
+    x = torch.empty(shape, dtype=getattr(torch, dtype))
+    y = torch.empty_like(x)
     row = torch.ones(ROWS)
-    return (x, y, row.bool() if mask else None, row if per_row else 0.7), row
+    mask = row.bool() if mask else None
+    return (x, y, mask, row if per_row else 0.7), row
 
 
 def kl_fwd(jensen_shannon=False, **options):
+    from fused_rl.kernels import jensen_shannon as js
     from fused_rl.kernels import kl
+    from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     if jensen_shannon:
-        kl.js_fwd(*rows, row.expand(len(kl.STATE), -1).contiguous())
+        js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
         kl.kl_fwd(*rows)
 
 
 def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
     from fused_rl.kernels import kl
+    from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
-    state, sums = row.expand(len(kl.STATE), -1).contiguous(), row.expand(3, -1).contiguous() if jensen_shannon else None
+    state = row.expand(len(KLState._fields), -1).contiguous()
+    sums = row.expand(3, -1).contiguous() if jensen_shannon else None
     kl.kl_bwd(row, *rows, row, state, sums, *wants)
 
 
@@ -162,118 +167,6 @@ VARIANTS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- machine code
-
-NVIDIA = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);")
-AMD = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s*(.*)$")
-# what a Hopper multiprocessor issues to its half-rate integer and comparison pipe
-ALU = {"FMNMX", "FSEL", "FSETP", "IADD3", "IMNMX", "ISETP", "LEA", "LOP3", "PLOP3", "PRMT", "SEL", "SHF", "VIADD"} | {
-    "VIMNMX",
-    "VIADDMNMX",
-    "F2FP",
-    "FCHK",
-    "P2R",
-    "R2P",
-}
-
-
-def _nvidia_tool(tool, option, cubin):
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def _listing(kernel, vendor):
-    """[(label or None, opcode or None, operands)] of a compiled kernel."""
-    if vendor == "hip":
-        text, pattern, label = kernel.asm["amdgcn"], AMD, re.compile(r"^(\.LBB\w+):")
-    else:
-        text, pattern, label = _nvidia_tool("nvdisasm", "-c", kernel.asm["cubin"]), NVIDIA, re.compile(r"^(\.L_?\w+):")
-    listing = []
-    for line in text.splitlines():
-        if found := label.match(line):
-            listing.append((found[1], None, ""))
-        elif found := pattern.match(line):
-            listing.append((None, found[1], found[2]))
-    return listing
-
-
-def _innermost_loops(listing):
-    """Slices of the listing between a label and the last branch back to it, those with no such slice inside."""
-    at, loops = {}, {}
-    for i, (label, opcode, operands) in enumerate(listing):
-        if label:
-            at[label] = i
-        elif opcode.startswith(("BRA", "s_cbranch")):
-            target = re.search(r"\.L\w+", operands)
-            if target and target[0] in at:
-                loops[at[target[0]]] = i
-    spans = [span for span in loops.items() if span[1] - span[0] > 1]
-    return [listing[a:b] for a, b in spans if not any(a < c and d < b for c, d in spans)]
-
-
-def _width(opcode):
-    """(bytes that a thread loads from global memory, bytes that it stores)."""
-    name = opcode.split(".")[0]
-    if name in ("LDG", "STG"):
-        width = next((int(w) // 8 for w in ("128", "64") if "." + w in opcode), 2 if "16" in opcode else 4)
-        return (width, 0) if name == "LDG" else (0, width)
-    found = re.match(r"(?:global|buffer)_(load|store)_(?:dword(?:x(\d))?|([us]?short|[us]?byte))", opcode)
-    if not found:
-        return 0, 0
-    width = 2 if found[3] else 4 * int(found[2] or 1)
-    return (width, 0) if found[1] == "load" else (0, width)
-
-
-def _loop(loop, element_bytes):
-    opcodes = [opcode for _, opcode, _ in loop if opcode and not opcode.startswith(("NOP", "s_nop", "s_waitcnt"))]
-    loads, stores = zip(*map(_width, opcodes), strict=True)
-    elements = sum(loads) / element_bytes
-    count = collections.Counter(opcode.split(".")[0] for opcode in opcodes)
-    special = count["MUFU"] + sum(n for name, n in count.items() if re.match(r"v_(exp|log|rcp|rsq|sqrt)_", name))
-    return {
-        "elements": elements,
-        "bytes": sum(loads) + sum(stores),
-        "load": min((w for w in loads if w), default=0),
-        "store": min((w for w in stores if w), default=0),
-        "barriers": count["BAR"] + count["s_barrier"],
-        "instructions": len(opcodes) / elements,
-        "alu": sum(n for name, n in count.items() if name in ALU) / elements,
-        "special": special / elements,
-    }
-
-
-def _resources(kernel, listing, vendor):
-    if vendor == "hip":
-        text = kernel.asm["amdgcn"]
-        field = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
-        scratch = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
-        registers, spills = field["vgpr_count"], field["vgpr_spill_count"] + scratch
-    else:
-        registers = int(re.search(r"REG:(\d+)", _nvidia_tool("cuobjdump", "-res-usage", kernel.asm["cubin"]))[1])
-        spills = sum(1 for _, op, _ in listing if op and op.startswith(("LDL", "STL")))
-    return {"registers": registers, "spills": spills, "shared": kernel.metadata.shared}
-
-
-def inspect_kernel(kernel, vendor, element_bytes):
-    """Resources of a compiled kernel, and the figures of its main loops (empty for a kernel that streams nothing)."""
-    listing = _listing(kernel, vendor)
-    loops = [loop for loop in _innermost_loops(listing) if any(_width(op)[0] for _, op, _ in loop if op)]
-    loops = [_loop(loop, element_bytes) for loop in loops]
-    most = max((loop["bytes"] for loop in loops), default=0)
-    main = sorted((loop for loop in loops if loop["bytes"] == most), key=lambda loop: loop["instructions"])
-    return _resources(kernel, listing, vendor) | {"loops": main, "headroom": [headroom(loop) for loop in main]}
-
-
-def headroom(loop):
-    issue = max(loop["instructions"] / 128, loop["alu"] / 64, loop["special"] / 16) / CLOCKS_PER_SECOND
-    return loop["bytes"] / loop["elements"] / BYTES_PER_SECOND / issue
-
-
 # ------------------------------------------------------------------------------------------------- the subprocess
 
 
@@ -324,59 +217,82 @@ def launches(run, arguments, target, compile_them=True):
 
 
 def _inspect_all(cases, targets):
+    """Print the figures of every kernel and target as JSON."""
     for name, (run, arguments, element_bytes) in cases.items():
         for target in targets:
+            vendor = TARGETS[target][0]
             for kernel_name, _, kernel in launches(run, arguments, target):
-                figures = inspect_kernel(kernel, TARGETS[target][0], element_bytes)
-                print(json.dumps({"case": name, "kernel": kernel_name, "target": target} | figures), flush=True)
+                figures = machine_code.inspect_kernel(kernel, vendor, element_bytes)
+                row = {"case": name, "kernel": kernel_name, "target": target, "status": "ok"}
+                print(json.dumps(row | figures), flush=True)
+
+
+def _launch_both(rows, temperature, vocab):
+    """A forward and a backward pass of these sizes."""
+    from fused_rl.kernels import logprob
+
+    logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
+    logprob.logprob_fwd(logits, targets, mask, 1 / temperature, None)
+    logprob.logprob_bwd(row, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
 
 
 def _count_variants():
     """Distinct compiled kernels over 20 lengths, 5 temperatures, 3 vocabularies and their strides, per kernel."""
-    seen = collections.Counter()
     keys = set()
-    for rows in range(1, 40, 2):
-        for temperature in (0.3, 0.7, 1.0, 1.3, 2):
-            for vocab in (32000, 50257, 1):
-                logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
-                from fused_rl.kernels import logprob
-
-                def run(x=logits, t=targets, g=row, m=mask, inv_t=1 / temperature):
-                    logprob.logprob_fwd(x, t, m, inv_t, None)  # noqa: B023
-                    logprob.logprob_bwd(g, g, None, x, t, m, g, g, g, inv_t, None)  # noqa: B023
-
-                keys.update(launches(run, {}, "sm_90", compile_them=False))
-    for name, *_ in keys:
-        seen[name] += 1
+    for sizes in itertools.product(range(1, 40, 2), (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)):
+        arguments = dict(zip(("rows", "temperature", "vocab"), sizes, strict=True))
+        keys.update(launches(_launch_both, arguments, "sm_90", compile_them=False))
+    seen = collections.Counter(name for name, *_ in keys)
     print(json.dumps({"variants": seen}))
 
 
 def subprocess_lines(*arguments):
     """What this file, run with these arguments and triton's compiler in place of its interpreter, prints as JSON."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(Path(__file__).resolve()), "--json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    words = [sys.executable, str(Path(__file__).resolve()), "--json", *arguments]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _between(loops, name, form="{:.2f}"):
-    return " / ".join(dict.fromkeys(form.format(loop[name]) for loop in (loops[0], loops[-1])))
+    """The figure of the first and the last loop, once where they are alike."""
+    texts = [form.format(loops[i][name]) for i in (0, -1)]
+    return " / ".join(dict.fromkeys(texts))
 
 
 def table(rows):
+    """The figures as text."""
     head = ["case", "kernel", "target", "regs", "spills", "smem", "load B", "store B", "barriers", "instr/el", "ALU/el"]
-    lines = [[*head, "special/el", "headroom"]]
+    lines = []
     for row in rows:
-        line = [row["case"], row["kernel"], row["target"], row["registers"], row["spills"], row["shared"]]
-        if loops := row["loops"]:
+        line = [row[name] for name in ("case", "kernel", "target", "registers", "spills", "shared")]
+        loops = row["loops"]
+        if loops:
             line += [_between(loops, name, "{}") for name in ("load", "store", "barriers")]
             line += [_between(loops, name) for name in ("instructions", "alu", "special")]
-            line.append(" / ".join(f"{h:.2f}" for h in row["headroom"]) if "sm_90" in row["target"] else "")
-        lines.append([str(cell) for cell in line] + [""] * (13 - len(line)))
-    widths = [max(len(line[i]) for line in lines) for i in range(13)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+            line.append(" / ".join(f"{h:.2f}" for h in row["headroom"]) if row["target"] == "sm_90" else "")
+        lines.append([*line, *[""] * (13 - len(line))])
+    lines = [[str(cell) for cell in line] for line in [[*head, "special/el", "headroom"], *lines]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        padded.append("  ".join(cells).rstrip())
+    return "\n".join(padded)
+
+
+def command(name: str, words: list[str]) -> int:
+    """The table of every kernel, as a group of the suite: the rows are kept too."""
+    from bench import options, results
+
+    args = options.arguments(__doc__, name, words)
+    args.device = "cpu"
+    rows = subprocess_lines()
+    print(table(rows))
+    results.save(args, rows)
+    return 0
 
 
 def main():
@@ -391,7 +307,8 @@ def main():
         return print(table(subprocess_lines(*sys.argv[1:])))
     if args.count:
         return _count_variants()
-    cases = {name: case for name, case in (VARIANTS if args.variants else CASES).items() if args.only in name}
+    listed = VARIANTS if args.variants else CASES
+    cases = {name: case for name, case in listed.items() if args.only in name}
     return _inspect_all(cases, args.targets.split(","))
 
 

@@ -12,51 +12,72 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-# name, command, seconds after which it is stopped, seconds that it is asked to keep to; 500 in all, of 9 minutes
+from bench.machine import ROOT
+
+
+class Step(NamedTuple):
+    name: str
+    command: list[str]
+    limit: int  # seconds after which it is stopped; 500 in all, of 9 minutes
+    budget: int | None = None  # seconds that it is asked to keep to
+    writes: bool = True  # takes --out
+
+
+TESTS = ["-m", "pytest", "-q", "-m", "gpu", "--continue-on-collection-errors", "tests"]
 STEPS = [
-    ("prototypes", ["bench/prototypes.py", "--device", "cuda"], 90, None),
-    ("tests", ["-m", "pytest", "-q", "-m", "gpu", "--continue-on-collection-errors", "tests"], 170, None),
-    ("kernels", ["bench/kernels.py", "--device", "cuda"], 140, 120),
-    ("linear", ["bench/linear.py", "--device", "cuda"], 100, 80),
+    Step("prototypes", ["-m", "bench", "prototypes", "--device", "cuda"], 90),
+    Step("tests", TESTS, 170, writes=False),
+    Step("kernels", ["-m", "bench", "kernels", "--device", "cuda"], 140, 120),
+    Step("linear", ["-m", "bench", "linear", "--device", "cuda"], 100, 80),
 ]
 
 
-def main(arguments: list[str]) -> int:
+def parse(words: list[str]) -> tuple[Path, list[Step]]:
+    """The folder of the results, and the steps to run."""
+    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "bench/results"), help="folder for all results")
-    parser.add_argument("--steps", default=",".join(s[0] for s in STEPS), help="comma-separated, of the default")
-    args = parser.parse_args(arguments)
-    unknown = set(args.steps.split(",")) - {s[0] for s in STEPS}
+    parser.add_argument("--steps", default=",".join(names), help="comma-separated, of the default")
+    args = parser.parse_args(words)
+    wanted = args.steps.split(",")
+    unknown = [name for name in wanted if name not in names]
     if unknown:
-        parser.error(f"--steps {unknown.pop()}: expected some of {', '.join(s[0] for s in STEPS)}")
+        parser.error(f"--steps {unknown[0]}: expected some of {', '.join(names)}")
+    return Path(args.out), [step for step in STEPS if step.name in wanted]
+
+
+def command(name: str, words: list[str]) -> int:
+    """Run the steps; 1 where one of them did not end well, or there is no GPU."""
+    out, steps = parse(words)
     if not torch.cuda.is_available():
         print("no GPU: torch.cuda.is_available() is False")
         return 1
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    outcome = []
-    for name, command, limit, budget in STEPS:
-        if name not in args.steps.split(","):
-            continue
-        command = [sys.executable, "-u", *command, *(["--out", args.out] if name != "tests" else [])]
-        command += ["--budget", str(budget)] if budget else []
-        print(f"\n== {name} (at most {limit} s) ==", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"BENCH_COMMAND": "python -m bench gpu"}
+    environment.pop("TRITON_INTERPRET", None)
+    summary, failed = [], False
+    for step in steps:
+        words = [sys.executable, "-u", *step.command]
+        words += ["--out", str(out)] if step.writes else []
+        words += ["--budget", str(step.budget)] if step.budget else []
+        print(f"\n== {step.name} (at most {step.limit} s) ==", flush=True)
         started = time.perf_counter()
-        with (Path(args.out) / f"{name}.txt").open("w") as log:
-            status = _run(command, environment | {"BENCH_COMMAND": "python -m bench gpu"}, limit, log)
-        outcome.append((name, status, time.perf_counter() - started))
-    print("\n" + "\n".join(f"{name}: {status}, {seconds:.0f} s" for name, status, seconds in outcome))
-    return int(any(status != "ok" for _, status, _ in outcome))
+        with (out / f"{step.name}.txt").open("w") as log:
+            status = run(words, environment, step.limit, log)
+        failed = failed or status != "ok"
+        summary.append(f"{step.name}: {status}, {time.perf_counter() - started:.0f} s")
+    print("\n" + "\n".join(summary))
+    return int(failed)
 
 
-def _run(command, environment, limit, log) -> str:
-    """Runs it, its output both here and in the log; "ok", or what went wrong."""
-    with subprocess.Popen(["timeout", "-k", "5", str(limit), *command], cwd=ROOT, env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # fmt: skip
+def run(words: list[str], environment: dict, limit: int, log) -> str:
+    """Runs a command, its output both here and in the log; "ok", or what went wrong."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(["timeout", "-k", "5", str(limit), *words], cwd=ROOT, env=environment, **pipes) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             log.write(line)

@@ -1,17 +1,13 @@
 """Errors against fp64 of the same rounded logits: ours, plain torch's and the peers'; the table of docs/numerics.md.
 
-    python bench/numerics.py
+    python -m bench numerics
 
 On a CPU, Triton kernels (ours and the peers') run in Triton's interpreter, which rounds as a GPU does:
 only the last bit of exp2 and log2 differs there.
 """
 
+import itertools
 import os
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
@@ -19,39 +15,45 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported
 
 import fused_rl
-from bench import measure, peers
+from bench import interpreter, machine, options, peers, results
 from bench.repro import entropy as forms
-from tests import interpreter
 
-VOCABULARY = 32000
+ROWS, VOCABULARY = 6, 32000
 # Two kinds of logits: what a model returns, and what breaks formulas that subtract large numbers.
 GROUPS = {
     "usual": [("normal", 0)],
-    "hard": [(gap, offset) for gap in (10, 20, 30) for offset in (0, 1000)] + [("normal", 1000)],
+    "hard": [*itertools.product((10, 20, 30), (0, 1000)), ("normal", 1000)],
 }
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def logits(kind, offset, dtype, device):
     """(6, V) logits: normal with deviation 3, or one token a gap above the rest; (6,) targets."""
     if kind == "normal":
-        x = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1)).mul_(3).add_(offset).to(dtype)
+        x = torch.randn(ROWS, VOCABULARY, generator=seeded(1))
+        x = x.mul_(3).add_(offset).to(dtype)
     else:
-        x = forms.logits(kind, offset, dtype, rows=6, vocabulary=VOCABULARY)
-    targets = torch.randint(VOCABULARY, (6,), generator=torch.Generator().manual_seed(2))
-    targets[0] = 7
+        x = forms.logits(kind, offset, dtype, rows=ROWS, vocabulary=VOCABULARY)
+    targets = torch.randint(VOCABULARY, (ROWS,), generator=seeded(2))
+    targets[0] = 7  # the token that a gap lifts
     return x.to(device), targets.to(device)
 
 
 def in_dtype(x, targets, mask=None):
     """Plain torch in the logits' own dtype."""
     logp = torch.log_softmax(x, -1)
-    return logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+    chosen = logp.gather(-1, targets[..., None])[..., 0]
+    return chosen, -(logp.exp() * logp).sum(-1)
 
 
 def one_pass(x, targets, mask=None):
     """lse - sum p x in fp32."""
     x = x.float()
-    return x.gather(-1, targets[..., None])[..., 0] - torch.logsumexp(x, -1), forms.difference(x)
+    chosen = x.gather(-1, targets[..., None])[..., 0]
+    return chosen - torch.logsumexp(x, -1), forms.difference(x)
 
 
 CPU_PATH = "fused_rl on CPU"
@@ -64,18 +66,18 @@ def ours(x, targets, mask=None):
 
 
 def implementations(args):
-    """Peers, ours first, and the reasons of those that cannot run."""
+    """Peers, ours first, and rows of those that cannot run."""
     cpu = args.device == "cpu"
-    version = fused_rl.__version__
+    version, torch_version = fused_rl.__version__, machine.version("torch")
     found = [peers.Peer("fused_rl kernels", version, ours)]
     if cpu:
         found.append(peers.Peer(CPU_PATH, version, ours))
-    found.append(peers.Peer("plain torch, logits' dtype", measure.version("torch"), in_dtype))
-    found.append(peers.Peer("one pass, lse - sum(p x), fp32", measure.version("torch"), one_pass))
-    running, missing = peers.find(peers.LOGPROBS, args.device, args.peers, interpreted=cpu)
-    renamed = {"plain torch": "plain torch, fp32"}
+    found.append(peers.Peer("plain torch, logits' dtype", torch_version, in_dtype))
+    found.append(peers.Peer("one pass, lse - sum(p x), fp32", torch_version, one_pass))
+    running, missing = peers.find(peers.LOGPROBS, args.device, args.peers, interpreted=cpu, op="token_logprobs")
     for peer in running:
-        found.append(peer._replace(name=renamed.get(peer.name, peer.name)))
+        name = "plain torch, fp32" if peer.name == "plain torch" else peer.name
+        found.append(peer._replace(name=name))
     return found, missing
 
 
@@ -87,7 +89,8 @@ def exact(x, targets, dlogprobs, dentropy):
     gradient = torch.zeros_like(p)
     if dlogprobs is not None:
         # 1 - p of the likeliest token is rest / (1 + rest)
-        kept = torch.where(s.gather(-1, at) == 0, rest / (1 + rest), -torch.expm1(logp.gather(-1, at)))
+        likeliest = s.gather(-1, at) == 0
+        kept = torch.where(likeliest, rest / (1 + rest), -torch.expm1(logp.gather(-1, at)))
         gradient += dlogprobs.double()[:, None] * (-p).scatter(-1, at, kept)
     if dentropy is not None:
         gradient -= dentropy.double()[:, None] * p * (s + spread)  # log p + H
@@ -99,58 +102,68 @@ def measured(peer, dtype, cases, device):
     worst = {"logprob": 0.0, "entropy": None, "relative": None, "smallest": None, "gradient": 0.0}
     for kind, offset in cases:
         x, targets = logits(kind, offset, dtype, device)
-        upstream = [torch.randn(6, generator=torch.Generator().manual_seed(i)).to(device) for i in (3, 4)]
+        upstream = [torch.randn(ROWS, generator=seeded(seed)).to(device) for seed in (3, 4)]
+
+        # What it returns; one that takes (1, T, V) scores all rows but the last.
         given = x.clone().requires_grad_()
-        whole = peer.name == "Liger GRPO loss"  # takes (1, 6, V) and scores the first five rows
-        if whole:
+        rows = slice(0, ROWS - 1 if peer.whole else ROWS)
+        if peer.whole:
             logprobs, h = peer.call(given[None], targets[None, :-1])
             logprobs = logprobs[0]
-            rows = slice(0, 5)
         else:
             logprobs, h = peer.call(given, targets)
-            rows = slice(0, 6)
-        pairs = [(o, u[rows]) for o, u in zip((logprobs, h), upstream, strict=True) if o is not None]
-        gradient = torch.autograd.grad([o for o, _ in pairs], given, [u.to(o.dtype) for o, u in pairs])[0][rows]
-        *truth, true_gradient = exact(x, targets, upstream[0], None if h is None else upstream[1])
-        true_gradient = true_gradient[rows]
-        scale = true_gradient.abs().amax(1, keepdim=True).clamp(min=1e-300)
-        error = ((gradient.double() - true_gradient).abs() / scale).max().item()
-        worst["gradient"] = _most(worst["gradient"], error)
-        worst["logprob"] = _most(worst["logprob"], (logprobs.double() - truth[0][rows]).abs().max().item())
-        if h is not None:
-            off = (h.double() - truth[1]).abs()
-            worst["entropy"] = _most(worst["entropy"], off.max().item())
-            worst["relative"] = _most(worst["relative"], (off / truth[1]).max().item())
-            worst["smallest"] = h.min().item() if worst["smallest"] is None else min(worst["smallest"], h.min().item())
+        outputs = [output for output in (logprobs, h) if output is not None]
+        weights = [up[rows].to(output.dtype) for output, up in zip(outputs, upstream, strict=False)]
+        gradient = torch.autograd.grad(outputs, given, weights)[0][rows]
+
+        # Against the truth.
+        of_entropy = None if h is None else upstream[1]
+        exact_logprobs, exact_h, exact_gradient = exact(x, targets, upstream[0], of_entropy)
+        exact_gradient = exact_gradient[rows]
+        scale = exact_gradient.abs().amax(1, keepdim=True).clamp(min=1e-300)
+        off = (gradient.double() - exact_gradient).abs() / scale
+        worst["gradient"] = _most(worst["gradient"], off.max().item())
+        off = (logprobs.double() - exact_logprobs[rows]).abs()
+        worst["logprob"] = _most(worst["logprob"], off.max().item())
+        if h is None:
+            continue
+        off = (h.double() - exact_h).abs()
+        smallest = h.min().item()
+        worst["entropy"] = _most(worst["entropy"], off.max().item())
+        worst["relative"] = _most(worst["relative"], (off / exact_h).max().item())
+        worst["smallest"] = smallest if worst["smallest"] is None else min(worst["smallest"], smallest)
     return worst
 
 
 def exact_kl(x, ref):
     """Reverse KL in fp64 as a sum of terms that are all >= 0, so that close distributions lose nothing."""
-    logp, logq = torch.log_softmax(x.double(), -1), torch.log_softmax(ref.double(), -1)
-    delta = logp - logq
+    logp = torch.log_softmax(x.double(), -1)
+    delta = logp - torch.log_softmax(ref.double(), -1)
     # e^-d - 1 + d: its series where the difference would lose digits
-    series = delta**2 * (1 / 2 - delta * (1 / 6 - delta * (1 / 24 - delta / 120)))
+    inner = 1 / 6 - delta * (1 / 24 - delta / 120)
+    series = delta**2 * (1 / 2 - delta * inner)
     terms = torch.where(delta.abs() < 1e-2, series, torch.expm1(-delta) + delta)
     return (logp.exp() * terms).sum(-1)
 
 
 def kl_rows(device):
     """token_kl and plain fp32 torch at distances that shrink: worst relative error, and the smallest value."""
+    calls = {"fused_rl": fused_rl.token_kl, "plain torch, fp32": peers.plain_kl}
+    versions = {"fused_rl": fused_rl.__version__, "plain torch, fp32": machine.version("torch")}
     found = []
     for scale in KL_SCALES:
-        generator = torch.Generator().manual_seed(5)
-        x = torch.randn(6, VOCABULARY, generator=generator).mul_(3)
-        ref = (x + scale * torch.randn(6, VOCABULARY, generator=generator)).to(device)
+        generator = seeded(5)
+        x = torch.randn(ROWS, VOCABULARY, generator=generator).mul_(3)
+        noise = torch.randn(ROWS, VOCABULARY, generator=generator)
+        ref = (x + scale * noise).to(device)
         x = x.to(device)
-        exact = exact_kl(x, ref)
-        calls = {"fused_rl": lambda x, ref: fused_rl.token_kl(x, ref), "plain torch, fp32": peers.plain_kl}
+        true = exact_kl(x, ref)
         for name, call in calls.items():
             value = call(x, ref).double()
-            version = fused_rl.__version__ if name == "fused_rl" else measure.version("torch")
-            found.append({"table": "kl", "implementation": name, "version": version, "exact": exact.mean().item(),
-                          "relative": ((value - exact).abs() / exact).max().item(),
-                          "smallest": value.min().item()})  # fmt: skip
+            off = (value - true).abs() / true
+            row = {"table": "kl", "implementation": name, "version": versions[name], "status": results.OK}
+            row |= {"exact": true.mean().item(), "relative": off.max().item()}
+            found.append(row | {"smallest": value.min().item()})
     return found
 
 
@@ -159,41 +172,58 @@ def _most(a, b):
     return b if a is None or not b <= a else a
 
 
-def main(args):
-    if args.device == "cpu":
-        interpreter.fix_numerics()
+def interpret(device: str, on: bool):
+    """On a CPU, send our op's calls to the kernels, as a GPU runs them, or to the CPU path; it reads this each time."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = str(int(on))
+
+
+def table_rows(args) -> list[dict]:
+    """Every implementation over every kind of logits, and those that did not run."""
     found, missing = implementations(args)
     rows = []
-    for dtype in args.dtype:
-        for group, cases in GROUPS.items():
-            for peer in found:
-                if args.device == "cpu":  # our op reads it at each call
-                    os.environ["TRITON_INTERPRET"] = "0" if peer.name == CPU_PATH else "1"
-                try:
-                    worst = measured(peer, measure.DTYPES[dtype], cases, args.device)
-                except (ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError, ImportError) as reason:
-                    missing[peer.name] = f"{type(reason).__name__}: {reason}".splitlines()[0]
-                    continue
-                rows.append(
-                    {"dtype": dtype, "logits": group, "implementation": peer.name, "version": peer.version, **worst}
-                )
-    columns = ["logprob", "entropy", "relative", "smallest", "gradient"]
+    for dtype, (group, cases), peer in itertools.product(args.dtype, GROUPS.items(), found):
+        interpret(args.device, peer.name != CPU_PATH)
+        row = {"dtype": dtype, "logits": group, "implementation": peer.name, "version": peer.version}
+        try:
+            worst = measured(peer, options.DTYPES[dtype], cases, args.device)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError, ImportError) as reason:
+            told = f"{type(reason).__name__}: {reason}".splitlines()[0]
+            failed = results.not_run(peer.name, results.FAILED, told, "token_logprobs")
+            missing += [] if failed in missing else [failed]
+            continue
+        rows.append(row | {"status": results.OK} | worst)
+    return rows + missing
+
+
+def _cells(rows, names):
+    return [[row[name] for name in names] for row in rows]
+
+
+def show(rows, of_kl):
+    """Print both tables."""
+    names = ["dtype", "logits", "implementation", "version"]
+    errors = ["logprob", "entropy", "relative", "smallest", "gradient"]
+    titles = [*names, "logprob", "entropy", "entropy rel.", "smallest entropy", "gradient"]
     print("largest error: logprob and entropy in nats, entropy relative, gradient relative to its row's largest\n")
-    print(measure.table(["dtype", "logits", "implementation", "version", "logprob", "entropy", "entropy rel.",
-                         "smallest entropy", "gradient"],
-                        [[r["dtype"], r["logits"], r["implementation"], r["version"], *(r[c] for c in columns)]
-                         for r in rows]))  # fmt: skip
-    for name, reason in missing.items():
-        print(f"  not measured: {name}: {reason}")
-    if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # the kernel, as a GPU runs it
-    of_kl = kl_rows(args.device)
+    lines = _cells(results.measured(rows), names + errors)
+    print(results.table(titles, lines))
+    for row in results.missing(rows):
+        print(f"  not measured: {results.name_of(row)}: {row['reason']}")
     print("\nreverse KL of fp32 logits that come closer: largest relative error, and the smallest value\n")
-    print(measure.table(["exact KL (nats)", "implementation", "relative error", "smallest value"],
-                        [[r["exact"], r["implementation"], r["relative"], r["smallest"]] for r in of_kl]))  # fmt: skip
-    measure.save(args, rows + of_kl, not_run=missing)
-    return any(name.startswith("fused_rl") for name in missing)
+    lines = _cells(of_kl, ["exact", "implementation", "relative", "smallest"])
+    print(results.table(["exact KL (nats)", "implementation", "relative error", "smallest value"], lines))
 
 
-if __name__ == "__main__":
-    sys.exit(main(measure.arguments(__doc__, "numerics")))
+def command(name: str, words: list[str]) -> int:
+    """Measure and print; 1 where ours raised."""
+    args = options.arguments(__doc__, name, words)
+    if args.device == "cpu":
+        interpreter.fix_numerics()
+    rows = table_rows(args)
+    interpret(args.device, True)
+    of_kl = kl_rows(args.device)
+    show(rows, of_kl)
+    results.save(args, rows + of_kl)
+    broken = [row for row in results.missing(rows) if results.ours(row)]
+    return int(bool(broken))

@@ -1,7 +1,11 @@
 """The other implementations that rows stand beside: each optional, each with its version, or with why it cannot run.
 
-A peer is called as we call our own op, `call(logits (..., V), targets (...), mask (...) | None)`, and returns
-`(logprobs, entropy or None)`, so that an answer can be checked against fp64 before its time counts for anything.
+A peer is called as we call our own op, so that an answer can be checked against fp64 before its time counts:
+
+    log-probabilities   call(logits (..., V), targets (...), mask (...) | None) -> (logprobs, entropy or None)
+    KL                  call(logits (..., V), ref_logits (..., V), mask (...) | None) -> KL per row, or its sum
+    gae                 call(rewards (B, T), values, mask, gamma, gae_lambda) -> (advantages, returns)
+    the output head     call(hidden (N, H), weight (V, H), targets (N,), advantages (N / SEQUENCE,)) -> loss
 """
 
 import importlib
@@ -12,23 +16,36 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from bench.measure import version
+from bench import results
+from bench.machine import version
+
+SEQUENCE = 128  # tokens that share an advantage at the output head, and the smallest piece Liger can cut
 
 
 class Peer(NamedTuple):
+    """An implementation, ours among them."""
+
     name: str
     version: str | None
     call: Callable
     note: str = ""  # what it does not do
     overwrites: bool = False  # its gradient takes the logits' storage
     compiles: bool = False  # a first call on new shapes may compile
+    whole: bool = False  # takes (B, T, V) logits and scores all positions but the last
+    unweighted: bool = False  # takes no advantages: all are 1
+    role: str = "peer"  # "ours" is checked before it is timed; "floor" is work that nobody can avoid
+    backward: Callable | None = None  # (outputs, x) -> gradient, where it is not autograd's
 
 
 class Unavailable(Exception):
-    """Why a peer cannot run here."""
+    """Why a peer cannot run here: a reason, and the status of its row."""
+
+    def __init__(self, reason: str, status: str = results.CANNOT_RUN):
+        super().__init__(reason)
+        self.status = status
 
 
-def _gpu_only(device: str, interpreted: bool):
+def _needs_gpu(device: str, interpreted: bool):
     if device == "cpu" and not interpreted:
         raise Unavailable("its Triton kernels need a GPU")
 
@@ -44,18 +61,30 @@ def plain_logprobs(logits, targets, mask=None):
 
 
 def _masked(outputs, mask):
-    return outputs if mask is None else tuple(None if o is None else torch.where(mask, o, 0) for o in outputs)
+    """The outputs with 0 in masked rows; None stays None."""
+    if mask is None:
+        return outputs
+    return tuple(output if output is None else torch.where(mask, output, 0) for output in outputs)
+
+
+def _targets_ignored(targets, mask):
+    """Flat targets, with cross-entropies' -100 where the mask leaves a row out."""
+    return targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
 
 
 def _plain(device, interpreted):
     return Peer("plain torch", version("torch"), plain_logprobs)
 
 
-def _compiled(device, interpreted):
+def _needs_inductor(device: str, interpreted: bool):
     if interpreted:
         raise Unavailable("Inductor's kernels are not interpreted")
     if device == "cpu" and not shutil.which("g++"):
         raise Unavailable("Inductor needs a C++ compiler (g++)")
+
+
+def _compiled(device, interpreted):
+    _needs_inductor(device, interpreted)
     return Peer("torch.compile", version("torch"), torch.compile(plain_logprobs, dynamic=True), compiles=True)
 
 
@@ -71,13 +100,15 @@ def _trl(device, interpreted):
     utils = import_peer("trl.trainer.utils")
 
     def call(logits, targets, mask=None):
-        return _masked((utils.selective_log_softmax(logits, targets), utils.entropy_from_logits(logits)), mask)
+        logprobs = utils.selective_log_softmax(logits, targets)
+        return _masked((logprobs, utils.entropy_from_logits(logits)), mask)
 
-    return Peer("TRL", version("trl"), call, "two functions" if device == "cpu" else "two functions, each its kernel")
+    note = "two functions" if device == "cpu" else "two functions, each its kernel"
+    return Peer("TRL", version("trl"), call, note)
 
 
 def _trl_kernel(device, interpreted):
-    _gpu_only(device, interpreted)
+    _needs_gpu(device, interpreted)
     fused = import_peer("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
 
     def call(logits, targets, mask=None):
@@ -87,7 +118,7 @@ def _trl_kernel(device, interpreted):
 
 
 def _liger_grpo(device, interpreted):
-    _gpu_only(device, interpreted)
+    _needs_gpu(device, interpreted)
     loss = import_peer("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
     def call(logits, targets, mask=None):
@@ -111,15 +142,15 @@ def _liger_grpo(device, interpreted):
         )
         return -per_token, None
 
-    return Peer("Liger GRPO loss", version("liger-kernel"), call, "no entropy")
+    return Peer("Liger GRPO loss", version("liger-kernel"), call, "no entropy", whole=True)
 
 
 def _liger_ce(device, interpreted):
-    _gpu_only(device, interpreted)
+    _needs_gpu(device, interpreted)
     function = import_peer("liger_kernel.ops").LigerCrossEntropyFunction
 
     def call(logits, targets, mask=None):
-        targets = targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
+        targets = _targets_ignored(targets, mask)
         loss = function.apply(logits.flatten(0, -2), targets, None, -100, 0.0, 0.0, "none", None, False)[0]
         return -loss.view(logits.shape[:-1]), None
 
@@ -128,23 +159,23 @@ def _liger_ce(device, interpreted):
 
 
 def _flash(device, interpreted):
-    _gpu_only(device, False)
+    _needs_gpu(device, False)
     function = import_peer("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
 
     def call(logits, targets, mask=None):
-        targets = targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
-        return -function(logits.flatten(0, -2), targets)[0].view(logits.shape[:-1]), None
+        loss = function(logits.flatten(0, -2), _targets_ignored(targets, mask))[0]
+        return -loss.view(logits.shape[:-1]), None
 
     return Peer("flash-attn cross-entropy", version("flash-attn"), call, "no entropy")
 
 
 def _quack(device, interpreted):
-    _gpu_only(device, False)
+    _needs_gpu(device, False)
     function = import_peer("quack.cross_entropy").cross_entropy
 
     def call(logits, targets, mask=None):
-        targets = targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
-        return -function(logits.flatten(0, -2), targets, reduction="none").view(logits.shape[:-1]), None
+        loss = function(logits.flatten(0, -2), _targets_ignored(targets, mask), reduction="none")
+        return -loss.view(logits.shape[:-1]), None
 
     return Peer("quack cross-entropy", version("quack-kernels"), call, "no entropy")
 
@@ -165,8 +196,10 @@ def _verl(device, interpreted):
 
 def plain_kl(logits, ref_logits, mask=None):
     """Reverse KL per row, from two fp32 log-softmaxes."""
-    logp, ref = torch.log_softmax(logits.float(), -1), torch.log_softmax(ref_logits.float(), -1)
-    return _masked(((logp.exp() * (logp - ref)).sum(-1),), mask)[0]
+    logp = torch.log_softmax(logits.float(), -1)
+    ref = torch.log_softmax(ref_logits.float(), -1)
+    kl = (logp.exp() * (logp - ref)).sum(-1)
+    return _masked((kl,), mask)[0]
 
 
 def _plain_kl(device, interpreted):
@@ -174,12 +207,12 @@ def _plain_kl(device, interpreted):
 
 
 def _compiled_kl(device, interpreted):
-    version = _compiled(device, interpreted).version
-    return Peer("torch.compile", version, torch.compile(plain_kl, dynamic=True), compiles=True)
+    _needs_inductor(device, interpreted)
+    return Peer("torch.compile", version("torch"), torch.compile(plain_kl, dynamic=True), compiles=True)
 
 
 def _liger_kl(device, interpreted):
-    _gpu_only(device, interpreted)
+    _needs_gpu(device, interpreted)
     function = import_peer("liger_kernel.ops").LigerJSDFunction
 
     def call(logits, ref_logits, mask=None):
@@ -200,8 +233,10 @@ def loop_gae(rewards, values, mask, gamma, gae_lambda):
     columns = []
     for t in reversed(range(rewards.shape[1])):
         keep = mask[:, t]
-        now = rewards[:, t] + gamma * following - values[:, t] + gamma * gae_lambda * last
-        last, following = torch.where(keep, now, last), torch.where(keep, values[:, t], following)
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        now = delta + gamma * gae_lambda * last
+        last = torch.where(keep, now, last)
+        following = torch.where(keep, values[:, t], following)
         columns.append(torch.where(keep, now, 0))
     advantages = torch.stack(columns[::-1], 1)
     return advantages, torch.where(mask, advantages + values, 0)
@@ -209,6 +244,100 @@ def loop_gae(rewards, values, mask, gamma, gae_lambda):
 
 def _loop_gae(device, interpreted):
     return Peer("loop over T", version("torch"), loop_gae)
+
+
+# ------------------------------------------------------------------ a policy-gradient step through the output head
+
+
+def per_row(advantages):
+    """(N / SEQUENCE,) advantages of sequences -> (N,) of rows."""
+    return advantages.repeat_interleave(SEQUENCE)
+
+
+def policy_gradient(logprobs, entropy, advantages):
+    """On-policy GRPO's loss per row: its ratio is 1, with the gradient of the log-probability."""
+    ratio = (logprobs - logprobs.detach()).exp()
+    return -ratio * advantages
+
+
+def plain_head(hidden, weight, targets, advantages):
+    """The step as one writes it: fp32 logits, log-softmax, gather."""
+    logits = F.linear(hidden, weight).float()
+    logprobs = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+    return policy_gradient(logprobs, None, per_row(advantages)).mean()
+
+
+def _plain_head(device, interpreted):
+    return Peer("plain torch", version("torch"), plain_head, "no entropy")
+
+
+def _compiled_head(device, interpreted):
+    _needs_inductor(device, interpreted)
+    call = torch.compile(plain_head, dynamic=True)
+    return Peer("torch.compile", version("torch"), call, "no entropy", compiles=True)
+
+
+def _liger_head(device, interpreted):
+    loss_class = import_peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    loss = loss_class(beta=0.0, use_ref_model=False, loss_type="bnpo", compiled=device != "cpu")
+
+    def call(hidden, weight, targets, advantages):
+        targets = targets.view(-1, SEQUENCE)
+        states = hidden.view(*targets.shape, -1)
+        return loss(states, weight, targets, torch.ones_like(targets), advantages)[0]
+
+    note = "no entropy" + ("; compiled=False, its default fails on CPU" if device == "cpu" else "")
+    return Peer("Liger GRPO", version("liger-kernel"), call, note)
+
+
+def _trl_head(device, interpreted):
+    function = import_peer("trl.kernels").ChunkedLogProbFunction
+    columns = import_peer("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def call(hidden, weight, targets, advantages):
+        outputs = function.apply(hidden, weight, None, targets, 1.0, columns, None, 1.0, ("entropy",))
+        return policy_gradient(outputs[0], None, per_row(advantages)).mean()
+
+    return Peer("TRL chunked head", version("trl"), call)
+
+
+def _torch_linear_cross_entropy(device, interpreted):
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        raise Unavailable(f"torch {torch.__version__} has none")
+
+    def call(hidden, weight, targets, advantages):
+        # Its documentation: chunks pay from as many rows as hidden units on; below, the whole logits are cheaper.
+        chunked = torch.nn.LinearCrossEntropyOptions() if len(hidden) >= hidden.shape[1] else None
+        return function(hidden, weight, targets, options=chunked)
+
+    note = "all advantages 1, no entropy"
+    return Peer("F.linear_cross_entropy", version("torch"), call, note, unweighted=True)
+
+
+def _cut_cross_entropy(device, interpreted):
+    function = import_peer("cut_cross_entropy").linear_cross_entropy
+    cpu = device == "cpu"
+    if cpu:
+        _needs_inductor(device, interpreted)
+
+    def call(hidden, weight, targets, advantages):
+        loss = function(hidden, weight, targets, reduction="none", impl="torch_compile" if cpu else "cce")
+        return policy_gradient(-loss, None, per_row(advantages)).mean()
+
+    note = "no entropy" + ("; its torch_compile: its kernels need a GPU" if cpu else "")
+    return Peer("cut-cross-entropy", version("cut-cross-entropy"), call, note, compiles=cpu)
+
+
+def _verl_head(device, interpreted):
+    _needs_gpu(device, False)
+    function = import_peer("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+
+    def call(hidden, weight, targets, advantages):
+        logprobs, entropy = function(hidden, weight, targets, 1.0, "none")
+        return policy_gradient(logprobs, entropy, per_row(advantages)).mean()
+
+    return Peer("verl fused head", version("verl"), call)
 
 
 # ------------------------------------------------------------------ choosing
@@ -221,10 +350,12 @@ def import_peer(module: str):
     except ImportError as error:
         top = module.split(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name == top
-        raise Unavailable("not installed" if missing else f"{type(error).__name__}: {error}") from error
+        if missing:
+            raise Unavailable("not installed", results.NOT_INSTALLED) from error
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
-# in this order they run, and where time is short the last are left out
+# In this order they run, and where time is short the last are left out.
 LOGPROBS = {
     "TRL": _trl,
     "plain torch": _plain,
@@ -239,15 +370,28 @@ LOGPROBS = {
 }
 KL = {"plain torch": _plain_kl, "torch.compile": _compiled_kl, "Liger JSD": _liger_kl}
 GAE = {"loop over T": _loop_gae}
+LINEAR = {
+    "plain torch": _plain_head,
+    "torch.compile": _compiled_head,
+    "Liger GRPO": _liger_head,
+    "TRL chunked head": _trl_head,
+    "cut-cross-entropy": _cut_cross_entropy,
+    "verl": _verl_head,
+    "F.linear_cross_entropy": _torch_linear_cross_entropy,
+}
 
 
-def find(known: dict, device: str, wanted: str = "all", interpreted: bool = False) -> tuple[list[Peer], dict[str, str]]:
-    """The peers of `known` that can run here, and for each of the others the reason why not."""
-    names = list(known) if wanted == "all" else [n for n in known if n in wanted.split(",")]
-    peers, missing = [], {}
-    for name in names:
+def find(
+    known: dict, device: str, wanted: str = "all", interpreted: bool = False, op: str | None = None
+) -> tuple[list[Peer], list[dict]]:
+    """The peers of `known` that can run here, and a row of `op` for each of the others, with its status and reason."""
+    chosen = list(known) if wanted == "all" else wanted.split(",")
+    found, missing = [], []
+    for name, make in known.items():
+        if name not in chosen:
+            continue
         try:
-            peers.append(known[name](device, interpreted))
+            found.append(make(device, interpreted))
         except Unavailable as reason:
-            missing[name] = str(reason)
-    return peers, missing
+            missing.append(results.not_run(name, reason.status, str(reason), op))
+    return found, missing

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import fused_rl
-from bench import measure, peers
-from tests import interpreter
+from bench import interpreter, options, peers, results
 
 SHAPE = (2, 8, 50257)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
 
@@ -43,35 +42,46 @@ class AtenTraffic(TorchDispatchMode):
         self.read = self.written = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        registered = OPDEFS.get(f"{func.namespace}::{func.overloadpacket.__name__}")
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        registered = OPDEFS.get(f"{func.namespace}::{name}")
         if registered is not None:  # our own operator: what it calls counts, a copy of the logits above all
             with self:
-                return registered._init_fn(*args, **(kwargs or {}))
-        results = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace == "aten" and name not in EMPTY and not _is_view(func, args, results):
-            taken, given = _bytes((args, kwargs)), _bytes(results)
-            if name in FILLS:
-                taken = 0
-            elif name in SPARSE:
-                taken = given
-            elif name == "copy_":
-                taken = _bytes(args[1])
-            elif name == "scatter":  # copies its input and writes the chosen elements
-                taken = given
-            self.read, self.written = self.read + taken, self.written + given
-        return results
+                return registered._init_fn(*args, **kwargs)
+        outputs = func(*args, **kwargs)
+        if func.namespace == "aten" and name not in EMPTY and not _is_view(func, args, outputs):
+            given = _bytes(outputs)
+            self.read += _bytes_read(name, args, kwargs, given)
+            self.written += given
+        return outputs
 
 
-def _is_view(func, args, results) -> bool:
+def _bytes_read(name, args, kwargs, given) -> int:
+    """Bytes that an operator reads, which returns `given` bytes."""
+    if name in FILLS:
+        return 0
+    if name in SPARSE:
+        return given
+    if name == "copy_":
+        return _bytes(args[1])
+    if name == "scatter":  # copies its input and writes the chosen elements
+        return given
+    return _bytes((args, kwargs))
+
+
+def _tensors(tree) -> list:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_view(func, args, outputs) -> bool:
     """Whether an operator that writes into nothing gave back storage that it was given."""
-    given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
-    found = {t.untyped_storage().data_ptr() for t in tree_leaves(results) if isinstance(t, torch.Tensor)}
+    given = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
+    found = {tensor.untyped_storage().data_ptr() for tensor in _tensors(outputs)}
     return not func._schema.is_mutable and found <= given
 
 
 def _bytes(tree) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tree))
 
 
 @contextlib.contextmanager
@@ -92,8 +102,12 @@ def counted():
             yield total
     finally:
         GridExecutor.__call__ = original
-    launched = [launch.bytes() for launch in launches]
-    total += [eager.read + sum(read for read, _ in launched), eager.written + sum(written for _, written in launched)]
+    read, written = eager.read, eager.written
+    for launch in launches:
+        of_launch = launch.bytes()
+        read += of_launch[0]
+        written += of_launch[1]
+    total += [read, written]
 
 
 def count(run, logits) -> dict:
@@ -102,11 +116,12 @@ def count(run, logits) -> dict:
     size = logits.numel() * logits.element_size()
     with counted() as forward:
         outputs = run(logits.view_as(logits))  # not a leaf, which a gradient in place could not overwrite
-    outputs = [o for o in outputs if o is not None and o.requires_grad]
-    upstream = [torch.rand_like(o) for o in outputs]
+    outputs = [output for output in outputs if output is not None and output.requires_grad]
+    upstream = [torch.rand_like(output) for output in outputs]
     with counted() as backward:
         torch.autograd.grad(outputs, logits, upstream)
-    return {"forward": [b / size for b in forward], "backward": [b / size for b in backward]}
+    phases = {"forward": forward, "backward": backward}
+    return {phase: [moved / size for moved in found] for phase, found in phases.items()}
 
 
 # ------------------------------------------------------------------ what is counted
@@ -144,87 +159,98 @@ def ours(shape=SHAPE):
     """{what: run(logits, targets)} of our ops, with what they may cost at most (forward, backward)."""
     scored = 1 - 1 / shape[1]  # shift leaves the last position out, but writes its gradient
 
-    def logprobs(logits, targets, **options):
-        return fused_rl.token_logprobs(logits, targets, **options)[:2]
+    def logprobs(**options):
+        return lambda logits, targets: fused_rl.token_logprobs(logits, targets, **options)[:2]
+
+    def loss(level):
+        return lambda logits, targets: policy(logits, targets, level)
 
     nothing = torch.zeros(shape[:-1], dtype=torch.bool)
-    ref = torch.randn(shape).to(torch.bfloat16)
     return {
-        "token_logprobs": (logprobs, 1.0, 2.0),
-        "token_logprobs, every row masked": (lambda x, t: logprobs(x, t, mask=nothing), 0.0, 1.0),
-        "token_logprobs, in place": (lambda x, t: logprobs(x, t, inplace=True), 1.0, 2.0),
-        "token_logprobs, shift": (lambda x, t: logprobs(x, t, shift=True), scored, 1 + scored),
-        "+ policy_loss, ratio per token": (lambda x, t: policy(x, t, "token"), 1.0, 2.0),
-        "+ policy_loss, ratio per sequence": (lambda x, t: policy(x, t, "sequence"), 1.0, 2.0),
-        "token_kl": (lambda x, t: (fused_rl.token_kl(x, ref),), 2.0, 3.0),
+        "token_logprobs": (logprobs(), 1.0, 2.0),
+        "token_logprobs, every row masked": (logprobs(mask=nothing), 0.0, 1.0),
+        "token_logprobs, in place": (logprobs(inplace=True), 1.0, 2.0),
+        "token_logprobs, shift": (logprobs(shift=True), scored, 1 + scored),
+        "+ policy_loss, ratio per token": (loss("token"), 1.0, 2.0),
+        "+ policy_loss, ratio per sequence": (loss("sequence"), 1.0, 2.0),
+        "token_kl": (of_two(fused_rl.token_kl, shape), 2.0, 3.0),
     }
 
 
+def of_two(kl, shape):
+    """run(logits, targets) of a KL from other logits."""
+    ref = torch.randn(shape).to(torch.bfloat16)
+    return lambda logits, targets: (kl(logits, ref),)
+
+
 def others(wanted="all", shape=SHAPE):
-    """[(what, peer, run)] and why others are missing."""
-    found, missing = [], {}
-    for known in (peers.LOGPROBS, peers.KL):
-        running, absent = peers.find(known, "cpu", wanted, interpreted=True)
-        missing |= {f"{'token_kl' if known is peers.KL else 'token_logprobs'}: {n}": r for n, r in absent.items()}
-        for peer in running:
-            if known is peers.KL:
-                ref = torch.randn(shape).to(torch.bfloat16)
-                found.append(("token_kl", peer, lambda x, t, call=peer.call, ref=ref: (call(x, ref),)))
-            elif peer.name != "Liger GRPO loss":
-                found.append(("token_logprobs", peer, peer.call))
-            else:
-                for level in ("token", "sequence"):
-                    found.append((f"GRPO loss, ratio per {level}", peer, liger_grpo(level)))
-    return found, missing
+    """[(what, peer, run)] and rows of those that are missing."""
+    found = []
+    running, missing = peers.find(peers.LOGPROBS, "cpu", wanted, interpreted=True, op="token_logprobs")
+    for peer in running:
+        if not peer.whole:
+            found.append(("token_logprobs", peer, peer.call))
+            continue
+        for level in ("token", "sequence"):
+            found.append((f"GRPO loss, ratio per {level}", peer, liger_grpo(level)))
+    running, absent = peers.find(peers.KL, "cpu", wanted, interpreted=True, op="token_kl")
+    for peer in running:
+        found.append(("token_kl", peer, of_two(peer.call, shape)))
+    return found, missing + absent
 
 
-def main(args):
+def counted_row(op, peer, run, logits, targets, most=None) -> dict:
+    """The row of one implementation; `most`: (forward, backward) that ours may cost."""
+    row = {"op": op, "implementation": peer.name, "version": peer.version}
+    try:
+        counts = count(lambda x: run(x, targets), logits)
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as reason:
+        told = f"{type(reason).__name__}: {reason}".splitlines()[0]
+        return results.not_run(peer.name, results.FAILED, told, op)
+    for phase, (read, written) in counts.items():
+        row[phase] = read + written
+    row["read"] = [counts["forward"][0], counts["backward"][0]]
+    row["written"] = [counts["forward"][1], counts["backward"][1]]
+    row |= {"note": peer.note, "status": results.OK}
+    if most is not None and (row["forward"] > most[0] + 0.05 or row["backward"] > most[1] + 0.05):
+        row |= {"status": results.FAILED_CHECK, "reason": f"more than {most[0]:.2f} / {most[1]:.2f}"}
+    return row
+
+
+def show(rows, logits):
+    """Print the counts, and below them what was not counted."""
+    print(f"logits {tuple(logits.shape)} bf16, multiples of {logits.numel() * 2 / 1e6:.2f} MB; read + written\n")
+    lines = []
+    for row in results.measured(rows):
+        both = row["forward"] + row["backward"]
+        cells = [f"{bytes_:.2f}" for bytes_ in (row["forward"], row["backward"], both)]
+        lines.append([row["op"], row["implementation"], row["version"], *cells, results.remarks(row)])
+    columns = ["operation", "implementation", "version", "forward", "backward", "both", "note"]
+    print(results.table(columns, lines))
+    for row in results.missing(rows):
+        print(f"  not counted: {row['op']}: {results.name_of(row)}: {row['reason']}")
+
+
+def command(name: str, words: list[str] | None = None) -> int:
+    """Count and print; 1 where ours cost more than they may, or raise."""
+    args = options.arguments(__doc__, name, words)
+    args.device = "cpu"
     interpreter.fix_numerics()
     shape = args.shapes[0] if args.shapes else SHAPE
     logits, targets = inputs(shape)
-    rows, failed = [], False
     found, missing = others(args.peers, shape)
-
-    def add(what, name, version, run, note="", most=None):
-        nonlocal failed
-        try:
-            counts = count(lambda x: run(x, targets), logits)
-        except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as reason:
-            missing[f"{what}: {name}"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
-            failed = failed or name == "fused_rl"
-            return
-        forward, backward = sum(counts["forward"]), sum(counts["backward"])
-        if most is not None and (forward > most[0] + 0.05 or backward > most[1] + 0.05):
-            failed, note = True, f"MORE than {most[0]:.2f} / {most[1]:.2f}"
-        rows.append(
-            {
-                "op": what,
-                "implementation": name,
-                "version": version,
-                "forward": forward,
-                "backward": backward,
-                "read": [counts["forward"][0], counts["backward"][0]],
-                "written": [counts["forward"][1], counts["backward"][1]],
-                "note": note,
-            }
-        )
-
+    rows = []
     for what, (run, *most) in ours(shape).items():
-        add(what, "fused_rl", fused_rl.__version__, run, most=most)
+        peer = peers.Peer("fused_rl", fused_rl.__version__, run, role="ours")
+        rows.append(counted_row(what, peer, run, logits, targets, most))
     for what, peer, run in found:
-        add(what, peer.name, peer.version, run, peer.note)
-    print(f"logits {tuple(shape)} bf16, multiples of {logits.numel() * 2 / 1e6:.2f} MB; read + written\n")
-    print(measure.table(
-        ["operation", "implementation", "version", "forward", "backward", "both", "note"],
-        [[r["op"], r["implementation"], r["version"], f"{r['forward']:.2f}", f"{r['backward']:.2f}",
-          f"{r['forward'] + r['backward']:.2f}", r["note"]] for r in rows],
-    ))  # fmt: skip
-    for name, reason in missing.items():
-        print(f"  not counted: {name}: {reason}")
-    args.device = "cpu"
-    measure.save(args, rows, not_run=missing, shape=list(shape))
-    return failed
+        rows.append(counted_row(what, peer, run, logits, targets))
+    rows += missing
+    show(rows, logits)
+    results.save(args, rows, shape=list(shape))
+    broken = [row for row in rows if results.ours(row) and row["status"] in results.BROKEN]
+    return int(bool(broken))
 
 
 if __name__ == "__main__":
-    sys.exit(main(measure.arguments(__doc__, "traffic")))
+    sys.exit(command("traffic"))

@@ -7,7 +7,8 @@ if not (_Path(__path__[0]) / "kernels").is_dir():
     __path__.append(str(_Path(__path__[0]).parent))
 
 from fused_rl.advantages import ADVANTAGES, gae, group_advantages, response_advantages
-from fused_rl.kl import kl_estimate, token_kl
+from fused_rl.estimators import kl_estimate
+from fused_rl.kl import token_kl
 from fused_rl.linear import LinearTokenLoss, linear_token_logprobs, linear_token_loss
 from fused_rl.linear_kl import linear_token_kl
 from fused_rl.logprobs import TokenLogprobs, token_logprobs

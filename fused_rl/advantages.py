@@ -1,10 +1,10 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
-import os
-
 import torch
+from torch import Tensor
 
-from fused_rl.checks import check_choice
+from fused_rl.backend import backend_of
+from fused_rl.checks import check_choice, check_floating, check_mask, check_shape
 from fused_rl.masked import whiten
 
 __all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
@@ -14,13 +14,13 @@ ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std", "gae")
 
 
 def group_advantages(
-    rewards: torch.Tensor,
+    rewards: Tensor,
     group_size: int,
     *,
     baseline: str = "mean",
     normalize: bool = True,
     eps: float = 1e-4,
-) -> torch.Tensor:
+) -> Tensor:
     """Advantage of each response over the others to the same prompt.
 
     Args:
@@ -37,17 +37,17 @@ def group_advantages(
     Raises:
         ValueError: shapes or options that do not fit.
     """
-    _check_rewards(rewards)
+    check_floating("rewards", rewards, "(B,)")
     if group_size < 1 or rewards.numel() % group_size:
         raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
-    if baseline not in ("mean", "leave-one-out"):
-        raise ValueError(f'baseline must be "mean" or "leave-one-out", got {baseline!r}')
+    check_choice("baseline", baseline, ("mean", "leave-one-out"))
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
         raise ValueError("group_size=1 has no other response to compare with; use group_size >= 2")
+
     groups = rewards.detach().view(-1, group_size)
     groups = groups if groups.dtype == torch.float64 else groups.float()
     centred = groups - groups.mean(1, keepdim=True)
-    if baseline == "leave-one-out":
+    if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
     if normalize:
         centred = centred / (groups.std(1, keepdim=True) + eps)
@@ -57,12 +57,12 @@ def group_advantages(
 
 
 def response_advantages(
-    rewards: torch.Tensor,
+    rewards: Tensor,
     advantage: str,
     *,
     group_size: int,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Advantage of each response by the name that a preset gives it: `PRESETS[preset].advantage`.
 
     Args:
@@ -80,6 +80,7 @@ def response_advantages(
         ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit.
     """
     check_choice("advantage", advantage, ADVANTAGES)
+    # whatever else it is, it is a function of rewards alone
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
@@ -88,24 +89,21 @@ def response_advantages(
     return group_advantages(rewards, group_size, baseline=baseline, normalize=advantage == "group-std")
 
 
-def _check_rewards(rewards):
-    if rewards.dim() != 1 or not rewards.is_floating_point():
-        raise ValueError(f"rewards must be (B,) floating point, got {tuple(rewards.shape)} {rewards.dtype}")
-
-
 def _batch_advantages(rewards, process_group):
-    _check_rewards(rewards)
+    check_floating("rewards", rewards, "(B,)")
     rewards = rewards.detach()
     whitened = whiten(rewards, torch.ones_like(rewards, dtype=torch.bool), group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
-    extremes = torch.stack([torch.cat([x, x.new_tensor([-torch.inf])]).max() for x in (rewards, -rewards)])
+    nothing = rewards.new_tensor([-torch.inf])
+    most, least = torch.cat([rewards, nothing]), torch.cat([-rewards, nothing])
+    extremes = torch.stack([most.max(), least.max()])
     if process_group is not None:
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=process_group)
     highest, lowest = extremes[0], -extremes[1]
     return torch.where(highest == lowest, 0, whitened)
 
 
-def gae(rewards, values, mask, *, gamma: float, gae_lambda: float):
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16) over the tokens that count.
 
     With the sequence of positions where `mask` is True, and values and advantages of 0 beyond its end,
@@ -128,16 +126,10 @@ def gae(rewards, values, mask, *, gamma: float, gae_lambda: float):
     Raises:
         ValueError: a shape, dtype or device that does not fit; gamma or gae_lambda outside [0, 1].
     """
-    for name, x in (("rewards", rewards), ("values", values)):
-        if x.dim() != 2 or not x.is_floating_point():
-            raise ValueError(f"{name} must be (B, T) floating point, got {tuple(x.shape)} {x.dtype}")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (True where a token counts), got {mask.dtype}; use mask.bool()")
-    if not rewards.shape == values.shape == mask.shape:
-        raise ValueError(
-            f"rewards, values and mask must have one shape (B, T), got {tuple(rewards.shape)}, {tuple(values.shape)}, "
-            f"{tuple(mask.shape)}"
-        )
+    check_floating("rewards", rewards, "(B, T)")
+    check_floating("values", values, "(B, T)")
+    check_shape("values", values, "rewards", rewards.shape)
+    check_mask(mask, "rewards", rewards.shape)
     if not rewards.device == values.device == mask.device:
         raise ValueError(f"rewards, values and mask are on {rewards.device}, {values.device}, {mask.device}")
     for name, number in (("gamma", gamma), ("gae_lambda", gae_lambda)):
@@ -151,26 +143,10 @@ def _gae_dtype(rewards, values):
 
 
 @torch.library.custom_op("fused_rl::gae", mutates_args=())
-def _gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     dtype = _gae_dtype(rewards, values)
-    if rewards.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        from fused_rl.kernels import gae as kernel
-
-        rows = (x if x.stride(1) == 1 else x.contiguous() for x in (rewards, values, mask))
-        return kernel.gae(*rows, gamma, gae_lambda, dtype)
-    r, v = (torch.where(mask, x, 0).double() for x in (rewards, values))
-    # z = (1 - lambda) value + lambda return is all that a token needs of the next: z_t = b_t + a_t z_{t+1}, by doubling
-    z = torch.where(mask, (1 - gae_lambda) * v + gae_lambda * r, 0)
-    a = torch.where(mask, gamma * gae_lambda, torch.ones_like(z))
-    step = 1
-    while step < z.shape[1]:
-        z[:, :-step] += a[:, :-step] * z[:, step:]
-        a[:, :-step] = a[:, :-step] * a[:, step:]
-        step *= 2
-    returns = r + gamma * torch.nn.functional.pad(z[:, 1:], (0, 1))
-    return tuple(torch.where(mask, x, 0).to(dtype) for x in (returns - v, returns))
+    rows = (x if x.stride(1) == 1 else x.contiguous() for x in (rewards, values, mask))
+    return backend_of(rewards.device).gae.gae(*rows, gamma, gae_lambda, dtype)
 
 
 @_gae.register_fake

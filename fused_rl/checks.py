@@ -1,6 +1,119 @@
-"""What the public functions check of their arguments; one wording each."""
+"""What the public functions check of their arguments: tensors, masks, targets, temperatures; one wording each.
+
+Every function here raises a ValueError that says what it got and what to do about it.
+"""
+
+import math
+import os
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MASKED = "Give positions to ignore False in mask"
 
 
-def check_choice(name, value, valid):
+def described(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
+
+
+def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
     if value not in valid:
         raise ValueError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
+
+
+def check_positive(name: str, value: float, remedy: str) -> None:
+    """A finite number > 0; a bool is none."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}; {remedy}")
+
+
+def check_floating(name: str, x: Tensor, shape: str) -> None:
+    """`shape` as documented, such as "(B,)" or "(B, T)": it is the number of dimensions that is checked."""
+    dimensions = sum(letter.isalpha() for letter in shape)
+    if x.dim() != dimensions or not x.is_floating_point():
+        raise ValueError(f"{name} must be {shape} floating point, got {tuple(x.shape)} {x.dtype}")
+
+
+def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have the shape of {of}, {tuple(shape)}, got {tuple(x.shape)}{hint}")
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    if not isinstance(logits, Tensor) or logits.dtype not in LOGITS_DTYPES:
+        raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first")
+    if logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")
+
+
+def check_mask(mask: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise ValueError(f"mask must be a bool tensor, True where it counts, got {described(mask)}; use mask.bool()")
+    check_shape("mask", mask, of, shape, hint)
+
+
+def check_targets(targets: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
+    if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
+        raise ValueError(f"targets must be an integer tensor (int64 or int32), got {described(targets)}")
+    check_shape("targets", targets, of, shape, hint)
+
+
+def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> None:
+    """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
+    if not isinstance(temperature, Tensor):
+        check_positive("temperature", temperature, "a small one, such as 0.01, comes close to the greedy choice")
+        return
+    sizes = zip(reversed(temperature.shape), reversed(rows), strict=False)
+    fits = temperature.dim() <= len(rows) and all(size in (1, row) for size, row in sizes)
+    if not fits or temperature.dtype.is_complex or temperature.dtype == torch.bool:
+        raise ValueError(
+            f"temperature must be a number or broadcastable to the outputs' shape {rows}, one per row, got "
+            f"{described(temperature)}"
+        )
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the gradient of temperature is not supported; pass temperature.detach()")
+
+
+def split_temperature(
+    temperature: float | Tensor, rows: tuple[int, ...], device: torch.device
+) -> tuple[float, Tensor | None]:
+    """What the operators take, checked: a number and None, or 1 and one per row, (...) fp32."""
+    check_temperature(temperature, rows)
+    if not isinstance(temperature, Tensor):
+        if not torch.compiler.is_compiling():
+            return float(temperature), None
+        temperature = torch.ones((), dtype=torch.float32, device=device) * temperature  # a number: a variant per value
+    return 1.0, temperature.to(device, torch.float32).expand(rows)
+
+
+def values_are_checked(device: torch.device) -> bool:
+    """Where reading a tensor's values costs nothing, or was asked for."""
+    return device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1"
+
+
+def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
+    bad = (targets < 0) | (targets >= vocab)
+    bad = bad if mask is None else bad & mask
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"the target of logits[{', '.join(map(str, at))}] is {targets[at].item()}, outside the vocabulary of "
+            f"{vocab} (0 to {vocab - 1}); {int(bad.sum())} of {bad.numel()} targets are. {MASKED}"
+        )
+
+
+def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None) -> None:
+    if row_temperature is None:
+        return
+    bad = ~((row_temperature > 0) & (row_temperature < math.inf))
+    bad = bad if mask is None else bad & mask
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"temperature must be finite and > 0 in every row, got {row_temperature[at].item()} for "
+            f"logits[{', '.join(map(str, at))}]"
+        )

@@ -1,113 +1,31 @@
-"""KL divergence: per-token estimates from log-probabilities, and the exact KL of two logits tensors."""
+"""The exact divergence between two logits tensors, row by row, and its gradient.
 
-import math
-import os
+The registered operators `fused_rl::token_kl` and `fused_rl::token_kl_backward` stand between the public function and
+the functions of a backend, so that `torch.compile` sees two opaque calls with known shapes. `fused_rl.kernels.kl` has
+the formulas, `fused_rl.kernels.states` what a row leaves for the gradient.
+"""
 
 import torch
 from torch import Tensor
 
-from fused_rl.logprobs import _check_row_temperature, _described, _positive
+from fused_rl.backend import backend_of
+from fused_rl.checks import check_choice, check_logits, check_mask, check_temperature_values, split_temperature
+from fused_rl.kernels.states import JensenShannonSums, KLState
+from fused_rl.logprobs import unit_stride
 
-__all__ = ["kl_estimate", "token_kl"]
-
-KL_ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
-_LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
-
-
-def tangent_exp(x: torch.Tensor) -> torch.Tensor:
-    """exp, continued by its tangent beyond `_LINEAR_BEYOND`: C1, never inf, and its gradient never becomes 0."""
-    far = x > _LINEAR_BEYOND
-    # where() on the input too: exp's backward multiplies by the value, and 0 * inf would be nan
-    return torch.where(far, math.exp(_LINEAR_BEYOND) * (1 + x - _LINEAR_BEYOND), torch.where(far, 0, x).exp())
-
-
-def tangent_expm1(x: torch.Tensor) -> torch.Tensor:
-    """`tangent_exp` less 1, to the last bits also where x is near 0; in the dtype of x, not meant for gradients."""
-    return torch.where(x > _LINEAR_BEYOND, tangent_exp(x) - 1, x.clamp(max=_LINEAR_BEYOND).expm1())
-
-
-def _k3(d: torch.Tensor) -> torch.Tensor:
-    """expm1(-d) + d without cancellation near 0, continued by its tangent where exp(-d) would overflow."""
-    x = -d
-    near, far = x.abs() < 0.1, x > _LINEAR_BEYOND
-    # where() on the inputs: a branch that is not taken must not turn the gradient into nan
-    small, middle = torch.where(near, x, 0), torch.where(near | far, 1, x)
-    series = torch.ones_like(x)  # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
-    for n in range(11, 2, -1):
-        series = 1 + small / n * series
-    slope = math.expm1(_LINEAR_BEYOND)
-    tangent = slope - _LINEAR_BEYOND + slope * (x - _LINEAR_BEYOND)
-    return torch.where(near, small.square() / 2 * series, torch.where(far, tangent, torch.expm1(middle) - middle))
-
-
-def kl_estimate(
-    logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor,
-    kl_estimator: str = "k3",
-    *,
-    old_logprobs: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) in nats, from the log-probabilities of sampled tokens.
-
-    With d = logprobs - ref_logprobs and r = exp(logprobs - old_logprobs), r = 1 in value where there is no
-    `old_logprobs` (gradients are those with respect to `logprobs`):
-
-    | name | value | gradient | as a loss |
-    |---|---|---|---|
-    | k1 | d | 1 | expected gradient zero: holds nothing back; the unbiased choice inside a reward |
-    | k2 | d^2 / 2 | d | biased value, the KL's gradient on-policy |
-    | k3 | expm1(-d) + d | -expm1(-d) | unbiased value on-policy, the gradient of KL(reference, policy) |
-    | k4 | r d | r (1 + d) | unbiased value and gradient, on- and off-policy; a token can be negative |
-    | rk3 | r (expm1(-d) + d) | r k3 - r expm1(-d) | unbiased value and gradient, every token >= 0: the one to use |
-    | k1+ | k1 | d | straight-through: k1's value, k2's gradient |
-    | k3+ | k3 | d | straight-through: k3's value, k2's gradient |
-
-    Overflow: beyond 20 nats exp(-d) and r continue as their tangents (linear, C1). Values and gradients stay finite,
-    and the gradient never switches off, as it would under a clamp, when the policy has all but dropped a token.
-
-    Args:
-        logprobs: (...) of the policy, floating point.
-        ref_logprobs: same shape, of the reference; a constant.
-        kl_estimator: one of the names above.
-        old_logprobs: same shape, of the policy that sampled the tokens; a constant, used by k4 and rk3 only. None
-            means that `logprobs` is that policy (on-policy).
-
-    Returns:
-        Same shape, fp32 (fp64 for fp64 `logprobs`), unreduced, differentiable in `logprobs`.
-
-    Raises:
-        ValueError: an unknown estimator, or shapes that differ.
-
-    Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html (k1, k2, k3); k3 weighted by
-    the ratio: DeepSeek-V3.2, arXiv:2512.02556.
-    """
-    if kl_estimator not in KL_ESTIMATORS:
-        raise ValueError(f"kl_estimator must be one of {KL_ESTIMATORS}, got {kl_estimator!r}")
-    for name, other in (("ref_logprobs", ref_logprobs), ("old_logprobs", old_logprobs)):
-        if other is not None and other.shape != logprobs.shape:
-            raise ValueError(
-                f"{name} must have the shape of logprobs {tuple(logprobs.shape)}, got {tuple(other.shape)}"
-            )
-    if logprobs.dtype != torch.float64:
-        logprobs = logprobs.float()
-    d = logprobs - ref_logprobs.detach()
-    if kl_estimator == "k1":
-        return d
-    if kl_estimator == "k2":
-        return d.square() / 2
-    if kl_estimator == "k3":
-        return _k3(d)
-    if kl_estimator in ("k1+", "k3+"):
-        k2 = d.square() / 2
-        return k2 + ((d if kl_estimator == "k1+" else _k3(d)) - k2).detach()
-    old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
-    return tangent_exp(logprobs - old) * (d if kl_estimator == "k4" else _k3(d))
-
+__all__ = ["DIRECTIONS", "as_rows", "check_logits_pair", "token_kl"]
 
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")
 
 
-def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None):
+def token_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    direction: str = "reverse",
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
     """Exact divergence between policy and reference, row by row over the whole vocabulary, in nats.
 
     With pi = softmax(logits / temperature) and ref = softmax(ref_logits / temperature): "reverse" is KL(pi || ref),
@@ -136,28 +54,23 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
     Raises:
         ValueError: a direction, shape, dtype or device that does not fit; a temperature that is not positive.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-    row_temperature = temperature if isinstance(temperature, Tensor) else None
-    temperature = 1.0 if row_temperature is not None else temperature
-    check_logits_pair(logits, ref_logits, temperature, row_temperature, mask)
-    rows = logits.shape[:-1]
-    if torch.compiler.is_compiling() and row_temperature is None:  # as a tensor: a number would compile once per value
-        row_temperature, temperature = torch.ones((), dtype=torch.float32, device=logits.device) * temperature, 1.0
-    if row_temperature is not None:
-        row_temperature = row_temperature.to(logits.device, torch.float32).expand(rows)
+    check_choice("direction", direction, DIRECTIONS)
+    check_logits_pair(logits, ref_logits, mask)
+    temperature, row_temperature = split_temperature(temperature, tuple(logits.shape[:-1]), logits.device)
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_temperature_values(row_temperature, None)
+    # forward is reverse with the two exchanged
     first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
     op = torch.ops.fused_rl.token_kl.default
-    return op(first, second, mask, float(temperature), row_temperature, direction == "jensen-shannon")[0]
+    return op(first, second, mask, temperature, row_temperature, direction == "jensen-shannon")[0]
 
 
-def check_logits_pair(logits, ref_logits, temperature, row_temperature, mask):
-    for name, x in (("logits", logits), ("ref_logits", ref_logits)):
-        if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {_described(x)}; convert it first")
-    if logits.dim() < 1 or logits.shape[-1] == 0 or logits.shape != ref_logits.shape:
+def check_logits_pair(logits: Tensor, ref_logits: Tensor, mask: Tensor | None) -> None:
+    check_logits("logits", logits)
+    check_logits("ref_logits", ref_logits)
+    if logits.shape != ref_logits.shape:
         raise ValueError(
-            f"logits and ref_logits must be (..., V) of one shape with V >= 1, got {tuple(logits.shape)} and "
+            f"logits and ref_logits must be (..., V) of one shape, got {tuple(logits.shape)} and "
             f"{tuple(ref_logits.shape)}"
         )
     if logits.dtype != ref_logits.dtype or logits.device != ref_logits.device:
@@ -165,37 +78,25 @@ def check_logits_pair(logits, ref_logits, temperature, row_temperature, mask):
             f"logits and ref_logits must share dtype and device, got {logits.dtype} on {logits.device} and "
             f"{ref_logits.dtype} on {ref_logits.device}; convert one of them"
         )
-    rows = tuple(logits.shape[:-1])
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != rows):
-        raise ValueError(f"mask must be a bool tensor {rows}, True where a row counts, got {_described(mask)}")
-    if row_temperature is None:
-        _positive("temperature", temperature, "it divides both logits")
-        return
-    _check_row_temperature(row_temperature, rows)
-    readable = row_temperature.device.type == "cpu" and not torch.compiler.is_compiling()
-    if readable and not bool((row_temperature > 0).all()):
-        raise ValueError(f"every temperature must be > 0, the smallest is {row_temperature.min().item()}")
-
-
-def kl_backend(device: torch.device):
-    """The module whose `kl_fwd`, `js_fwd` and `kl_bwd` serve tensors of this device."""
-    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        from fused_rl.kernels import kl
-
-        return kl
-    from fused_rl import cpu_kl
-
-    return cpu_kl
+    if mask is not None:
+        check_mask(mask, "the rows", logits.shape[:-1])
 
 
 def as_rows(x, y, mask, temperature, row_temperature):
     """What a backend takes: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
-    x, y = (z if z.stride(-1) == 1 or z.shape[-1] == 1 else z.contiguous() for z in (x, y))
-    if x.dim() != 3:
-        shape = (-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
-        x, y = (x[None], y[None]) if x.dim() == 2 else (x.reshape(shape), y.reshape(shape))
+    inv_t = 1 / temperature if row_temperature is None else 1 / row_temperature.reshape(-1)
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    return x, y, mask, 1 / temperature if row_temperature is None else 1 / row_temperature.reshape(-1)
+    return _three_dimensions(x), _three_dimensions(y), mask, inv_t
+
+
+def _three_dimensions(x):
+    x = unit_stride(x)
+    if x.dim() == 3:
+        return x
+    if x.dim() == 2:
+        return x[None]
+    length = x.shape[-2] if x.dim() > 1 else 1
+    return x.reshape(-1, length, x.shape[-1])
 
 
 @torch.library.custom_op("fused_rl::token_kl", mutates_args=())
@@ -208,10 +109,12 @@ def _token_kl(
     js: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
     rows = as_rows(x, y, mask, temperature, row_temperature)
-    backend = kl_backend(x.device)
-    divergence, state = backend.kl_fwd(*rows)
-    sums = backend.js_fwd(*rows, state) if js else state.new_empty(3, 0)
-    divergence = sums[0].clone() if js else divergence
+    backend = backend_of(x.device)
+    divergence, state = backend.kl.kl_fwd(*rows)
+    sums = state.new_empty(len(JensenShannonSums._fields), 0)
+    if js:
+        sums = backend.jensen_shannon.js_fwd(*rows, state)
+        divergence = JensenShannonSums(*sums).divergence.clone()
     return divergence.view(x.shape[:-1]), state, sums
 
 
@@ -219,7 +122,8 @@ def _token_kl(
 def _token_kl_fake(x, y, mask, temperature, row_temperature, js):
     divergence = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n = divergence.numel()
-    return divergence, divergence.new_empty(9, n), divergence.new_empty(3, n if js else 0)
+    sums = divergence.new_empty(len(JensenShannonSums._fields), n if js else 0)
+    return divergence, divergence.new_empty(len(KLState._fields), n), sums
 
 
 @torch.library.custom_op("fused_rl::token_kl_backward", mutates_args=())
@@ -239,7 +143,9 @@ def _token_kl_backward(
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
     arguments = as_rows(x, y, mask, temperature, row_temperature)
     g, divergence = g.reshape(-1).contiguous(), divergence.reshape(-1)
-    gradients = kl_backend(x.device).kl_bwd(g, *arguments, divergence, state, sums if js else None, wants_dx, wants_dy)
+    sums = sums if js else None
+    backend = backend_of(x.device)
+    gradients = backend.kl.kl_bwd(g, *arguments, divergence, state, sums, wants_dx, wants_dy)
     return tuple(x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
 
 

@@ -5,23 +5,27 @@ backward where the gradient is formed in the forward pass (`linear_token_loss`),
 (`linear_token_logprobs`).
 """
 
-import os
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fused_rl import tiles
-from fused_rl.cpu import in_huge_pages
-from fused_rl.logprobs import (
-    _INTEGERS,
-    TokenLogprobs,
-    _check_row_temperature,
-    _check_values,
-    _described,
-    _positive,
-    row_backend,
+from fused_rl.backend import backend_of
+from fused_rl.checks import (
+    LOGITS_DTYPES,
+    check_mask,
+    check_positive,
+    check_target_values,
+    check_targets,
+    check_temperature,
+    check_temperature_values,
+    values_are_checked,
 )
+from fused_rl.cpu.compiled import in_huge_pages
+from fused_rl.logprobs import TokenLogprobs
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
@@ -33,9 +37,9 @@ WORKSPACE_MB = 512
 class LinearTokenLoss(NamedTuple):
     """Outputs of `linear_token_loss`: the loss () fp32, and detached, of the targets' shape, fp32, 0 where masked."""
 
-    loss: torch.Tensor
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor
 
 
 def gather(*parameters):
@@ -85,8 +89,8 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
     with torch.enable_grad():
         logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
         values = token_loss(logprobs, entropy, *per_token)
-        if not isinstance(values, torch.Tensor) or values.shape != logprobs.shape:
-            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        if not isinstance(values, Tensor) or values.shape != logprobs.shape:
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
                 f"token_loss must return one value per token, {tuple(logprobs.shape)}, unreduced; got {got}"
             )
@@ -99,23 +103,28 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
 
 def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
     """Loss, gradients, upstream gradients and statistics, each tile of logits formed once."""
+    # one tile of logits, used again and again, and what all tiles add to
     inv_temperature, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = row_backend(hidden.device)
+    backend = backend_of(hidden.device).logprob
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     loss = torch.zeros((), device=hidden.device)
     logprobs, entropy, m, rest, dlogprobs, dentropy = torch.zeros(6, n, device=hidden.device)
     for rows in tiles.blocks(n, step):
+        # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = tiles.logits_tile(hidden[rows], weight, bias, buffer)
         lp, h, _, m_r, rest_r = backend.logprob_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
         backend.logprob_bwd(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
         gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
+        # to the parameters, and what a second backward pass would need
         loss += value
-        logprobs[rows], entropy[rows], m[rows], rest[rows], dlogprobs[rows] = lp, h, m_r, rest_r, dlp
+        logprobs[rows], entropy[rows] = lp, h
+        m[rows], rest[rows] = m_r, rest_r
+        dlogprobs[rows] = dlp
         if dh is not None:
             dentropy[rows] = dh
     return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
@@ -182,45 +191,35 @@ def _check_head(hidden, weight, targets, bias):
             f"hidden must be (..., H) and weight (V, H), as in torch.nn.Linear; got {tuple(hidden.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets must have the shape of hidden without its last dimension, {tuple(hidden.shape[:-1])}, got "
-            f"{tuple(targets.shape)}"
-        )
-    if targets.dtype not in _INTEGERS:
-        raise ValueError(f"targets must be integers, got {targets.dtype}; use targets.long()")
+    check_targets(targets, f"the rows of hidden {tuple(hidden.shape)}", hidden.shape[:-1])
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got {tuple(bias.shape)}")
-    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+    given = [t for t in (hidden, weight, bias) if t is not None]
+    dtypes = [t.dtype for t in given]
+    if len(set(dtypes)) > 1 or hidden.dtype not in LOGITS_DTYPES:
         raise ValueError(
             "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or stand under autocast; got "
-            + ", ".join(str(t.dtype) for t in (hidden, weight, bias) if t is not None)
+            + ", ".join(map(str, dtypes))
         )
-    devices = {t.device for t in (hidden, weight, targets, bias) if t is not None}
+    devices = {t.device for t in (*given, targets)}
     if len(devices) > 1:
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
 
 
 def _check_options(targets, temperature, mask, softcap, workspace_mb):
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool):
-        raise ValueError(f"mask must be a bool tensor, True where a token counts, got {_described(mask)}")
-    if mask is not None and mask.shape != targets.shape:
-        raise ValueError(f"mask must have the targets' shape {tuple(targets.shape)}, got {tuple(mask.shape)}")
-    if isinstance(temperature, torch.Tensor):
-        _check_row_temperature(temperature, tuple(targets.shape))
-    else:
-        _positive("temperature", temperature, "it divides the logits")
+    if mask is not None:
+        check_mask(mask, "the targets", targets.shape)
+    check_temperature(temperature, tuple(targets.shape))
     if softcap is not None:
-        _positive("softcap", softcap, "pass None for no capping")
-    _positive("workspace_mb", workspace_mb, "it is in MiB")
+        check_positive("softcap", softcap, "pass None for no capping")
+    check_positive("workspace_mb", workspace_mb, "it is in MiB")
 
 
 class _Rows(NamedTuple):
     """The rows that count, as the autograd functions take them, and where they came from."""
 
     arguments: tuple  # hidden (n, H), weight, bias, targets (n,), inv_temperature float | (n,), softcap, bytes
-    kept: torch.Tensor | None  # (n,) their positions; None when all count
+    kept: Tensor | None  # (n,) their positions; None when all count
     shape: torch.Size  # of the caller's targets
 
     def select(self, per_row):  # (..., *rest) -> (n, *rest)
@@ -236,17 +235,21 @@ class _Rows(NamedTuple):
 def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
     """Checks the arguments and drops what is masked, before any GEMM sees it."""
     if not torch.is_grad_enabled():
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_head(hidden, weight, targets, bias)
     _check_options(targets, temperature, mask, softcap, workspace_mb)
+
+    # which rows, and what of them
     kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
     rows = _Rows((), kept, targets.shape)
     row_temperature = None
-    if isinstance(temperature, torch.Tensor):
+    if isinstance(temperature, Tensor):
         row_temperature = temperature.detach().to(hidden.device, torch.float32).expand(rows.shape)
-    if hidden.device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1":
-        _check_values(targets, mask, row_temperature, weight.shape[0])
+    if values_are_checked(hidden.device):
+        check_target_values(targets, mask, weight.shape[0])
+        check_temperature_values(row_temperature, mask)
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
     hidden, targets = rows.select(hidden), rows.select(targets).long()
     budget = tiles.budget(workspace_mb, hidden, copied=kept is not None)
@@ -254,8 +257,16 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
 
 
 def linear_token_logprobs(
-    hidden, weight, targets, *, bias=None, temperature=1.0, mask=None, softcap=None, workspace_mb=WORKSPACE_MB
-):
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    workspace_mb: float = WORKSPACE_MB,
+) -> TokenLogprobs:
     """Log-probability of each target, entropy and log-sum-exp in nats, from hidden states and the output head.
 
     The logits are recomputed in the backward pass (8 H FLOP per logit in all), so any loss can follow, and a retained
@@ -290,17 +301,17 @@ def linear_token_logprobs(
 
 
 def linear_token_loss(
-    hidden,
-    weight,
-    targets,
-    token_loss,
-    *per_token,
-    bias=None,
-    temperature=1.0,
-    mask=None,
-    softcap=None,
-    workspace_mb=WORKSPACE_MB,
-):
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[..., Tensor],
+    *per_token: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    workspace_mb: float = WORKSPACE_MB,
+) -> LinearTokenLoss:
     """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.
 
     `token_loss(logprobs, entropy, *per_token)` gets (n,) fp32 tensors of some of the tokens that count, and those
@@ -332,6 +343,7 @@ def linear_token_loss(
             returning another shape.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):
         if values.shape[: targets.dim()] != targets.shape:
             raise ValueError(

@@ -4,10 +4,14 @@ In FLOP per logit 2H for each head forward, and again for the logits recomputed 
 """
 
 import torch
+from torch import Tensor
 
 from fused_rl import tiles
-from fused_rl.cpu import in_huge_pages
-from fused_rl.kl import DIRECTIONS, kl_backend
+from fused_rl.backend import backend_of
+from fused_rl.checks import check_choice
+from fused_rl.cpu.compiled import in_huge_pages
+from fused_rl.kernels.states import JensenShannonSums, KLState
+from fused_rl.kl import DIRECTIONS
 from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
 
 __all__ = ["linear_token_kl"]
@@ -26,24 +30,26 @@ class _LinearTokenKL(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, inv_temperature, direction, budget):
         head, ref_head = tuple(gather(weight, bias)), tuple(gather(ref_weight, ref_bias))
         n, vocab = hidden.shape[0], weight.shape[0]
-        backend = kl_backend(hidden.device)
+        backend = backend_of(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget // _TILES)
         buffers = in_huge_pages(hidden.new_empty(2, step * vocab))
-        divergence, state, sums = [], [], []
+        # what a call without rows returns, and what tiles are appended to
+        divergence = [torch.zeros(0, device=hidden.device)]
+        state = [torch.zeros(len(KLState._fields), 0, device=hidden.device)]
+        sums = [torch.zeros(len(JensenShannonSums._fields), 0, device=hidden.device)]
         for rows in tiles.blocks(n, step):
             logits = tiles.logits_tile(hidden[rows], *head, buffers[0])
             ref_logits = tiles.logits_tile(ref_hidden[rows], *ref_head, buffers[1])
             x, y = _pair(logits, ref_logits, direction)
-            arguments = x, y, None, tiles.at(inv_temperature, rows)
-            kl_rows, state_rows = backend.kl_fwd(*arguments)
+            inv_t = tiles.at(inv_temperature, rows)
+            kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t)
             if direction == "jensen-shannon":
-                sums.append(backend.js_fwd(*arguments, state_rows))
-                kl_rows = sums[-1][0]
+                sums.append(backend.jensen_shannon.js_fwd(x, y, None, inv_t, state_rows))
+                kl_rows = JensenShannonSums(*sums[-1]).divergence
             divergence.append(kl_rows)
             state.append(state_rows)
-        empty = torch.zeros(9, 0, device=hidden.device)  # what a call without rows would concatenate
-        divergence = torch.cat([empty[0], *divergence])
-        statistics = divergence, torch.cat([empty, *state], 1), torch.cat([empty[:3], *sums], 1)
+        divergence = torch.cat(divergence)
+        statistics = divergence, torch.cat(state, 1), torch.cat(sums, 1)
         ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics)
         ctx.options = inv_temperature, direction, budget
         return divergence
@@ -62,7 +68,7 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     weight, bias, ref_weight, ref_bias = heads
     inv_temperature, direction, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = kl_backend(hidden.device)
+    backend = backend_of(hidden.device)
     tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
     gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
     buffers = in_huge_pages(hidden.new_empty(2, tile[0] * tile[1]))
@@ -78,25 +84,26 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
             )
             x, y = _pair(logits, ref_logits, direction)
             inv_t = tiles.at(inv_temperature, rows)
-            dlogits = backend.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants)[wants.index(True)]
+            both = backend.kl.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants)
+            dlogits = both[wants.index(True)]
             gradients.add(dlogits[0], hidden[rows], head, rows, columns)
-            del dlogits  # else it stays while the next tile's is formed
+            del both, dlogits  # else it stays while the next tile's is formed
     return gradients
 
 
 def linear_token_kl(
-    hidden,
-    weight,
-    ref_hidden,
-    ref_weight,
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
     *,
-    bias=None,
-    ref_bias=None,
-    direction="reverse",
-    temperature=1.0,
-    mask=None,
-    workspace_mb=WORKSPACE_MB,
-):
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    direction: str = "reverse",
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    workspace_mb: float = WORKSPACE_MB,
+) -> Tensor:
     """Exact divergence per token between a policy and a reference in nats, from the hidden states and head of each.
 
     As `token_kl` of the two heads' logits, which exist a tile at a time, for distillation and for an exact KL penalty.
@@ -114,8 +121,7 @@ def linear_token_kl(
     Raises:
         ValueError: a direction, shape, dtype or device that does not fit; a reference that requires a gradient.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    check_choice("direction", direction, DIRECTIONS)
     if ref_hidden.shape[:-1] != hidden.shape[:-1] or ref_weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"both must have the same tokens and vocabulary, got hidden {tuple(hidden.shape)} and "
@@ -124,6 +130,8 @@ def linear_token_kl(
     for name, x in (("ref_hidden", ref_hidden), ("ref_weight", ref_weight), ("ref_bias", ref_bias)):
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, which linear_token_kl does not give; pass it detached")
+
+    # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
     options = temperature, mask, None, workspace_mb
     rows = rows_that_count(hidden, weight, targets, bias, *options)
@@ -135,6 +143,8 @@ def linear_token_kl(
             f"both must have one dtype and device, got {hidden.dtype} on {hidden.device} and {reference[0].dtype} on "
             f"{reference[0].device}; convert one, or call this under autocast"
         )
+
+    # what the reference's rows take is off the workspace too
     taken = reference[0].nbytes if rows.kept is not None else 0
     taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0  # the divergence takes twice as much there
     budget = max(budget - taken, budget // 2)

@@ -4,14 +4,12 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
 
     dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-Both backends (`fused_rl.kernels.logprob` for GPU tensors, `fused_rl.cpu` for CPU tensors) have the same two functions,
-`logprob_fwd` and `logprob_bwd`; what they exchange is O(N): the raw maximum m and rest = sum(exp(x - m)) - 1.
+Both backends (`fused_rl.kernels.logprob` for GPU tensors, `fused_rl.cpu.logprob` for CPU tensors) have the same two
+functions, `logprob_fwd` and `logprob_bwd`; what they exchange is O(N): the `RowStatistics` m and rest.
 The registered operators `fused_rl::token_logprobs` and `fused_rl::token_logprobs_backward` stand between them and the
 public function, so that `torch.compile` sees two opaque calls with known shapes.
 """
 
-import math
-import os
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,6 +17,20 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
+
+from fused_rl.backend import backend_of
+from fused_rl.checks import (
+    check_logits,
+    check_mask,
+    check_positive,
+    check_target_values,
+    check_targets,
+    check_temperature,
+    check_temperature_values,
+    split_temperature,
+    values_are_checked,
+)
+from fused_rl.kernels.states import RowStatistics
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
@@ -31,18 +43,16 @@ class TokenLogprobs(NamedTuple):
     lse: Tensor
 
 
-def row_backend(device: torch.device):
-    """The module whose `logprob_fwd` and `logprob_bwd` serve tensors of this device."""
-    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        from fused_rl.kernels import logprob
-
-        return logprob
-    from fused_rl import cpu
-
-    return cpu
-
-
-def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    shift: bool = False,
+    inplace: bool = False,
+) -> TokenLogprobs:
     """Log-probability of each target, entropy and log-sum-exp of each row of logits, in nats.
 
     A row scores x = cap(logits) / temperature with cap(z) = softcap * tanh(z / softcap). -inf logits (banned tokens)
@@ -76,86 +86,53 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
             per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability is NaN, and
             FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a synchronisation per call.
     """
-    row_temperature = temperature if isinstance(temperature, Tensor) else None
-    temperature = 1.0 if row_temperature is not None else temperature
-    _check_arguments(logits, targets, temperature, row_temperature, mask, softcap, shift, inplace)
-    if torch.compiler.is_compiling() and row_temperature is None:  # as a tensor: a number would compile once per value
-        row_temperature, temperature = torch.ones((), dtype=torch.float32, device=logits.device) * temperature, 1.0
-    rows = targets.shape if not shift else (targets.shape[0], max(targets.shape[1] - 1, 0))
-    if row_temperature is not None:
-        row_temperature = row_temperature.to(logits.device, torch.float32).expand(rows)
+    check_row_arguments(logits, targets, temperature, mask, softcap, shift)
+    if inplace:
+        _check_inplace(logits)
+    rows = _outputs_shape(targets, shift)
+    temperature, row_temperature = split_temperature(temperature, rows, logits.device)
     if shift:  # position t takes the target of t + 1; the last has none: masked, so that its gradient is zeros
         last = (0, targets.shape[1] - rows[1])
         mask = torch.ones(rows, dtype=torch.bool, device=logits.device) if mask is None else mask
         targets, mask = pad(targets[:, 1:], last), pad(mask, last, value=False)
         row_temperature = None if row_temperature is None else pad(row_temperature, last, value=1.0)
     op = _InplaceGradient.apply if inplace else torch.ops.fused_rl.token_logprobs.default
-    outputs = op(logits, targets.long(), mask, float(temperature), row_temperature, softcap)[:3]
-    return TokenLogprobs(*(o[:, :-1] for o in outputs)) if shift else TokenLogprobs(*outputs)
+    logprobs, entropy, lse, *_ = op(logits, targets.long(), mask, temperature, row_temperature, softcap)
+    if shift:
+        return TokenLogprobs(logprobs[:, :-1], entropy[:, :-1], lse[:, :-1])
+    return TokenLogprobs(logprobs, entropy, lse)
 
 
-def _positive(name, value, remedy):
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number > 0, got {value!r}; {remedy}")
-
-
-def _check_arguments(logits, targets, temperature, row_temperature, mask, softcap, shift, inplace):
-    if not isinstance(logits, Tensor) or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"logits must be a bf16, fp16 or fp32 tensor, got {_described(logits)}; convert it first")
-    if logits.dim() < 1 or logits.shape[-1] == 0:
-        raise ValueError(f"logits must be (..., V) with V >= 1, got {tuple(logits.shape)}")
+def check_row_arguments(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    shift: bool = False,
+) -> None:
+    """What can be told of `token_logprobs`'s arguments without reading a tensor."""
+    check_logits("logits", logits)
     if shift and logits.dim() != 3:
         raise ValueError(f"shift=True takes logits (B, T, V), got {tuple(logits.shape)}; add the batch dimension")
-    if not isinstance(targets, Tensor) or targets.dtype not in _INTEGERS:
-        raise ValueError(f"targets must be an integer tensor (int64 or int32), got {_described(targets)}")
-    rows = logits.shape[:-1]
-    if targets.shape != rows:
-        hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
-        raise ValueError(
-            f"targets must be {tuple(rows)} for logits {tuple(logits.shape)}, got {tuple(targets.shape)}{hint}"
-        )
-    outputs = (rows[0], max(rows[1] - 1, 0)) if shift else tuple(rows)
+    hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
+    check_targets(targets, f"the rows of logits {tuple(logits.shape)}", logits.shape[:-1], hint)
+    rows = _outputs_shape(targets, shift)
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise ValueError(
-                f"mask must be a bool tensor, True where a row counts, got {_described(mask)}; use mask.bool()"
-            )
-        if tuple(mask.shape) != outputs:
-            hint = "; shift=True takes mask[:, 1:] of a mask over all T tokens" if shift else ""
-            raise ValueError(f"mask must have the shape of the outputs, {outputs}, got {tuple(mask.shape)}{hint}")
-    if row_temperature is None:
-        _positive("temperature", temperature, "a small one, such as 0.01, comes close to the greedy choice")
-    else:
-        _check_row_temperature(row_temperature, outputs)
+        hint = "; shift=True takes mask[:, 1:] of a mask over all T tokens" if shift else ""
+        check_mask(mask, "the outputs", rows, hint)
+    check_temperature(temperature, rows)
     if softcap is not None:
-        _positive("softcap", softcap, "pass None for no capping")
-    for name, x in (("targets", targets), ("mask", mask), ("temperature", row_temperature)):
-        if x is not None and x.device != logits.device and x.dim():
+        check_positive("softcap", softcap, "pass None for no capping")
+    for name, x in (("targets", targets), ("mask", mask), ("temperature", temperature)):
+        if isinstance(x, Tensor) and x.device != logits.device and x.dim():
             raise ValueError(f"{name} is on {x.device}, the logits are on {logits.device}; move it there")
-    if inplace:
-        _check_inplace(logits)
     if not torch.compiler.is_compiling():
         _check_transforms(logits)
 
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def _described(x):
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
-
-
-def _check_row_temperature(temperature, outputs):
-    fits = temperature.dim() <= len(outputs) and all(
-        a in (1, b) for a, b in zip(reversed(temperature.shape), reversed(outputs), strict=False)
-    )
-    if not fits or temperature.dtype.is_complex or temperature.dtype == torch.bool:
-        raise ValueError(
-            f"temperature must be a number or broadcastable to the outputs' shape {outputs}, one per row, got "
-            f"{_described(temperature)}"
-        )
-    if temperature.requires_grad and torch.is_grad_enabled():
-        raise ValueError("the gradient of temperature is not supported; pass temperature.detach()")
+def _outputs_shape(targets, shift):
+    return (targets.shape[0], max(targets.shape[1] - 1, 0)) if shift else tuple(targets.shape)
 
 
 def _check_inplace(logits):
@@ -168,7 +145,8 @@ def _check_inplace(logits):
             "inplace=True would overwrite a leaf by its gradient; leave it out, or pass logits computed from the leaf"
         )
     leading = zip(logits.shape[:-1], logits.stride()[:-1], strict=True)
-    if logits.stride(-1) != 1 or any(n > 1 and stride < logits.shape[-1] for n, stride in leading):
+    overlapping = [n > 1 and stride < logits.shape[-1] for n, stride in leading]
+    if logits.stride(-1) != 1 or any(overlapping):
         raise ValueError(
             f"inplace=True needs rows that are contiguous and do not overlap, got strides {logits.stride()} for "
             f"{tuple(logits.shape)}; leave it out, or pass logits.contiguous()"
@@ -183,31 +161,10 @@ def _check_transforms(logits):
         )
 
 
-def _check_values(targets, mask, row_temperature, vocab):
-    """What only the values tell; the operator calls it, where reading them costs nothing or was asked for."""
-    bad = (targets < 0) | (targets >= vocab)
-    bad = bad if mask is None else bad & mask
-    if bad.any():
-        at = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(
-            f"the target of logits[{', '.join(map(str, at))}] is {targets[at].item()}, outside the vocabulary of "
-            f"{vocab} (0 to {vocab - 1}); {int(bad.sum())} of {bad.numel()} targets are. Give positions to ignore "
-            f"False in mask"
-        )
-    if row_temperature is not None:
-        bad = ~((row_temperature > 0) & (row_temperature < math.inf))
-        bad = bad if mask is None else bad & mask
-        if bad.any():
-            at = tuple(bad.nonzero()[0].tolist())
-            raise ValueError(
-                f"temperature must be finite and > 0 in every row, got {row_temperature[at].item()} for "
-                f"logits[{', '.join(map(str, at))}]"
-            )
-
-
 def _one_stride(x):
     """Whether all dimensions but the last merge into one without a copy."""
-    leading = [(n, stride) for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n != 1]
+    pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    leading = [(n, stride) for n, stride in pairs if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
 
 
@@ -234,7 +191,7 @@ def _forward(logits, targets, mask, temperature, row_temperature, softcap):
         slabs = (_select((logits, targets, mask, row_temperature), dim, i) for i in range(logits.shape[dim]))
         parts = [_forward(x, y, k, temperature, rows, softcap) for x, y, k, rows in slabs]
         return tuple(torch.stack(part, dim) for part in zip(*parts, strict=True))
-    outputs = row_backend(logits.device).logprob_fwd(
+    outputs = backend_of(logits.device).logprob.logprob_fwd(
         logits.reshape(-1, logits.shape[-1]),
         _rows(targets),
         _rows(mask),
@@ -254,13 +211,14 @@ def _backward(dlogits, logits, per_row, temperature, row_temperature, softcap):
         return
     vocab = logits.shape[-1]
     dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest = map(_rows, per_row)
-    row_backend(logits.device).logprob_bwd(
+    backend_of(logits.device).logprob.logprob_bwd(
         dlogprobs, dentropy, dlse, logits.reshape(-1, vocab), targets, mask, entropy, m, rest,
         _inverse(temperature, row_temperature), softcap, out=dlogits.view(-1, vocab),
     )  # fmt: skip
 
 
-def _unit_stride(logits):
+def unit_stride(logits: Tensor) -> Tensor:
+    """A copy only where the last dimension has another stride."""
     return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
 
 
@@ -273,16 +231,17 @@ def _token_logprobs(
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # logprobs, entropy, lse, m, rest, each (...) fp32
-    if logits.device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1":
-        _check_values(targets, mask, row_temperature, logits.shape[-1])
+    if values_are_checked(logits.device):
+        check_target_values(targets, mask, logits.shape[-1])
+        check_temperature_values(row_temperature, mask)
     if targets.numel() == 0:
         return _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap)
-    return _forward(_unit_stride(logits), targets, mask, temperature, row_temperature, softcap)
+    return _forward(unit_stride(logits), targets, mask, temperature, row_temperature, softcap)
 
 
 @_token_logprobs.register_fake
 def _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap):
-    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(5))
+    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields)
 
 
 @torch.library.custom_op("fused_rl::token_logprobs_backward", mutates_args=())
@@ -303,7 +262,7 @@ def _token_logprobs_backward(
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest)
     if targets.numel():
-        _backward(dlogits, _unit_stride(logits), per_row, temperature, row_temperature, softcap)
+        _backward(dlogits, unit_stride(logits), per_row, temperature, row_temperature, softcap)
     return dlogits
 
 
@@ -314,7 +273,7 @@ def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
 
 def _setup_context(ctx, inputs, output):
     logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap = inputs
-    _, entropy, _, m, rest = output
+    _, entropy, _, m, rest = output  # `RowStatistics`, as operators return them: a plain tuple
     ctx.save_for_backward(logits, targets, mask, entropy, m, rest, row_temperature)
     ctx.mark_non_differentiable(m, rest)
     ctx.set_materialize_grads(False)

@@ -7,17 +7,18 @@ options and the known algorithms in fused_rl/presets.py.
 """
 
 import warnings
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from fused_rl.aggregation import Batch, aggregate
 from fused_rl.checks import check_choice
-from fused_rl.kl import kl_estimate, tangent_exp, tangent_expm1
-from fused_rl.masked import Batch
+from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import check_token_level, resolve_options, surrogate_of
-from fused_rl.surrogates import LOSS_AGGS, RATIO_LEVELS, NoSequences
+from fused_rl.surrogates import RATIO_LEVELS, NoSequences, entropy_gate, off_policy_gate, rollout_weights
 
 __all__ = [
-    "aggregate",
     "entropy_bonus",
     "importance_ratio",
     "policy_loss",
@@ -27,7 +28,14 @@ __all__ = [
 ]
 
 
-def importance_ratio(logprobs, old_logprobs, mask, *, ratio_level="token", sequence_ids=None):
+def importance_ratio(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    ratio_level: str = "token",
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
     """Probability ratio of each token, or of its sequence, between the policy and the one that sampled.
 
     Args:
@@ -46,27 +54,27 @@ def importance_ratio(logprobs, old_logprobs, mask, *, ratio_level="token", seque
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
     batch = Batch(logprobs, mask, sequence_ids=sequence_ids)
-    log_ratio = batch.tokens("logprobs", logprobs) - batch.tokens("old_logprobs", old_logprobs.detach())
+    log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
 
 def policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
     *,
     preset: str | None = None,
-    num_tokens: int | torch.Tensor | None = None,
-    num_sequences: int | torch.Tensor | None = None,
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
-    ref_logprobs: torch.Tensor | None = None,
-    entropy: torch.Tensor | None = None,
-    rollout_logprobs: torch.Tensor | None = None,
-    truncated: torch.Tensor | None = None,
-    sequence_ids: torch.Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    truncated: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
     **options,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss: ratio level x surrogate x aggregation, with a KL term, an entropy bonus and off-policy corrections.
 
         policy_loss(logprobs, old_logprobs, advantages, mask, preset="grpo", kl_coef=0.04, ref_logprobs=ref)
@@ -109,24 +117,33 @@ def policy_loss(
     """
     chosen = resolve_options(preset, options)
     _check_needs(chosen, ref_logprobs, entropy)
+
+    # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     batch = Batch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
     logprobs, entropy = batch.tokens("logprobs", logprobs), batch.tokens("entropy", entropy)
-    old, advantages, ref, rollout = batch.constants(
-        old_logprobs=logprobs if old_logprobs is None else old_logprobs,
-        advantages=advantages,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-    )
-    level = RATIO_LEVELS[chosen.ratio_level](logprobs - old, batch.sequences)
-    weights = _rollout_weights(old, rollout, batch.sequences, chosen)
-    weights = weights * _sequence_gate(logprobs, old if rollout is None else rollout, advantages, batch, chosen)
-    weights = weights * _entropy_gate(entropy, batch.mask, chosen)
-    losses = surrogate_of(chosen)(level, advantages, logprobs, batch.sequences, chosen) * weights
-    loss = batch.aggregate(losses + _regularisers(logprobs, old, ref, entropy, chosen), chosen.loss_agg)
+    old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
+    advantages = batch.constant("advantages", advantages)
+    ref = batch.constant("ref_logprobs", ref_logprobs)
+    rollout = batch.constant("rollout_logprobs", rollout_logprobs)
+
+    # the surrogate of each token, weighted
+    log_ratio = logprobs - old
+    level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
+    surrogate = surrogate_of(chosen)(level, advantages, logprobs, batch.sequences, chosen)
+    behaviour = old if rollout is None else rollout
+    weights = rollout_weights(old, rollout, batch.sequences, chosen)
+    weights = weights * off_policy_gate(logprobs, behaviour, advantages, batch.sequences, chosen)
+    weights = weights * entropy_gate(entropy, batch.mask, chosen)
+    surrogate = surrogate * weights
+
+    # reduced once
+    losses = surrogate + _regularisers(logprobs, old, ref, entropy, chosen)
+    loss = batch.aggregate(losses, chosen.loss_agg)
     with torch.no_grad():
-        metrics = {"loss": loss.detach(), "policy_loss": batch.aggregate(losses, chosen.loss_agg)}
-        metrics |= _policy_metrics(level, logprobs - old, advantages, entropy, batch, chosen)
-        metrics |= {} if ref is None else _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
+        metrics = {"loss": loss.detach(), "policy_loss": batch.aggregate(surrogate, chosen.loss_agg)}
+        metrics |= _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen)
+        if ref is not None:
+            metrics |= _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
     return loss, metrics
 
 
@@ -137,36 +154,8 @@ def _check_needs(chosen, ref_logprobs, entropy):
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
     if chosen.kl_coef and chosen.kl_estimator == "k1":
-        warnings.warn(
-            "k1 as a loss does not hold the policy: its expected gradient is zero. Use kl_estimator='rk3', or put k1 "
-            "in the reward",
-            stacklevel=3,
-        )
-
-
-def _rollout_weights(old, rollout, sequences, chosen):
-    """(B, T) or 1: the bounded probability ratio of the policy as the trainer and as the inference engine see it."""
-    if rollout is None or chosen.rollout_correction is None:
-        return 1
-    level, _, how = chosen.rollout_correction.partition("-")
-    log_ratio = old - rollout
-    ratio = tangent_exp(log_ratio if level == "token" else sequences.expand(sequences.sum(log_ratio)))
-    bounded = ratio.clamp(chosen.rollout_low, chosen.rollout_high)
-    return bounded if how == "truncate" else torch.where(bounded == ratio, ratio, 0)
-
-
-def _sequence_gate(logprobs, behaviour, advantages, batch, chosen):
-    if chosen.off_policy_threshold is None:
-        return 1
-    gap = batch.sequences.expand(batch.sequences.mean(behaviour - logprobs.detach()))
-    return ((advantages >= 0) | (gap <= chosen.off_policy_threshold)).to(batch.dtype)
-
-
-def _entropy_gate(entropy, mask, chosen):
-    threshold = chosen.entropy_threshold
-    if chosen.top_entropy is not None:
-        threshold = torch.nanquantile(torch.where(mask, entropy.detach(), torch.nan), 1 - chosen.top_entropy)
-    return 1 if threshold is None else (entropy.detach() >= threshold).to(entropy.dtype)
+        advice = "Use kl_estimator='rk3', or put k1 in the reward"
+        warnings.warn(f"k1 as a loss does not hold the policy: its expected gradient is zero. {advice}", stacklevel=3)
 
 
 def _regularisers(logprobs, old, ref, entropy, chosen):
@@ -178,7 +167,7 @@ def _regularisers(logprobs, old, ref, entropy, chosen):
     return losses
 
 
-def _policy_metrics(level, log_ratio, advantages, entropy, batch, chosen):
+def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
     ratio = tangent_exp(level)
     above = (advantages > 0) & (ratio > 1 + chosen.clip_high)
     below = (advantages < 0) & (ratio < 1 - chosen.clip_low)
@@ -203,20 +192,20 @@ def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
 
 
 def policy_token_loss(
-    old_logprobs,
-    advantages,
-    mask,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
     *,
-    preset=None,
-    ref_logprobs=None,
-    rollout_logprobs=None,
-    truncated=None,
-    sequence_ids=None,
-    num_tokens=None,
-    num_sequences=None,
-    max_length=None,
+    preset: str | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    truncated: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
+    max_length: int | None = None,
     **options,
-):
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """`policy_loss` for `linear_token_loss`: a function of single tokens, and what it needs per token.
 
         token_loss, per_token = policy_token_loss(old_logprobs, advantages, mask, preset="dapo", num_tokens=n)
@@ -237,49 +226,38 @@ def policy_token_loss(
     _check_needs(chosen, ref_logprobs, entropy=True)
     like = torch.empty(mask.shape, device=mask.device)
     batch = Batch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
-    old, advantages, ref, rollout = batch.constants(
-        old_logprobs=old_logprobs, advantages=advantages, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs
-    )
+    old = batch.constant("old_logprobs", old_logprobs)
+    ref = batch.constant("ref_logprobs", ref_logprobs)
+    rollout = batch.constant("rollout_logprobs", rollout_logprobs)
     if old is None and rollout is not None:
         raise ValueError("rollout_logprobs need old_logprobs: the policy's own, of the same tokens")
-    shares = torch.where(batch.mask, batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg), 0)
-    weights = (
-        None if rollout is None else _rollout_weights(old, rollout, batch.sequences, chosen) * torch.ones_like(old)
-    )
-    per_token = {"advantages": advantages, "shares": shares, "weights": weights, "old": old, "ref": ref}
-    per_token = {name: tensor for name, tensor in per_token.items() if tensor is not None}
+
+    # what a token needs of its batch, in a tensor each: its share of the sum, and what its sequence weighs
+    shares = batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
+    needed = {
+        "advantages": batch.constant("advantages", advantages),
+        "shares": torch.where(batch.mask, shares, 0),
+        "old": old,
+        "ref": ref,
+    }
+    if rollout is not None:
+        needed["weights"] = rollout_weights(old, rollout, batch.sequences, chosen) * torch.ones_like(old)
+    per_token = {name: tensor for name, tensor in needed.items() if tensor is not None}
 
     def token_loss(logprobs, entropy, *tensors):
         given = dict(zip(per_token, tensors, strict=True))
         old = given.get("old", logprobs.detach())
-        losses = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
-        losses = losses * given.get("weights", 1) * _entropy_gate(entropy, None, chosen)
-        return given["shares"] * (losses + _regularisers(logprobs, old, given.get("ref"), entropy, chosen))
+        surrogate = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
+        surrogate = surrogate * given.get("weights", 1) * entropy_gate(entropy, None, chosen)
+        losses = surrogate + _regularisers(logprobs, old, given.get("ref"), entropy, chosen)
+        return given["shares"] * losses
 
     return token_loss, tuple(per_token.values())
 
 
-def aggregate(losses, mask, loss_agg, *, num_tokens=None, num_sequences=None, max_length=None, sequence_ids=None):
-    """Reduce per-token losses to a scalar, once; denominators as in `policy_loss`.
-
-    Args:
-        losses: (B, T) floating point.
-        mask: (B, T) bool.
-        loss_agg: token-mean, sum / num_tokens; seq-mean-token-mean, the sum over sequences of their means /
-            num_sequences; seq-mean-token-sum, sum / num_sequences; seq-mean-token-sum-norm, the same / max_length.
-
-    Returns:
-        A scalar, differentiable; 0, still attached to the graph, where nothing counts.
-
-    Raises:
-        ValueError: shapes or options that do not fit.
-    """
-    check_choice("loss_agg", loss_agg, LOSS_AGGS)
-    batch = Batch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
-    return batch.aggregate(losses, loss_agg)
-
-
-def entropy_bonus(entropy, mask, entropy_coef, *, loss_agg="token-mean", **denominators):
+def entropy_bonus(
+    entropy: Tensor, mask: Tensor, entropy_coef: float, *, loss_agg: str = "token-mean", **denominators
+) -> tuple[Tensor, dict[str, Tensor]]:
     """-entropy_coef times the aggregated entropy: add it to a loss. Arguments as `aggregate`.
 
     Args:
@@ -295,7 +273,15 @@ def entropy_bonus(entropy, mask, entropy_coef, *, loss_agg="token-mean", **denom
     return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
 
 
-def value_loss(values, old_values, returns, mask, *, value_clip=0.2, num_tokens=None):
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    value_clip: float | None = 0.2,
+    num_tokens: int | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped value loss, 1/2 max((v - R)^2, (clip(v, v_old +- value_clip) - R)^2), averaged over tokens.
 
     Args:
@@ -322,10 +308,13 @@ def value_loss(values, old_values, returns, mask, *, value_clip=0.2, num_tokens=
         raise ValueError(f"value_clip must be >= 0 or None, got {value_clip}")
     batch = Batch(values, mask, num_tokens=num_tokens)
     values = batch.tokens("values", values)
-    old, returns = batch.constants(old_values=old_values, returns=returns)
+    old, returns = batch.constant("old_values", old_values), batch.constant("returns", returns)
+
+    # https://github.com/vwxyzjn/cleanrl, ppo.py: the clip may only make the error larger
     unclipped = clipped = (values - returns).square()
     if value_clip is not None:
-        clipped = (torch.clamp(values, old - value_clip, old + value_clip) - returns).square()
+        near_old = torch.clamp(values, old - value_clip, old + value_clip)
+        clipped = (near_old - returns).square()
     loss = batch.aggregate(torch.maximum(unclipped, clipped) / 2, "token-mean")
     clipfrac = batch.aggregate((clipped > unclipped).to(batch.dtype), "token-mean")
     metrics = {"value_loss": loss.detach(), "value_clipfrac": clipfrac}
@@ -345,8 +334,14 @@ def _value_moments(values, returns, batch):
 
 
 def preference_loss(
-    chosen_scores, rejected_scores, *, margin=None, label_smoothing=0.0, centering=0.0, num_sequences=None
-):
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    *,
+    margin: float | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    centering: float = 0.0,
+    num_sequences: int | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry loss of pairs of scores: -log sigmoid(chosen - rejected - margin), averaged over pairs.
 
     Args:
@@ -374,9 +369,13 @@ def preference_loss(
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
     chosen, rejected = chosen_scores.to(dtype), rejected_scores.to(dtype)
-    lead = chosen - rejected - (0 if margin is None else margin)
-    log_sigmoid = torch.nn.functional.logsigmoid
-    losses = -(1 - label_smoothing) * log_sigmoid(lead) - label_smoothing * log_sigmoid(-lead)
+    lead = chosen - rejected
+    if margin is not None:
+        lead = lead - margin
+
+    # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
+    right, wrong = torch.nn.functional.logsigmoid(lead), torch.nn.functional.logsigmoid(-lead)
+    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
     losses = losses + centering * (chosen + rejected).square()
     num_sequences = chosen.numel() if num_sequences is None else num_sequences
     loss = losses.sum() / num_sequences

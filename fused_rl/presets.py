@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from fused_rl.aggregation import LOSS_AGGS
 from fused_rl.checks import check_choice
-from fused_rl.kl import KL_ESTIMATORS
-from fused_rl.surrogates import LOSS_AGGS, RATIO_LEVELS, SURROGATES
+from fused_rl.estimators import KL_ESTIMATORS
+from fused_rl.surrogates import RATIO_LEVELS, SURROGATES
 
 __all__ = ["PRESETS", "PolicyLossOptions", "Preset", "resolve_options"]
 

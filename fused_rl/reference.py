@@ -22,6 +22,12 @@ __all__ = [
 ]
 
 
+def _per_column(temperature):
+    """A number, or one per row as it divides (..., V)."""
+    per_row = isinstance(temperature, torch.Tensor) and temperature.dim()
+    return temperature[..., None] if per_row else temperature
+
+
 def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
     """As `fused_rl.token_logprobs`, in the dtype of `logits`, by its definition; `inplace` has no effect."""
     if shift:
@@ -31,7 +37,7 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     live = mask & ~banned
     x = torch.where(live[..., None], logits, 0)
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
-    x = x / (temperature[..., None] if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
+    x = x / _per_column(temperature)
     top, at = x.max(-1, keepdim=True)
     rest = (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)  # next to the maximum's 1 these drown
     logp = x - top - rest.log1p()
@@ -117,7 +123,8 @@ def policy_loss(
 ):
     """The loss of `fused_rl.policy_loss`, one sequence at a time; `advantages` (B, T), `sequence_ids` always given."""
     lp = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
-    sequences, total, count = [i for i in sequence_ids.unique().tolist() if i >= 0], 0 * lp[mask].sum(), 0
+    sequences = [i for i in sequence_ids.unique().tolist() if i >= 0]
+    total, count = 0 * lp[mask].sum(), 0  # attached to the graph also where nothing counts
     for i in sequences:
         at = mask & (sequence_ids == i)
         n = int(at.sum())
@@ -132,6 +139,8 @@ def policy_loss(
             )
         total = total + (losses.mean() if loss_agg == "seq-mean-token-mean" else losses.sum())
         count += n
+
+    # divided once
     num_sequences = len(sequences) if num_sequences is None else num_sequences
     length = mask.shape[1] if max_length is None else max_length
     norm = length if loss_agg == "seq-mean-token-sum-norm" else 1
@@ -146,8 +155,9 @@ def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
 def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None):
     """As `fused_rl.token_kl`, in the dtype of `logits`, for rows that are not -inf throughout."""
     mask = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask
-    t = temperature[..., None] if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature
-    logp, logq = (torch.log_softmax(torch.where(mask[..., None], x, 0) / t, -1) for x in (logits, ref_logits))
+    logits, ref_logits = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
+    t = _per_column(temperature)
+    logp, logq = (torch.log_softmax(x / t, -1) for x in (logits, ref_logits))
     if direction == "reverse":
         return _kl(logp, logq).where(mask, 0)
     if direction == "forward":

@@ -1,14 +1,23 @@
-"""The ratio levels and surrogates of `policy_loss`; docs/losses.md shows a surrogate of your own in five lines."""
+"""The ratio levels and surrogates of `policy_loss`, and what weights a surrogate.
+
+docs/losses.md shows a surrogate of your own in five lines.
+"""
 
 import math
 
 import torch
 
-from fused_rl.kl import tangent_exp
+from fused_rl.estimators import tangent_exp
 
-__all__ = ["LOSS_AGGS", "RATIO_LEVELS", "SURROGATES", "needs_sequences"]
-
-LOSS_AGGS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+__all__ = [
+    "RATIO_LEVELS",
+    "SURROGATES",
+    "NoSequences",
+    "entropy_gate",
+    "needs_sequences",
+    "off_policy_gate",
+    "rollout_weights",
+]
 
 
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's tokens one value.
@@ -106,3 +115,40 @@ SURROGATES = {
     "geo-mean": _geo_mean,
     "policy-gradient": _policy_gradient,
 }
+
+
+# What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 where it is not asked for.
+
+
+def rollout_weights(old, rollout, sequences, options):
+    """Truncated or masked ratio of the policy as the trainer and as the inference engine see it.
+
+    The two differ in kernels and precision, so that a rollout is off-policy even at the first step.
+    """
+    if rollout is None or options.rollout_correction is None:
+        return 1
+    level, _, how = options.rollout_correction.partition("-")
+    log_ratio = old - rollout
+    if level == "sequence":
+        log_ratio = sequences.expand(sequences.sum(log_ratio))
+    ratio = tangent_exp(log_ratio)
+    bounded = ratio.clamp(options.rollout_low, options.rollout_high)
+    return bounded if how == "truncate" else torch.where(bounded == ratio, ratio, 0)
+
+
+def off_policy_gate(logprobs, behaviour, advantages, sequences, options):
+    """0 for sequences of negative advantage that the policy has left (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
+    if options.off_policy_threshold is None:
+        return 1
+    gap = sequences.mean(behaviour - logprobs.detach())
+    near = sequences.expand(gap) <= options.off_policy_threshold
+    return ((advantages >= 0) | near).to(logprobs.dtype)
+
+
+def entropy_gate(entropy, mask, options):
+    """0 for all but the tokens of high entropy (arXiv:2506.01939)."""
+    threshold = options.entropy_threshold
+    if options.top_entropy is not None:
+        counted = torch.where(mask, entropy.detach(), torch.nan)
+        threshold = torch.nanquantile(counted, 1 - options.top_entropy)
+    return 1 if threshold is None else (entropy.detach() >= threshold).to(entropy.dtype)

@@ -9,8 +9,9 @@ of the (V, H) gradient. `backward_tile` takes the smaller; a single tile needs n
 
 import torch
 
-from fused_rl.cpu import in_huge_pages
-from fused_rl.logprobs import row_backend
+from fused_rl.backend import backend_of
+from fused_rl.cpu.compiled import in_huge_pages
+from fused_rl.kernels.states import RowStatistics
 
 # Below this many rows in a tile, reading and writing the fp32 sum of the weight's gradient costs more than the GEMM
 # that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.
@@ -37,7 +38,8 @@ def at(values, rows):
 
 
 def logits_tile(hidden, weight, bias, buffer):  # (n, H), (v, H), (v,) | None -> (n, v) in the storage of `buffer`
-    out = buffer[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], weight.shape[0])
+    n, vocab = hidden.shape[0], weight.shape[0]
+    out = buffer[: n * vocab].view(n, vocab)
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
     return torch.addmm(bias, hidden, weight.t(), out=out)
@@ -51,7 +53,8 @@ def add_mm(total, a, b, first):
     if total.device.type == "cuda" and torch.version.hip is None:  # no other device adds 16-bit products to fp32
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
         return
-    for rows in blocks(total.shape[0], max(1, _PARTIAL_BYTES // (b.shape[1] * b.element_size()))):
+    row_bytes = b.shape[1] * b.element_size()
+    for rows in blocks(total.shape[0], max(1, _PARTIAL_BYTES // row_bytes)):
         part = torch.mm(a[rows], b)
         total[rows].copy_(part) if first else total[rows].add_(part)
 
@@ -101,10 +104,13 @@ def backward_tile(hidden, vocab, needs, budget, copies=1):
     """(rows, columns) of a tile that recomputes logits, `copies` of it within the budget less the fp32 sum needed."""
     n, width = hidden.shape
     size = hidden.element_size()
+    # one tile, or blocks of rows
     if n * vocab * size * copies <= budget or size == 4:
         # fp32 logits must come out of the product that the statistics came from, else exp(x - m) inherits the
         # difference; rounding to 16 bits hides it
         return forward_rows(hidden, vocab, budget // copies), vocab
+
+    # blocks of columns sum the gradient of hidden in fp32, blocks of rows that of the weight: whichever is smaller
     by_columns = sum_bytes(n, width, size) if needs[0] else 0
     by_rows = sum_bytes(vocab, width, size) if needs[1] else 0
     tile_bytes = max(budget - min(by_columns, by_rows), budget // 4)  # a sum beyond the budget must not starve the GEMM
@@ -127,10 +133,10 @@ def one_pass_rows(hidden, vocab, needs, budget):
 
 
 def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
-    """logprobs, entropy, lse, m, rest, each (N,) fp32."""
+    """`RowStatistics` of all rows."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = row_backend(hidden.device)
-    outputs = torch.zeros(5, n, device=hidden.device, dtype=torch.float32)
+    backend = backend_of(hidden.device).logprob
+    outputs = torch.zeros(len(RowStatistics._fields), n, device=hidden.device, dtype=torch.float32)
     step = forward_rows(hidden, vocab, budget)
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     for rows in blocks(n, step):
@@ -138,7 +144,7 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
         block = backend.logprob_fwd(logits, targets[rows], None, at(inv_temperature, rows), softcap)
         for whole, part in zip(outputs, block, strict=True):
             whole[rows] = part
-    return outputs.unbind()
+    return RowStatistics(*outputs)
 
 
 def in_columns(dlogprobs, dlse, targets, columns):
@@ -150,18 +156,20 @@ def in_columns(dlogprobs, dlse, targets, columns):
     local = torch.where(here, targets - columns.start, 0)
     if dlogprobs is None:
         return None, dlse, local
-    elsewhere = -dlogprobs if dlse is None else dlse - dlogprobs
-    return torch.where(here, dlogprobs, 0), torch.where(here, 0 if dlse is None else dlse, elsewhere), local
+    if dlse is None:
+        return torch.where(here, dlogprobs, 0), torch.where(here, 0, -dlogprobs), local
+    return torch.where(here, dlogprobs, 0), torch.where(here, dlse, dlse - dlogprobs), local
 
 
 def recomputed(needs, upstream, hidden, weight, bias, targets, statistics, inv_temperature, softcap, budget):
     """Gradients of hidden, weight, bias from those of (logprobs, entropy, lse), over recomputed tiles of logits."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = row_backend(hidden.device)
+    backend = backend_of(hidden.device).logprob
     tile = backward_tile(hidden, vocab, needs, budget)
     gradients = Gradients(needs, hidden, weight, bias, tile)
     buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
+    # each tile: its logits again, in their place their gradient, and from that the parameters'
     for rows in blocks(n, max(1, tile[0])):
         dlogprobs, dentropy, dlse = (at(d, rows) for d in upstream)
         entropy, m, rest = (s[rows] for s in statistics)

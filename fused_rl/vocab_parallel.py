@@ -10,16 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair, kl_backend
-from fused_rl.logprobs import TokenLogprobs, _check_arguments, row_backend
+from fused_rl.backend import backend_of
+from fused_rl.checks import check_choice, check_temperature_values, split_temperature
+from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics
+from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
+from fused_rl.logprobs import TokenLogprobs, check_row_arguments, unit_stride
 from fused_rl.tiles import in_columns
 
 __all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
 
+_NONE = -1e10  # as in the kernels: log(p / q) where P has no mass
+
 
 def vocab_parallel_token_logprobs(
-    local_logits, targets, vocab_start, group=None, *, temperature=1.0, mask=None, softcap=None
-):
+    local_logits: Tensor,
+    targets: Tensor,
+    vocab_start: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> TokenLogprobs:
     """`token_logprobs` of logits whose columns are split over the ranks of `group`, in nats.
 
     Args:
@@ -37,9 +49,9 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target that is on no rank, or on several, is NaN on a GPU.
     """
-    row_temperature, temperature = _temperatures(temperature)
-    _check_arguments(local_logits, targets, temperature, row_temperature, mask, softcap, False, False)
-    inv_t = _inverse(temperature, row_temperature, targets)
+    check_row_arguments(local_logits, targets, temperature, mask, softcap)
+    temperature, row_temperature = split_temperature(temperature, tuple(targets.shape), targets.device)
+    inv_t = 1 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
     mask = None if mask is None else mask.reshape(-1).contiguous()
     outputs = _VocabParallelLogprobs.apply(
         _as_matrix(local_logits), targets.long().reshape(-1), mask, inv_t, softcap, vocab_start, group
@@ -48,8 +60,14 @@ def vocab_parallel_token_logprobs(
 
 
 def vocab_parallel_token_kl(
-    local_logits, local_ref_logits, group=None, *, direction="reverse", temperature=1.0, mask=None
-):
+    local_logits: Tensor,
+    local_ref_logits: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    direction: str = "reverse",
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
     """`token_kl` of logits whose columns are split over the ranks of `group`, in nats.
 
     Args:
@@ -65,31 +83,20 @@ def vocab_parallel_token_kl(
     Raises:
         ValueError: as `token_kl`.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-    row_temperature, temperature = _temperatures(temperature)
-    check_logits_pair(local_logits, local_ref_logits, temperature, row_temperature, mask)
-    if row_temperature is not None:
-        row_temperature = row_temperature.to(local_logits.device, torch.float32).expand(local_logits.shape[:-1])
+    check_choice("direction", direction, DIRECTIONS)
+    check_logits_pair(local_logits, local_ref_logits, mask)
+    rows = tuple(local_logits.shape[:-1])
+    temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
+    if local_logits.device.type == "cpu":
+        check_temperature_values(row_temperature, None)
     first, second = (local_ref_logits, local_logits) if direction == "forward" else (local_logits, local_ref_logits)
     x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
     kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", group)
     return kl.view(local_logits.shape[:-1])
 
 
-def _temperatures(temperature):
-    return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
-
-
-def _inverse(temperature, row_temperature, rows):
-    if row_temperature is None:
-        return 1 / temperature
-    return row_temperature.to(rows.device, torch.float32).expand(rows.shape).reshape(-1).reciprocal()
-
-
 def _as_matrix(logits):
-    logits = logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
-    return logits.reshape(-1, logits.shape[-1])
+    return unit_stride(logits).reshape(-1, logits.shape[-1])
 
 
 def _reduced(rows, op, group):
@@ -99,28 +106,34 @@ def _reduced(rows, op, group):
     return packed
 
 
-def merge_logprobs(logprobs, entropy, lse, m, rest, owns_target, inv_t, group):
-    """The backend's outputs for the local columns -> those for all columns, (N,) fp64, and the count of target owners.
+def merge_logprobs(local, owns_target, inv_t, group):
+    """The backend's statistics for the local columns -> those of all columns, (N,) fp64, and how many own the target.
 
     The maximum stays out of the sum: a rank that holds it adds its rest, the others add 1 + rest.
     """
-    logprobs, entropy, m, rest = (x.double() for x in (logprobs, entropy, m, rest))
+    logprobs, entropy, lse, m, rest = (x.double() for x in local)
     m = torch.where(lse == -torch.inf, -torch.inf, m)  # no column allowed here
-    (m_all,) = _reduced([m.nan_to_num(-torch.inf, torch.inf, -torch.inf)], dist.ReduceOp.MAX, group)
+    known = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    (m_all,) = _reduced([known], dist.ReduceOp.MAX, group)
     below = torch.where(m == -torch.inf, -torch.inf, (m - m_all) * inv_t)
     share = below.exp()
     holds = (m == m_all) & (m > -torch.inf)
     log1p = rest.log1p()
     # sum of -e^s s over the local columns: both parts are >= 0
-    spread = share * (1 + rest) * ((entropy - log1p).clamp(min=0) - torch.where(share > 0, below, 0))
-    target = torch.where(owns_target, torch.where(m == -torch.inf, -torch.inf, logprobs + log1p + below), 0)
-    rows = [torch.where(holds, rest, share * (1 + rest)), holds.double(), spread, target, owns_target.double()]
+    own = (entropy - log1p).clamp(min=0)
+    spread = share * (1 + rest) * (own - torch.where(share > 0, below, 0))
+    mass = torch.where(holds, rest, share * (1 + rest))
+    here = torch.where(m == -torch.inf, -torch.inf, logprobs + log1p + below)
+    target = torch.where(owns_target, here, 0)
+
+    rows = [mass, holds.double(), spread, target, owns_target.double()]
     rest, count, spread, target, owners = _reduced(rows, dist.ReduceOp.SUM, group)
     dead = (count == 0) & (rest == 0)  # not so with NaN
     rest = torch.where(dead, 0, rest + (count - 1))
     log1p = rest.log1p()
     entropy = torch.where(dead, 0, log1p + spread / (1 + rest))
-    return (target - log1p).clamp(max=0), entropy, m_all * inv_t + log1p, m_all, rest, owners
+    logprobs = (target - log1p).clamp(max=0)
+    return RowStatistics(logprobs, entropy, m_all * inv_t + log1p, m_all, rest), owners
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -129,8 +142,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         columns = slice(vocab_start, vocab_start + logits.shape[1])
         here = (targets >= columns.start) & (targets < columns.stop)
         local = torch.where(here, targets - columns.start, 0)
-        state = row_backend(logits.device).logprob_fwd(logits, local, mask, inv_t, softcap)
-        *outputs, m, rest, owners = merge_logprobs(*state, here, inv_t, group)
+        statistics = backend_of(logits.device).logprob.logprob_fwd(logits, local, mask, inv_t, softcap)
+        merged, owners = merge_logprobs(statistics, here, inv_t, group)
         counts = torch.ones_like(here) if mask is None else mask
         astray = counts & (owners != 1)
         if logits.device.type == "cpu" and astray.any():  # on every rank alike
@@ -139,9 +152,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 f"target {int(targets[at])} of row {at} is in the columns of {int(owners[at])} ranks, expected one; "
                 f"check vocab_start ({vocab_start} here) and the targets"
             )
-        outputs[0] = torch.where(astray, torch.nan, outputs[0])
-        logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in outputs)
-        ctx.save_for_backward(logits, targets, mask, entropy, m.float(), rest.float())
+        logprobs = torch.where(astray, torch.nan, merged.logprobs)
+        logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in (logprobs, merged.entropy, merged.lse))
+        ctx.save_for_backward(logits, targets, mask, entropy, merged.m.float(), merged.rest.float())
         ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
@@ -154,7 +167,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             return (None,) * 7
         dlogprobs, dentropy, dlse = (None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse))
         dlogprobs, dlse, local = in_columns(dlogprobs, dlse, targets, ctx.columns)
-        dlogits = row_backend(logits.device).logprob_bwd(
+        dlogits = backend_of(logits.device).logprob.logprob_bwd(
             dlogprobs, dentropy, dlse, logits, local, mask, entropy, m, rest, ctx.inv_t, ctx.softcap
         )
         return dlogits, *(None,) * 6
@@ -167,44 +180,55 @@ def merge_kl(kl, state, mask, inv_t, group):
     a = sum(p (d - c)) is not 0 and KL = a + log1p(F / W - a), which fp64 can afford to subtract.
     """
     state = state.double() if mask is None else torch.where(mask, state, 0).double()
-    m, w, w_all, offset, c, n, f, _, _ = state
+    m, w, w_all, offset, c, n, f, *_ = KLState(*state)
     c = offset * inv_t + c
     rows = [m, n, torch.where(w > 0, c, -torch.inf), (kl == torch.inf).double()]
-    m_all, n_all, c_all, infinite = _reduced([r.nan_to_num(0, 0, -torch.inf) for r in rows], dist.ReduceOp.MAX, group)
+    rows = [r.nan_to_num(0, 0, -torch.inf) for r in rows]
+    m_all, n_all, c_all, infinite = _reduced(rows, dist.ReduceOp.MAX, group)
     c_all = torch.where(c_all == -torch.inf, 0, c_all)
+
+    # the local sums, moved by h to the common mean
     share = ((m - m_all) * inv_t).exp()
     scale = ((m_all - n_all) * inv_t - c_all).exp()
     own = torch.where(w > 0, w * ((m - n_all) * inv_t - c).exp(), 0)
     h = c_all - c
     weight = w * share
-    moved = torch.where(h < 1, weight * scale * (torch.expm1(h) - h), own - weight * scale * (1 + h))
+    near = weight * scale * (torch.expm1(h) - h)
+    moved = torch.where(h < 1, near, own - weight * scale * (1 + h))
     moved = torch.where(w > 0, moved, 0)
     rows = [weight, w_all * share, -weight * h, f * ((n - n_all) * inv_t).exp() + moved]
     w, w_all, a, f = _reduced(rows, dist.ReduceOp.SUM, group)
+
+    # the divergence of all columns
     some = w > 0
     s = f + torch.where(some, scale * (w - a), 0)
     a, r = torch.where(some, a / w, 0), torch.where(some, f / w, 1)
     z = (n_all - m_all) * inv_t + c_all
-    value = torch.where(z > 600, a + z + r.log(), a + torch.log1p(r * z.clamp(max=600).exp() - a)).clamp(min=0)
+    exact = a + torch.log1p(r * z.clamp(max=600).exp() - a)
+    value = torch.where(z > 600, a + z + r.log(), exact).clamp(min=0)
     value = torch.where(some, value, 0)
-    k = torch.where(some, value + torch.where(infinite > 0, (w / w_all).log(), 0), -1e10)  # NONE of the kernels
+
+    # the state that a row of all columns would leave
+    allowed = torch.where(infinite > 0, (w / w_all).log(), 0)
+    k = torch.where(some, value + allowed, _NONE)
     offset = torch.where(some, (c_all + a) / inv_t, 0).float()
     c = torch.where(some, c_all + a, 0) - offset.double() * inv_t
-    merged = torch.stack([m_all, w, w_all, offset.double(), c, n_all, f, s, k]).float()
+    merged = KLState(m_all, w, w_all, offset.double(), c, n_all, f, s, k)
     nan = 0 * (f + w_all)  # 0, or NaN where a logit is NaN or inf
-    return (torch.where(infinite > 0, torch.inf, value) + nan).float(), merged
+    divergence = torch.where(infinite > 0, torch.inf, value) + nan
+    return divergence.float(), torch.stack(merged).float()
 
 
 class _VocabParallelKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, mask, inv_t, js, group):
-        backend = kl_backend(x.device)
-        divergence, state = merge_kl(*backend.kl_fwd(x, y, mask, inv_t), mask, inv_t, group)
+        backend = backend_of(x.device)
+        divergence, state = merge_kl(*backend.kl.kl_fwd(x, y, mask, inv_t), mask, inv_t, group)
         sums = None
         if js:
-            sums = backend.js_fwd(x, y, mask, inv_t, state)
+            sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state)
             dist.all_reduce(sums, group=group)
-            divergence = sums[0]
+            divergence = JensenShannonSums(*sums).divergence
         divergence = divergence if mask is None else torch.where(mask, divergence, 0)
         ctx.save_for_backward(x, y, mask, divergence, state, sums)
         ctx.inv_t = inv_t
@@ -214,7 +238,7 @@ class _VocabParallelKL(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         x, y, mask, divergence, state, sums = ctx.saved_tensors
-        gradients = kl_backend(x.device).kl_bwd(
+        gradients = backend_of(x.device).kl.kl_bwd(
             g.contiguous(), x, y, mask, ctx.inv_t, divergence, state, sums, *ctx.needs_input_grad[:2]
         )
         return *gradients, None, None, None, None

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, start, step, tanh, widen
+from fused_rl.kernels.states import RowStatistics
 
 THREADS = 128  # per program
 K = 8  # windows per tile: one rescaling per K elements of a lane
@@ -86,6 +87,7 @@ def segment_state(
     m, rest, t = start(LANES)
     first = segment * SEGMENT
     whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
+    # whole tiles: where the row begins at a window, each window is loaded for itself
     if head == 0:
         for i in tl.range(first, whole, num_stages=1):
             xs = ()
@@ -94,6 +96,7 @@ def segment_state(
             m, rest, t = step(m, rest, t, xs, scale, K)
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
+    # and where it does not, a lane below `head` takes its element from the next window
     else:
         for i in tl.range(first, whole, num_stages=1):
             xs = ()
@@ -102,6 +105,7 @@ def segment_state(
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
             m, rest, t = step(m, rest, t, xs, scale, K)
+    # the row's end, masked
     stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
     for i in tl.range(whole * K, stop, TAIL, num_stages=1):
         xs = ()
@@ -141,7 +145,9 @@ def row_scale(inv_t_ptr, row, inv_t, scale, scale_low):
 @triton.jit
 def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap):
     """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
-    m, rest, t = reduce_lanes(state[0], state[1], state[2], scale, scale_low)
+    logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr = outputs
+    lane_m, lane_rest, lane_t = state
+    m, rest, t = reduce_lanes(lane_m, lane_rest, lane_t, scale, scale_low)
     banned = (m <= NEG) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocab)
@@ -149,11 +155,11 @@ def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale
     log1 = log1p(rest)
     logprob = (tl.minimum(x, m, propagate_nan=NAN) - m) * inv_t - log1
     logprob = tl.where(banned, float("-inf"), logprob)
-    tl.store(outputs[0] + row, tl.where(known, logprob, float("nan")))
-    tl.store(outputs[1] + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
-    tl.store(outputs[2] + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
-    tl.store(outputs[3] + row, tl.where(banned, float("-inf"), m))
-    tl.store(outputs[4] + row, tl.where(banned, 0.0, rest))
+    tl.store(logprob_ptr + row, tl.where(known, logprob, float("nan")))
+    tl.store(entropy_ptr + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
+    tl.store(lse_ptr + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
+    tl.store(m_ptr + row, tl.where(banned, float("-inf"), m))
+    tl.store(rest_ptr + row, tl.where(banned, 0.0, rest))
 
 
 @triton.jit
@@ -216,7 +222,8 @@ def logprob_fwd_kernel(
             part, carry = segment_state(
                 window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
             )
-            m, rest, t = merge(m, rest, t, part[0], part[1], part[2], scale)
+            part_m, part_rest, part_t = part
+            m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
         x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
         state = step(m, rest, t, (x,), scale, 1)
         store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap)
@@ -257,7 +264,8 @@ def logprob_merge_kernel(
     m, rest, t = start(LANES)
     for segment in tl.range(0, segments, num_stages=1):
         at = lanes_ptr + (row * segments + segment) * 3 * LANES + tl.arange(0, LANES)
-        m, rest, t = merge(m, rest, t, tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES), scale)
+        part_m, part_rest, part_t = tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES)
+        m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
     state = step(m, rest, t, (x,), scale, 1)
@@ -368,7 +376,8 @@ def logprob_bwd_kernel(
     dx_window = dx_ptr + (dx_offset + (VEC - 1)) // VEC * VEC
     read = tl.where(alive, TILE, 0)
     for i in tl.range(first, last, num_stages=1):
-        g = gradient(load_lanes(x_window + i * TILE, read, TILE, VEC), m, scale, a, b, softcap)
+        x = load_lanes(x_window + i * TILE, read, TILE, VEC)
+        g = gradient(x, m, scale, a, b, softcap)
         tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
     for begin in tl.range(part * LANES, around, parts * LANES, num_stages=1):
         column = begin + tl.arange(0, LANES)
@@ -376,7 +385,8 @@ def logprob_bwd_kernel(
         wanted = column < tl.where(alive, around, 0)
         column += tl.where(column < lead, 0, tiles * TILE)
         x = tl.load(x_row + column, mask=wanted, other=0.0).to(tl.float32)
-        tl.store(dx_row + column, gradient(x, m, scale, a, b, softcap).to(dx_ptr.dtype.element_ty), mask=inside)
+        g = gradient(x, m, scale, a, b, softcap)
+        tl.store(dx_row + column, g.to(dx_ptr.dtype.element_ty), mask=inside)
     if dlogprob_ptr is not None:
         tl.debug_barrier()
         g = target_gradient(x_target, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
@@ -403,7 +413,8 @@ def aligned(x):
     shift = x.data_ptr() % 16 // x.element_size()
     if shift == 0:
         return x, 0
-    size = shift + 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    spans = [(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)]
+    size = shift + 1 + sum(spans)
     return x.as_strided((size,), (1,), x.storage_offset() - shift), shift
 
 
@@ -427,11 +438,12 @@ def multiprocessors(device):
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
-    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> logprobs, entropy, lse, m, rest, each (N,) fp32."""
+    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n, vocab = logits.shape
-    outputs = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(5)]
+    new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
+    outputs = RowStatistics(*new)  # tensors of their own: each begins at 16 bytes, and an operator may return them
     if n == 0:
-        return tuple(outputs)
+        return outputs
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
     inv_t_ptr, *scales = _temperature(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
@@ -445,7 +457,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
         logprob_fwd_kernel[(n, parts)](*rows, *scalars, K=K, SEGMENT=SEGMENT, **launch)
         if parts > 1:
             logprob_merge_kernel[(n,)](*rows, parts, *scalars, **launch)
-    return tuple(outputs)
+    return outputs
 
 
 def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests import interpreter
+from bench import interpreter
 
 interpreter.fix_numerics()
 torch.set_num_threads(1)  # test tensors are tiny, and the interpreter is one thread

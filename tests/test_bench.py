@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,29 @@ import torch
 
 import fused_rl.reference
 from bench import __main__ as suite
-from bench import gpu, growth, kernels, linear, measure, numerics, peers, prototypes, report
-from bench.case import Case
+from bench import (
+    gpu,
+    growth,
+    machine,
+    numerics,
+    options,
+    peers,
+    plots,
+    prototypes,
+    report,
+    results,
+    run,
+    timing,
+)
+from bench.cases import linear
+from bench.cases.case import Spec
+from bench.cases.gae import LONGEST_LOOP, GAECase
+from bench.cases.kl import KLCase
+from bench.cases.linear import LinearCase
+from bench.cases.logprobs import LogprobsCase
 from bench.repro import entropy, kl_table
 
 ROOT = Path(__file__).resolve().parents[1]
-ARGS = SimpleNamespace(device="cpu", peers="none", out=None, group="kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -25,57 +43,163 @@ def _cpu_path(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # timing and checks as `python -m bench` runs them
 
 
-def one_case(op="token_logprobs", layout="rows", shape=(6, 500), fraction=0.0):
-    return Case(op, layout, shape, "bf16", fraction, "cpu")
+class Clock:
+    """A clock that moves by `step` seconds whenever somebody looks at it: nothing depends on how fast a machine is."""
+
+    def __init__(self):
+        self.now, self.step = 100.0, 1e-3
+
+    def perf_counter(self):
+        self.now += self.step
+        return self.now
 
 
-@pytest.mark.parametrize(("layout", "shape", "fraction"), [("rows", (6, 500), 0.0), ("rows", (6, 500), 0.5),
-                                                           ("shift", (2, 4, 500), 0.0)])  # fmt: skip
-def test_a_right_op_passes_the_check(layout, shape, fraction):
-    case = one_case(layout=layout, shape=shape, fraction=fraction)
-    errors = case.errors(*case.run_once(peers.Peer("fused_rl", None, case.ours))[:2])
-    assert set(errors) == {"logprob", "entropy", "gradient"}
-    assert not case.failure(errors)
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("time.perf_counter", made.perf_counter)
+    return made
+
+
+def one_case(layout="rows", shape=(6, 500), fraction=0.0):
+    return LogprobsCase(Spec(shape, "bf16", fraction, layout), "cpu")
+
+
+def checked(case, peer):
+    """Errors of one pass."""
+    once = run.run_once(case, peer)
+    return case.errors(peer, once.outputs, once.gradient)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (LogprobsCase(Spec((6, 500), "bf16"), "cpu"), {"logprob", "entropy", "gradient"}),
+        (LogprobsCase(Spec((6, 500), "bf16", 0.5), "cpu"), {"logprob", "entropy", "gradient"}),
+        (LogprobsCase(Spec((2, 4, 500), "bf16", layout="shift"), "cpu"), {"logprob", "entropy", "gradient"}),
+        (KLCase(Spec((6, 500), "fp32", 0.5), "cpu"), {"kl", "gradient"}),
+        (GAECase(Spec((3, 50)), "cpu"), {"advantages"}),
+        (LinearCase(Spec((256, 16, 300), "fp32"), "cpu"), {"loss", "dhidden", "dweight"}),
+    ],
+    ids=lambda value: value.label() if hasattr(value, "label") else "",
+)
+def test_a_right_op_passes_the_check(case, names):
+    mine = [peer for peer in case.ours() if peer.role == "ours"]
+    assert mine
+    for peer in mine:
+        errors = checked(case, peer)
+        assert set(errors) == names
+        assert run.judged(case, peer, errors) == {"status": results.OK}
 
 
 def broken_value(case, x):
-    logprobs, entropy_ = case.ours(x)
-    return logprobs + 1e-3, entropy_
+    logprobs, entropy_ = case.call(x)
+    return logprobs + 2e-3, entropy_
 
 
 def broken_gradient(case, x):
-    logprobs, entropy_ = case.ours(x)
+    logprobs, entropy_ = case.call(x)
     return logprobs, entropy_.detach() + 0.5 * (entropy_ - entropy_.detach())
 
 
 def broken_nan(case, x):
-    logprobs, entropy_ = case.ours(x)
+    logprobs, entropy_ = case.call(x)
     return logprobs, entropy_ * float("nan")
 
 
-@pytest.mark.parametrize("broken", [broken_value, broken_gradient, broken_nan])
-def test_an_op_that_fails_the_check_is_not_timed(broken, monkeypatch):
+def contend(monkeypatch, case, *found):
+    monkeypatch.setattr(case, "contenders", lambda wanted: (list(found), []))
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"), [(broken_value, "logprob"), (broken_gradient, "gradient"), (broken_nan, "entropy")]
+)
+def test_an_op_that_fails_the_check_is_not_timed(broken, what, clock, monkeypatch):
     # A peer that is wrong is timed, and its row says by how much.
     case = one_case()
-    run = lambda x: broken(case, x)  # noqa: E731
-    found = [peers.Peer("fused_rl", "0", run), peers.Peer("wrong peer", "0", run)]
-    monkeypatch.setattr(kernels, "contenders", lambda *_: (found, {}))
-    ours, peer = kernels.run_case(case, peers.LOGPROBS, ARGS, 1e9, 1.0)[0]
-    assert "FAILED, not timed" in ours["note"]
+    made = peers.Peer("fused_rl", "0", lambda x: broken(case, x), role="ours")
+    contend(monkeypatch, case, made, made._replace(name="wrong peer", role="peer"))
+    ours, peer = run.run_case(case, "none", 1e9, 1.0)
+    assert ours["status"] == "failed check"
+    assert ours["reason"].startswith(what)
     assert "ms" not in ours
-    assert peer["ms"]["both"] > 0
-    if broken is not broken_value:  # off by exactly the limit from which a peer is called wrong
-        assert "WRONG" in peer["note"]
+    assert peer["status"] == "wrong"
+    assert peer["reason"].startswith(what)
+    assert len(peer["samples_ms"]["both"]) == 40
+    assert results.remarks(peer).startswith("WRONG: ")
 
 
-def test_what_has_no_time_is_left_out_and_says_so(monkeypatch):
+def test_what_raises_is_a_row_with_its_status(clock, monkeypatch):
     case = one_case()
-    found = [peers.Peer("fused_rl", "0", case.ours), peers.Peer("a peer", "0", case.ours)]
-    monkeypatch.setattr(kernels, "contenders", lambda *_: (found, {}))
-    rows, missing = kernels.run_case(case, peers.LOGPROBS, ARGS, 1e9, 0.0)
-    assert [r["implementation"] for r in rows] == ["fused_rl"]
-    assert measure.repeats(rows[0]) == 3, "ours is what others are compared to"
-    assert missing == {"a peer at token_logprobs 6 x 500 bf16": "left out for time; --budget gives more"}
+
+    def raising(error):
+        def call(x):
+            raise error
+
+        return call
+
+    ours = peers.Peer("fused_rl", "0", raising(RuntimeError("no kernel\nfor this")), role="ours")
+    large = peers.Peer("large", "0", raising(torch.OutOfMemoryError("40 GiB")))
+    contend(monkeypatch, case, ours, large)
+    rows = run.run_case(case, "none", 1e9, 1.0)
+    assert [row["status"] for row in rows] == ["failed", "out of memory"]
+    assert [row["reason"] for row in rows] == ["RuntimeError: no kernel", "OutOfMemoryError: 40 GiB"]
+    assert results.measured(rows) == []
+    run.show(case, rows, 1e9)
+
+
+@pytest.mark.parametrize(("failing", "status"), [(None, 0), ("fused_rl", 1), ("another peer", 0)])
+def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
+    def run_case(case, wanted, copy_bytes_per_s, seconds):
+        rows = [results.not_run("a peer", results.CANNOT_RUN, "no GPU", case.op)]
+        if failing:
+            rows.append(results.not_run(failing, results.FAILED, "RuntimeError: no kernel", case.op))
+        return rows
+
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)
+    words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
+    assert run.command("kernels", words) == status
+    rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
+    of_peer = [row["op"] for row in rows if row["implementation"] == "a peer"]
+    assert of_peer == ["token_logprobs", "token_kl"], "what cannot run at any case is told once"
+
+
+def test_what_has_no_time_is_left_out_and_says_so(clock, monkeypatch):
+    case = one_case()
+
+    def slow(x):
+        clock.now += 2
+        return case.call(x)
+
+    ours = peers.Peer("fused_rl", "0", slow, role="ours")
+    contend(monkeypatch, case, ours, peers.Peer("a peer", "0", case.call))
+    rows = run.run_case(case, "none", 1e9, 1.0)
+    assert [row["status"] for row in rows] == ["ok", "skipped: budget"]
+    assert results.repeats(rows[0]) == 3, "ours is what others are compared to"
+    assert results.name_of(rows[1]) == "a peer at token_logprobs 6 x 500 bf16"
+    assert rows[1]["reason"] == "left out for time; --budget gives more"
+
+
+def test_every_case_gives_rows_of_one_form(clock):
+    cases = [one_case(), KLCase(Spec((6, 500), "bf16"), "cpu"), GAECase(Spec((3, 50)), "cpu")]
+    cases.append(LinearCase(Spec((256, 16, 300), "bf16"), "cpu"))
+    for case in cases:
+        rows = results.measured(run.run_case(case, "plain torch,loop over T", 1e10, 1e9))
+        assert rows[-1]["implementation"] in ("plain torch", "loop over T")
+        for row in rows:
+            assert row["status"] == results.OK
+            assert set(row["time_over"]) == set(case.baselines)
+            figures = set(results.figures(row))
+            missing = set(case.columns.values()) - figures
+            assert not {name for name in missing if not name.endswith("error") and name != "backward"}, missing
+
+
+def test_a_loop_of_seconds_is_left_out():
+    found, missing = GAECase(Spec((1, LONGEST_LOOP + 1)), "cpu").contenders("all")
+    assert [peer.name for peer in found] == ["fused_rl"]
+    assert [(row["status"], row["where"]) for row in missing] == [("skipped: slow", "T = 16385")]
 
 
 def test_turns_share_the_time_and_a_slow_run_keeps_its_first_sample():
@@ -87,30 +211,72 @@ def test_turns_share_the_time_and_a_slow_run_keeps_its_first_sample():
     costs = {"ours": 4.0, "fast": 0.01, "medium": 0.25, "slow": 5.0}
     runs = {name: run(name, cost) for name, cost in costs.items()}
     first = {name: {"forward": 9 * cost, "both": cost} for name, cost in costs.items()}
-    samples = measure.interleaved(runs, 4.0, first, keep=("ours",))
+    samples = timing.interleaved(runs, 4.0, first, keep=("ours",))
     assert {n: len(s["both"]) for n, s in samples.items()} == {"ours": 3, "fast": 40, "medium": 4, "slow": 1}
     assert samples["slow"] == {"forward": [45e3], "both": [5e3]}, "that of before"
     assert samples["fast"]["both"][0] == 20, "that of now"
     assert calls.index("ours") < 30 < len(calls) - calls[::-1].index("medium"), "spread over the rounds"
 
 
-def test_a_budget_hands_on_what_is_left_over(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-    budget = measure.Budget(30, 3)
+def test_late_turns_are_those_of_what_is_kept(clock):
+    def run_of(seconds):
+        def one():
+            clock.now += seconds
+            return {"forward": seconds}
+
+        return one
+
+    clock.step = 0
+    # Each took 0.1 s before; now 10 times as long.
+    runs = {"ours": run_of(1.0), "peer": run_of(1.0)}
+    first = dict.fromkeys(runs, {"forward": 0.1})
+    samples = timing.interleaved(runs, 2.0, first, keep=("ours",))
+    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 10, "peer": 2}
+
+
+def test_a_budget_hands_on_what_is_left_over(clock):
+    clock.step = 0
+    budget = timing.Budget(30, 3)
     assert budget.share() == 10
-    now[0] += 2
+    clock.now += 2
     assert budget.share() == 14
-    now[0] += 40
+    clock.now += 40
     assert budget.share() == 0
 
 
 def test_a_peer_that_cannot_run_is_listed_with_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)  # as where it is not installed
-    running, missing = peers.find(peers.LOGPROBS, "cpu")
+    monkeypatch.setattr(peers.importlib, "import_module", importing_nothing(peers.importlib.import_module))
+    running, missing = peers.find(peers.LOGPROBS, "cpu", op="token_logprobs")
     assert "plain torch" in [p.name for p in running]
-    assert missing["Liger GRPO loss"] == "its Triton kernels need a GPU"
-    assert "TRL" in missing
+    found = {row["implementation"]: (row["op"], row["status"], row["reason"]) for row in missing}
+    assert found["Liger GRPO loss"] == ("token_logprobs", "cannot run", "its Triton kernels need a GPU")
+    assert "TRL" in found
+    assert found["verl"] == ("token_logprobs", "not installed", "not installed")
+
+
+def importing_nothing(import_module):
+    def wrapped(name):
+        if name.startswith("verl"):
+            raise ModuleNotFoundError("No module named 'verl'", name="verl")
+        return import_module(name)
+
+    return wrapped
+
+
+def test_a_peer_of_whole_sequences_takes_no_rows(monkeypatch):
+    seen = []
+    peer = peers.Peer(
+        "whole", "0", lambda logits, targets, mask: seen.append((logits.shape, targets.shape)), whole=True
+    )
+    shifted = one_case(layout="shift", shape=(2, 4, 500))
+    shifted.adapted(peer)(shifted.logits[0])
+    assert seen == [((2, 4, 500), (2, 3))]
+    case = one_case()
+    monkeypatch.setattr(peers, "find", lambda *_, **__: ([peer], []))
+    found, (missing,) = case.contenders("all")
+    assert peer.name not in [other.name for other in found]
+    assert (missing["status"], missing["reason"]) == ("cannot run", "takes whole (B, T, V) logits alone")
 
 
 def _cross_entropy(logits, targets, ignore_index=-100):
@@ -168,7 +334,7 @@ def test_peers_that_need_a_gpu_are_called_as_their_packages_ask(name, module, fu
     _stand_in(monkeypatch, module, **functions)
     case = one_case(layout=layout, shape=(2, 4, 500) if layout == "shift" else (6, 500), fraction=0.5)
     (peer,), _ = peers.find(peers.LOGPROBS, "cuda", name)
-    errors = case.errors(*case.run_once(peer._replace(call=case.peer(peer.call, name)))[:2])
+    errors = checked(case, peer._replace(call=case.adapted(peer)))
     assert errors["logprob"] < 1e-5
     assert errors["gradient"] < 2**-7  # bf16 logits
 
@@ -179,49 +345,56 @@ def test_peers_that_need_a_gpu_are_called_as_their_packages_ask(name, module, fu
 )
 def test_heads_that_need_a_gpu_are_called_as_their_packages_ask(name, module, function, monkeypatch):
     _stand_in(monkeypatch, module, linear_cross_entropy=function)
-    (peer,), _ = peers.find(linear.KNOWN, "cuda", name)
-    case = linear.inputs((256, 16, 300), "fp32", "cpu")
-    outputs, _, _ = linear.run_once(peer, case, "cpu")
-    assert not linear.wrong(linear.Truth(case).errors(*outputs, likelihood=False), "fp32")
+    (peer,), _ = peers.find(peers.LINEAR, "cuda", name)
+    case = LinearCase(Spec((256, 16, 300), "fp32"), "cpu")
+    peer = peer._replace(call=case.adapted(peer))
+    assert run.judged(case, peer, checked(case, peer)) == {"status": results.OK}
 
 
 def test_linear_truth_is_autograd_in_fp64_and_finds_a_wrong_gradient():
-    case = linear.inputs((1152, 16, 300), "fp32", "cpu")  # two pieces of 512 rows and a tail
-    hidden, weight, targets, advantages = (t.detach().double() if t.is_floating_point() else t for t in case)
-    hidden.requires_grad_(), weight.requires_grad_()
-    loss = linear.plain(hidden, weight, targets, advantages)
+    case = LinearCase(Spec((1152, 16, 300), "fp32"), "cpu")  # two pieces of 512 rows and a tail
+    hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))
+    loss = peers.plain_head(hidden, weight, case.targets, case.advantages.double())
     exact = (loss, *torch.autograd.grad(loss, (hidden, weight)))
     truth = linear.Truth(case)
-    # `plain` makes fp32 logits, whatever it is given
-    assert all(e < 1e-6 for e in truth.errors(*exact, likelihood=False).values())
-    for broken in range(3):
-        changed = [t * (1.001 if i == broken else 1) for i, t in enumerate(exact)]
-        assert linear.wrong(truth.errors(*changed, likelihood=False), "fp32").count("off by") == 1
-    likelihood = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets)
-    errors = truth.errors(likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), likelihood=True)
+    # `plain_head` makes fp32 logits, whatever it is given
+    assert all(e < 1e-6 for e in truth.errors(*exact, unweighted=False).values())
+    peer = peers.Peer("a peer", None, None)
+    for broken, name in enumerate(("loss", "dhidden", "dweight")):
+        changed = [t * (1.002 if i == broken else 1) for i, t in enumerate(exact)]
+        found = run.judged(case, peer, truth.errors(*changed, unweighted=False))
+        assert found["status"] == results.WRONG
+        assert found["reason"].split(" off by")[0] == name
+        assert found["reason"].count("off by") == 1
+    likelihood = torch.nn.functional.cross_entropy(hidden @ weight.t(), case.targets)
+    errors = truth.errors(likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), unweighted=True)
     assert all(e < 1e-12 for e in errors.values())
 
 
-def test_linear_rows_hold_every_column(capsys):
-    rows, missing = linear.run_case((256, 64, 500), "bf16", "cpu", "plain torch,verl", 1e10, 1.0)
-    assert [r["implementation"] for r in rows] == [linear.FLOOR, *linear.OURS, "plain torch"]
-    assert missing == {"verl": "its Triton kernels need a GPU"}
-    for row in rows:
+def test_linear_rows_hold_every_column(clock, monkeypatch, capsys):
+    case = LinearCase(Spec((256, 64, 500), "bf16"), "cpu")
+    rows = run.run_case(case, "plain torch,verl", 1e10, 1e9)
+    measured = results.measured(rows)
+    assert [r["implementation"] for r in measured] == [linear.FLOOR, *linear.OURS, "plain torch"]
+    (missing,) = results.missing(rows)
+    assert (missing["implementation"], missing["reason"]) == ("verl", "its Triton kernels need a GPU")
+    for row in measured:
         assert row["bytes"] == {"forward": 2 * 64 * 756, "both": 6 * 64 * 756}
         assert row["gb_per_s"]["both"] == pytest.approx(row["bytes"]["both"] / row["ms"]["both"] / 1e6)
         assert row["copy_fraction"]["both"] == pytest.approx(row["gb_per_s"]["both"] / 10)
-        assert "WRONG" not in row["note"]
-    linear.show(rows, missing, 1e10)
-    assert "hidden states and weight read forward" in capsys.readouterr().out
+        assert row["status"] == results.OK
+    run.show(case, rows, 1e10)
+    printed = capsys.readouterr().out
+    assert "hidden states and weight read forward" in printed
+    assert "not run: verl: its Triton kernels need a GPU" in printed
 
 
 @pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
                                    "--peers TLR", "--device cuda"])  # fmt: skip
 def test_wrong_options_end_with_a_line_that_names_them(wrong, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench/kernels.py", *wrong.split()])
     with pytest.raises(SystemExit) as stopped:
-        measure.arguments("kernels", "kernels")
+        options.arguments("kernels", "kernels", wrong.split())
     assert stopped.value.code == 2
     assert wrong.split()[0] in capsys.readouterr().err.splitlines()[-1]
 
@@ -229,10 +402,9 @@ def test_wrong_options_end_with_a_line_that_names_them(wrong, monkeypatch, capsy
 def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append((group, options)) or "ok")
-    monkeypatch.setattr(suite, "run_codegen", lambda out: ran.append(("codegen", out)) or "ok")
     monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels,linear,codegen", "--out", "there"])
     assert suite.main() == 0
-    assert ran == [("kernels", ["--out", "there"]), ("linear", ["--out", "there"]), ("codegen", "there")]
+    assert ran == [(group, ["--out", "there"]) for group in ("kernels", "linear", "codegen")]
     ran.clear()
     monkeypatch.setattr(sys, "argv", ["bench", "--shapes", "64x1000,8x9", "--dtype", "bf16", "--peers", "plain torch"])
     assert suite.main() == 0
@@ -257,86 +429,118 @@ def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr("triton.testing.do_bench", do_bench)
     case.device = "a GPU"  # only read to keep the graph for the next call
-    samples = measure.phases_gpu(case.ours, case.backward, case.inputs(peers.Peer("fused_rl", None, case.ours)))
-    assert {phase: measure.median(s) for phase, s in samples.items()} == {"forward": 2, "backward": 2, "both": 2}
+    ours, inplace = case.ours()
+    timed = timing.Run(ours.call, case.backward, case.inputs(ours), True)
+    samples = timing.phases_gpu(timed)
+    assert {phase: timing.median(s) for phase, s in samples.items()} == {"forward": 2, "backward": 2, "both": 2}
     first, second, third = calls[1]
     assert torch.equal(first, third), "input sets take turns"
     assert not torch.equal(first, second)
-    inplace = peers.Peer("fused_rl inplace", None, lambda x: case.ours(x, inplace=True), overwrites=True)
-    once = measure.phases_gpu(inplace.call, case.backward, case.inputs(inplace), twice=False)
+    once = timing.phases_gpu(timing.Run(inplace.call, case.backward, case.inputs(inplace), False))
     assert set(once) == {"forward", "both"}
 
 
 def test_peak_memory_counts_what_is_held_at_once():
     size = 32 << 20
     x = torch.zeros(size, dtype=torch.uint8)
-    assert measure.peak_extra_bytes(lambda: x + 1, "cpu") == pytest.approx(size, rel=0.1)
-    assert measure.peak_extra_bytes(lambda: (x + 1).float(), "cpu") == pytest.approx(5 * size, rel=0.1)
-    assert measure.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].sum(), "cpu") < 1.5 * size
+    assert machine.peak_extra_bytes(lambda: x + 1, "cpu") == pytest.approx(size, rel=0.1)
+    assert machine.peak_extra_bytes(lambda: (x + 1).float(), "cpu") == pytest.approx(5 * size, rel=0.1)
+    assert machine.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].sum(), "cpu") < 1.5 * size
 
 
 def test_slope_of_a_power():
     assert growth.slope([1, 10, 100], [3, 30 * 10**0.5, 300 * 10]) == pytest.approx(1.5)
 
 
-def test_results_survive_the_round_trip_and_the_report(tmp_path, monkeypatch):
-    rows, _ = kernels.run_case(one_case(), peers.LOGPROBS, ARGS, 1e9, 1.0)
-    args = SimpleNamespace(device="cpu", out=str(tmp_path), group="kernels")
-    path = measure.save(args, rows, copy_bytes_per_s=1e9, not_run={"token_logprobs: TRL": "not installed"})
-    found = json.loads(path.read_text())
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """Results and docs of a folder of its own."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr(plots, "DOCS", tmp_path)
+    return tmp_path
+
+
+def test_results_survive_the_round_trip_and_the_report(pages, clock, monkeypatch):
+    rows = run.run_case(one_case(), "plain torch", 1e9, 1e9)
+    wrong = rows[-1] | {"implementation": "a peer", "status": results.WRONG, "reason": "entropy off by 2 nats"}
+    rows += [wrong, results.not_run("TRL", results.NOT_INSTALLED, "not installed", "token_logprobs")]
+    args = SimpleNamespace(device="cpu", out=str(pages), group="kernels")
+    path = results.save(args, rows, copy_bytes_per_s=1e9)
+    found = results.load(path)
     assert {"command", "commit", "device", "versions", "load"} <= set(found["environment"])
     assert str(ROOT) not in path.read_text()
     assert len(found["rows"][0]["samples_ms"]["both"]) >= 3
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "DOCS", tmp_path)
-    pytest.importorskip("matplotlib")
-    report.main()
-    page = (tmp_path / "benchmarks.md").read_text()
+    assert report.command("report", []) == 0
+    page = (pages / "benchmarks.md").read_text()
     assert report.number(found["rows"][0]["ms"]["both"]) in page
-    assert "TRL (not installed)" in page
-    assert (tmp_path / "benchmarks-cpu.png").stat().st_size > 5000
+    assert "WRONG: entropy off by 2 nats" in page
+    assert "Not run: TRL (not installed)." in page
+    assert (pages / "benchmarks-cpu.png").stat().st_size > 5000
 
 
-def test_the_report_leaves_out_what_it_cannot_read_and_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "DOCS", tmp_path)
-    pytest.importorskip("matplotlib")
-    assert report.main() == 1
+def test_the_report_leaves_out_what_it_cannot_read_and_says_so(pages, clock, monkeypatch, capsys):
+    assert report.command("report", []) == 1
     assert "no results" in capsys.readouterr().out
-    assert not (tmp_path / "benchmarks.md").exists(), "what was there stays"
-    rows, _ = linear.run_case((256, 64, 500), "bf16", "cpu", "none", 1e10, 1.0)
-    whole = measure.save(SimpleNamespace(device="cpu", out=str(tmp_path), group="linear"), rows, copy_bytes_per_s=1e10)
-    (tmp_path / "kernels-cpu.json").write_text(whole.read_text()[:-200])
-    assert report.main() == 1
-    assert "left out: kernels-cpu.json: JSONDecodeError" in capsys.readouterr().out
-    assert "fused_rl one pass" in (tmp_path / "benchmarks.md").read_text()
-    assert (tmp_path / "benchmarks-linear-cpu.png").stat().st_size > 5000
+    assert not (pages / "benchmarks.md").exists(), "what was there stays"
+    rows = run.run_case(LinearCase(Spec((256, 64, 500), "bf16"), "cpu"), "none", 1e10, 1e9)
+    args = SimpleNamespace(device="cpu", out=str(pages), group="linear")
+    whole = results.save(args, rows, copy_bytes_per_s=1e10).read_text()
+    (pages / "kernels-cpu.json").write_text(whole[:-200])
+    (pages / "growth-cpu.json").write_text(whole.replace('"status"', '"state"'))
+    assert report.command("report", []) == 1
+    printed = capsys.readouterr().out
+    assert "left out: kernels-cpu.json: JSONDecodeError" in printed
+    assert "left out: growth-cpu.json: KeyError: 'status'" in printed
+    assert "fused_rl one pass" in (pages / "benchmarks.md").read_text()
+    assert (pages / "benchmarks-linear-cpu.png").stat().st_size > 5000
+
+
+def test_the_page_that_stands_here_is_that_of_its_results(pages, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", results.RESULTS)
+    shutil.copy(ROOT / "docs" / "numerics.md", pages)
+    assert report.command("report", []) == 0
+    for name in ("benchmarks.md", "numerics.md"):
+        assert (pages / name).read_text() == (ROOT / "docs" / name).read_text()
 
 
 def test_gpu_steps_end_on_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps = {
-        "good": ("print('fine')", 20),
-        "bad": ("raise SystemExit(3)", 20),
+        "good": ("print('fine')", 600),
+        "bad": ("raise SystemExit(3)", 600),
         "slow": ("import time; time.sleep(60)", 1),
     }
-    monkeypatch.setattr(gpu, "STEPS", [(n, ["-c", code], limit, 7) for n, (code, limit) in steps.items()])
-    assert gpu.main(["--out", str(tmp_path)]) == 1
+    made = [gpu.Step(name, ["-c", code], limit, 7) for name, (code, limit) in steps.items()]
+    monkeypatch.setattr(gpu, "STEPS", made)
+    assert gpu.command("gpu", ["--out", str(tmp_path)]) == 1
     summary = capsys.readouterr().out.splitlines()[-3:]
     assert [line.rsplit(",", 1)[0] for line in summary] == ["good: ok", "bad: exit status 3", "slow: stopped after 1 s"]
     assert (tmp_path / "good.txt").read_text() == "fine\n"
-    assert gpu.main(["--out", str(tmp_path), "--steps", "good"]) == 0
+    assert gpu.command("gpu", ["--out", str(tmp_path), "--steps", "good"]) == 0
 
 
 def test_gpu_steps_fit_into_nine_minutes_and_take_their_options():
-    assert sum(limit for _, _, limit, _ in gpu.STEPS) <= 9 * 60 - 30
-    assert all((ROOT / command[0]).exists() or command[0] == "-m" for _, command, _, _ in gpu.STEPS)
+    assert sum(step.limit for step in gpu.STEPS) <= 9 * 60 - 30
+    groups = [step.command[2] for step in gpu.STEPS if step.command[:2] == ["-m", "bench"]]
+    assert groups == ["prototypes", "kernels", "linear"]
+    assert {*groups, *suite.GROUPS} <= set(suite.COMMANDS)
+
+
+@pytest.mark.parametrize("word", suite.COMMANDS)
+def test_every_word_stands_for_a_command(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", word, "--bogus"])
+    with pytest.raises(SystemExit) as stopped:
+        suite.main()
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
 
 
 def test_prototypes_stand_beside_their_prediction(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("triton.testing.do_bench", lambda run, rep, return_mode: [run() and 1.0 or 1.0, 2.0, 3.0])
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
     args = SimpleNamespace(device="cpu", shapes=[(4, 9000)], out=str(tmp_path), group="prototypes")
     assert not prototypes.main(args)
     assert "predicted %" in capsys.readouterr().out
@@ -345,11 +549,13 @@ def test_prototypes_stand_beside_their_prediction(tmp_path, monkeypatch, capsys)
     assert all(r["copy_percent"] == pytest.approx(100 * r["bytes"] / 2e-3 / 1e9, rel=1e-3) for r in rows)
     monkeypatch.setattr(prototypes, "error", lambda *_: float("nan"))
     assert prototypes.main(args)
-    assert "ms" not in json.loads((tmp_path / "prototypes-cpu.json").read_text())["rows"][0], "wrong: not timed"
+    row = json.loads((tmp_path / "prototypes-cpu.json").read_text())["rows"][0]
+    assert "ms" not in row, "wrong: not timed"
+    assert row["status"] == results.FAILED_CHECK
 
 
 def test_traffic_runs_as_a_plain_script():
-    # From the repository's root, without the package on the path; bench/kernels.py must not shadow another "kernels".
+    # From the repository's root, without the package on the path; bench's own files must not shadow other packages.
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "bench/traffic.py", "--peers", "plain torch", "--shapes", "1x4x20001"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import fused_rl
-from bench import measure
-from fused_rl import cpu, cpu_kl
+from bench import machine
+from fused_rl.cpu import compiled as cpu
+from fused_rl.cpu import pair as rows_of_two
 from tests.test_kl import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
 
-VOCAB = 4 * cpu._BLOCK + 77  # blocks and a tail
+VOCAB = 4 * cpu.BLOCK + 77  # blocks and a tail
 
 
 @pytest.fixture(autouse=True)
@@ -20,17 +21,17 @@ def cpu_path(monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     """Sends small inputs to the compiled functions; returns the names of those that were called."""
-    if not cpu._compiler_found():
+    if not cpu.compiler_found():
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(cpu, "_WORTH_COMPILING", 1)
-    names, call = [], cpu._compiled
-    monkeypatch.setattr(cpu, "_compiled", lambda function: names.append(function.__name__) or call(function))
+    monkeypatch.setattr(cpu, "WORTH_COMPILING", 1)
+    names, call = [], cpu.by_inductor
+    monkeypatch.setattr(cpu, "by_inductor", lambda function: names.append(function.__name__) or call(function))
     return names
 
 
 def tops(x):
     """The column of each block's largest logit, (N, blocks)."""
-    return torch.cat([i * cpu._BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(cpu._BLOCK, 1))], 1)
+    return torch.cat([i * cpu.BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(cpu.BLOCK, 1))], 1)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -44,7 +45,7 @@ def test_blocks_that_move_apart(where, size, direction):
     if where == "one token":
         move[range(6), x.argmax(1)] = size
     elif where == "each block alike":
-        move += size * torch.randn(6, 5).double().repeat_interleave(cpu._BLOCK, 1)[:, :VOCAB]
+        move += size * torch.randn(6, 5).double().repeat_interleave(cpu.BLOCK, 1)[:, :VOCAB]
     else:
         move.scatter_(1, top, size * torch.randn(6, top.shape[1]).double())
         if where == "all but the tops":
@@ -83,7 +84,7 @@ def test_compiled(compiled, direction, dtype):
     options = {"direction": direction, "temperature": torch.rand(3, 1) + 0.5, "mask": mask}
     upstream = torch.randn(3, 4)
     got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
-    names = {"_js_sums", "_js_dx", "_js_dy"} if direction == "jensen-shannon" else {"_kl_dx", "_kl_dy"}
+    names = {"_js_sums", "js_dx", "js_dy"} if direction == "jensen-shannon" else {"_kl_dx", "_kl_dy"}
     assert set(compiled) == {"_block_sums"} | names
     assert all((z[~mask] == 0).all() for z in got) and got[0][1, 2] == 0 and (got[1][1, 2] == 0).all()
     finite = [z.masked_fill(~mask[..., None], 0).clamp(min=-1e4) for z in (x, y)]
@@ -138,7 +139,7 @@ def test_compiled_keeps_no_intermediate(compiled, direction):
     x, y = pair(128, 65_613, dtype=torch.bfloat16)
     x.requires_grad_()
     least = min(
-        measure.peak_extra_bytes(
+        machine.peak_extra_bytes(
             lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x), "cpu"
         )
         for _ in range(3)  # the first time compiles
@@ -150,23 +151,23 @@ def test_slices_are_not_copied():
     x = torch.randn(3, 5, 40)
     for z in (x[:, :-1], x[:, 1:], x[..., :30], x[1:, 2:4, 5:]):
         rows = torch.tensor([0, 2, z.shape[0] * z.shape[1] - 1])
-        matrix, at = cpu_kl._matrix(z, rows)
+        matrix, at = rows_of_two.matrix(z, rows)
         assert matrix.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert torch.equal(matrix[at], z.reshape(-1, z.shape[-1])[rows])
     z = torch.randn(5, 40).expand(3, 5, 40)  # the same rows again and again
-    matrix, at = cpu_kl._matrix(z, rows)
+    matrix, at = rows_of_two.matrix(z, rows)
     assert torch.equal(matrix[at], z.reshape(-1, 40)[rows])
 
 
 def test_small_inputs_never_compile(monkeypatch):
-    monkeypatch.setattr(cpu, "_compiled", lambda function: pytest.fail("compiled"))
+    monkeypatch.setattr(cpu, "by_inductor", lambda function: pytest.fail("compiled"))
     x, y = pair(64, VOCAB)
     fused_rl.token_kl(x.requires_grad_(), y).sum().backward()
 
 
 def test_without_a_compiler_large_inputs_stay_eager(monkeypatch):
-    monkeypatch.setattr(cpu, "_compiled", lambda function: pytest.fail("compiled"))
-    monkeypatch.setattr(cpu, "_compiler_found", lambda: False)
-    monkeypatch.setattr(cpu, "_WORTH_COMPILING", 1)
+    monkeypatch.setattr(cpu, "by_inductor", lambda function: pytest.fail("compiled"))
+    monkeypatch.setattr(cpu, "compiler_found", lambda: False)
+    monkeypatch.setattr(cpu, "WORTH_COMPILING", 1)
     x, y = pair(64, VOCAB)
     fused_rl.token_kl(x.requires_grad_(), y).sum().backward()

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_rl
+from bench import interpreter
 from fused_rl import reference
-from tests import interpreter
 
 
 def batch(b, t, keep=0.7, seed=0, device="cpu"):
@@ -123,8 +123,8 @@ def test_operator_registration():
     [
         ({"rewards": torch.zeros(4)}, r"rewards must be \(B, T\) floating point"),
         ({"values": torch.zeros(2, 3, dtype=torch.int64)}, r"values must be \(B, T\) floating point"),
-        ({"mask": torch.ones(2, 3)}, "mask must be bool"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "one shape"),
+        ({"mask": torch.ones(2, 3)}, "mask must be a bool tensor"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)"),
         ({"gamma": 1.01}, "gamma must be between 0 and 1"),
         ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
         ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1"),

@@ -7,8 +7,8 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+from bench import interpreter  # noqa: E402
 from fused_rl.kernels import logprob, online  # noqa: E402
-from tests import interpreter  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
 # With 32 threads a program streams tiles of 2048 bf16 columns and segments of 4096, so that small rows have all parts:

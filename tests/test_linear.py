@@ -720,7 +720,7 @@ BAD = {
     "weight of another width": ({"weight": torch.zeros(131, 15)}, "hidden must be .* got .*22, 16.* and .*131, 15"),
     "weight transposed": ({"weight": torch.zeros(16, 131)}, "weight .V, H."),
     "targets of another shape": ({"targets": torch.zeros(21, dtype=torch.long)}, "targets must have the shape"),
-    "targets not integer": ({"targets": torch.zeros(22)}, "targets must be integers, got torch.float32"),
+    "targets not integer": ({"targets": torch.zeros(22)}, "targets must be an integer tensor .* got torch.float32"),
     "target too large": (
         {"targets": torch.arange(22) * 10},
         r"logits\[14\] is 140, outside .* 131",

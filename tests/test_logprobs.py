@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_rl import cpu, reference, token_logprobs
+from fused_rl import reference, token_logprobs
+from fused_rl.cpu import compiled
+from fused_rl.cpu import logprob as cpu
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 OUTPUTS = ("logprobs", "entropy", "lse")
@@ -272,7 +274,7 @@ def test_bits_do_not_depend_on_chunks_or_threads(monkeypatch):
     threads = torch.get_num_threads()
     try:
         for chunk, count in ((1, 1), (1 << 17, 2), (1 << 20, 2)):
-            monkeypatch.setattr(cpu, "_CHUNK", chunk)
+            monkeypatch.setattr(compiled, "CHUNK", chunk)
             torch.set_num_threads(count)
             outputs, gradient = run(token_logprobs, logits, targets, upstream)
             assert all(map(torch.equal, outputs, expected[0])) and torch.equal(gradient, expected[1])
@@ -453,7 +455,7 @@ BAD = {
     "targets: floats": (X, Y.float(), {}, "integer tensor .* got torch.float32"),
     "targets: bool": (X, Y.bool(), {}, "integer tensor .* got torch.bool"),
     "targets: a number": (X, 3, {}, "integer tensor .* got int 3"),
-    "targets: other shape": (X, Y[:, 1:], {}, r"must be \(2, 3\) for logits \(2, 3, 8\), got \(2, 2\)"),
+    "targets: other shape": (X, Y[:, 1:], {}, r"shape of the rows of logits \(2, 3, 8\), \(2, 3\), got \(2, 2\)"),
     "targets: shifted already": (X, Y[:, 1:], {"shift": True}, r"shift=True takes the targets of all T positions"),
     "targets: other device": (X, Y.to("meta"), {}, "targets is on meta, the logits are on cpu"),
     "targets: too large": (X, Y.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(8)), {},
@@ -590,7 +592,7 @@ def test_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layou
 
 def test_small_inputs_never_compile(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(cpu, "_compiled", lambda function: pytest.fail("compiled"))
+    monkeypatch.setattr(compiled, "by_inductor", lambda function: pytest.fail("compiled"))
     logits, targets = random_rows(100, 10000, torch.bfloat16, "cpu")
     run(token_logprobs, logits, targets, upstream_of((100,), "cpu"))
 
@@ -598,14 +600,14 @@ def test_small_inputs_never_compile(monkeypatch):
 def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(cpu, "_WORTH_COMPILING", 0)
-    monkeypatch.setattr(cpu, "_compiled", lambda function: pytest.fail("compiled"))
-    cpu._compiler_found.cache_clear()
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(compiled, "by_inductor", lambda function: pytest.fail("compiled"))
+    compiled.compiler_found.cache_clear()
     logits, targets = random_rows(10, 2000, torch.bfloat16, "cpu")
     with caplog.at_level(logging.INFO, "fused_rl.cpu"):
         for _ in range(2):
             token_logprobs(logits, targets)
-    cpu._compiler_found.cache_clear()
+    compiled.compiler_found.cache_clear()
     assert [r.message for r in caplog.records] == ["large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"]
 
 
@@ -613,8 +615,8 @@ def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_compiled_cpu_path(monkeypatch, dtype):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(cpu, "_WORTH_COMPILING", 0)
-    if not cpu._compiler_found():
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    if not compiled.compiler_found():
         pytest.skip("no C++ compiler")
     logits, targets = random_rows(9, 20001, dtype, "cpu")
     logits[2], logits[3, :9000], logits[4, 77] = -torch.inf, -torch.inf, torch.nan
@@ -655,8 +657,8 @@ def test_large_gradients_ask_for_huge_pages():
 
     large, small = torch.empty(1 << 24), torch.empty(1 << 10)
     assert "hg" not in flags(large)
-    assert cpu.in_huge_pages(large) is large and "hg" in flags(large)
-    assert "hg" not in flags(cpu.in_huge_pages(small))
+    assert compiled.in_huge_pages(large) is large and "hg" in flags(large)
+    assert "hg" not in flags(compiled.in_huge_pages(small))
 
 
 @pytest.mark.parametrize("seed", range(3))

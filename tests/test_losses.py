@@ -10,8 +10,8 @@ import torch
 
 import fused_rl
 from fused_rl import reference, surrogates
-from fused_rl.losses import aggregate
-from fused_rl.surrogates import LOSS_AGGS, RATIO_LEVELS
+from fused_rl.aggregation import LOSS_AGGS, aggregate
+from fused_rl.surrogates import RATIO_LEVELS
 
 F64 = torch.float64
 B, T, V, H = 4, 6, 11, 5
@@ -597,7 +597,7 @@ def test_k1_as_a_loss_warns_and_says_what_to_use():
         ({"delta": 1.1}, r"delta must lie above 1 \+ clip_high"),
         ({"clip_low": -0.1}, "offsets >= 0"),
         ({"top_entropy": 2.0}, "fraction"),
-        ({"mask": torch.ones(2, 3)}, "mask must be .* bool, got .*float32; use mask.bool"),
+        ({"mask": torch.ones(2, 3)}, "mask must be a bool tensor, .* got .*float32 .*; use mask.bool"),
         ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"\(2, 4\)"),
         ({"advantages": torch.ones(3)}, r"advantages must have the shape of the mask, \(2, 3\), got \(3,\)"),
         ({"old_logprobs": torch.ones(2, 1)}, "old_logprobs must have the shape"),

@@ -150,9 +150,9 @@ def test_entropy_metric_of_padded_responses():
 @pytest.mark.parametrize("op", [masked_sum, masked_mean, masked_var, whiten])
 def test_errors(op):
     values, mask = example(2, 3)
-    with pytest.raises(ValueError, match="mask must be bool"):
+    with pytest.raises(ValueError, match="mask must be a bool tensor"):
         op(values, mask.long())
-    with pytest.raises(ValueError, match=r"shape of values \(2, 3\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"shape of values, \(2, 3\), got \(3,\)"):
         op(values, mask[0])  # broadcasting would count wrongly
     with pytest.raises(ValueError, match="values must be floating point"):
         op(mask.long(), mask)

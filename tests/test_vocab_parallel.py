@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fused_rl
+from bench import interpreter
 from fused_rl import reference, vocab_parallel
-from tests import interpreter
 from tests.distributed import run_distributed
 
 VOCAB = 2003

@@ -1,17 +1,41 @@
-"""Checkpoints from which a run continues bit for bit, and which an interruption at any moment leaves complete."""
+"""The folder of a run, and its checkpoints: a run continues from one bit for bit, and an interruption at any moment
+leaves it complete.
+
+    checkpoints/latest              the name of one
+    checkpoints/step-4/manifest.json    size and checksum of every file below
+                       state.json       the step, the trainer's state, what the run was
+                       config.yaml      its options
+                       rng-0.pt         the generators of each rank
+                       policy/          what DeepSpeed writes of each engine
+
+A run opens its folder (`open_run`), which changes nothing in it; when all that it reads is read, `claim` does.
+"""
 
 import json
 import os
 import random
+import re
 import shutil
-import signal
+import zlib
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import yaml
 
-from fused_rl.trainers.config import InputError, RunConfig
-from fused_rl.trainers.engine import barrier, global_sum, rank, world_size
-from fused_rl.trainers.files import write_atomically
+from fused_rl.trainers import engine, lock, resume
+from fused_rl.trainers.config import InputError, RunConfig, to_yaml
+from fused_rl.trainers.engine import barrier, rank, world_size
+from fused_rl.trainers.files import (
+    Fingerprint,
+    delete,
+    files_below,
+    fingerprint,
+    storing,
+    sync,
+    sync_folders,
+    write_atomically,
+)
 
 LEFT_BY_A_RUN = (
     "checkpoints",
@@ -23,82 +47,286 @@ LEFT_BY_A_RUN = (
     "curves.png",
     "evaluation.json",
     "scores.png",
+    "config.yaml",
 )
 
 
+# The folder of a run.
+
+
 def open_run(config: RunConfig) -> Path:
-    """The output folder, ready for a new run or to be resumed."""
+    """The output folder, locked for this run and fit for it; nothing in it has changed yet.
+
+    Raises:
+        InputError: it cannot be written, another run lives in it or has left files, the run would delete what it
+            reads, or there is nothing whole to resume from.
+    """
     folder = Path(config.output_dir)
-    started = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
-    if config.resume and not (folder / "checkpoints" / "latest").exists():
-        raise InputError(f"resume: there is no checkpoint in {folder / 'checkpoints'}")
-    if started and not config.resume and not config.overwrite:
-        raise InputError(
-            f"output_dir={folder} already holds a run; continue it with --resume or replace it: --overwrite"
-        )
-    if rank() == 0 and not config.resume:
-        for name in LEFT_BY_A_RUN:
-            _delete(folder / name)
-    folder.mkdir(parents=True, exist_ok=True)
-    barrier()
+    engine.on_first_rank(lambda: _check_folder(config, folder))
+    if config.resume:
+        _check_resume(config, folder)
     return folder
 
 
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _check_folder(config: RunConfig, folder: Path) -> None:
+    if config.resume and config.overwrite:
+        raise InputError("resume continues the run in output_dir and overwrite deletes it: give one of them")
+    if config.resume and not (folder / "checkpoints").exists():
+        done = f"; its trained model is {folder / 'model'}" if (folder / "model").exists() else ""
+        raise InputError(f"resume: there is no checkpoint in {folder / 'checkpoints'}{done}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take(folder)
+    except OSError as error:
+        raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
+    found = [name for name in LEFT_BY_A_RUN if (folder / name).exists()]
+    if found and not config.resume and not config.overwrite:
+        raise InputError(
+            f"output_dir={folder} already holds a run ({', '.join(found)}); continue it with --resume or replace it: "
+            "--overwrite"
+        )
+    if not config.resume:
+        for name in found:
+            _refuse_to_delete_what_is_read(config, folder / name)
 
 
-def save(engines: dict[str, object], folder: Path, step: int, state: dict, keep: int) -> None:
+def _refuse_to_delete_what_is_read(config: RunConfig, doomed: Path) -> None:
+    """Any option that names an existing file or folder is taken for something that the run reads."""
+    for option, value in asdict(config).items():
+        if not isinstance(value, str) or not value or not os.path.exists(value):
+            continue
+        read, doomed = Path(value).resolve(), doomed.resolve()
+        if read == doomed or doomed in read.parents:
+            raise InputError(f"overwrite would delete {doomed}, and {option}={value} lies there; choose another folder")
+
+
+def claim(config: RunConfig, folder: Path, step: int) -> None:
+    """Make an opened folder this run's: what lies beyond `step` goes, and all of another run; the config is kept."""
+    if rank() == 0:
+        with storing("config.yaml", folder):
+            for name in LEFT_BY_A_RUN:
+                delete(folder / f"{name}.tmp")
+                if not config.resume:
+                    delete(folder / name)
+            if config.resume:
+                _forget_after(folder / "checkpoints", step)
+            write_atomically(folder / "config.yaml", _described(config))
+    barrier()
+
+
+def _forget_after(folder: Path, step: int) -> None:
+    """Make checkpoint `step` the latest, whatever `latest` was, and delete those beyond it."""
+    if (folder / "latest").is_dir():
+        delete(folder / "latest")
+    write_atomically(folder / "latest", f"step-{step}")
+    _sweep(folder)
+    _prune(folder, step, keep=len(_steps(folder)))
+
+
+def _described(config: RunConfig) -> str:
+    return f"# fused-rl {config.command} --config <this file>\n{to_yaml(config)}"
+
+
+# Writing.
+
+
+def save(engines: dict[str, object], config: RunConfig, folder: Path, step: int, state: dict) -> None:
     """Write checkpoint `step`: all files first, under another name, then the rename, then `latest`.
 
     Args:
         engines: DeepSpeed engines by name (weights, optimizer, schedule of each): a folder each.
+        config: of the run.
         folder: the run's output folder.
         step: how many steps are done.
         state: what else the trainer needs to continue, JSON.
-        keep: how many checkpoints stay.
+
+    Raises:
+        InputError: the disk is full or refuses; nothing of the checkpoint is left, and those before it are.
     """
     folder = folder / "checkpoints"
     tag, unfinished = f"step-{step}", folder / f"step-{step}.tmp"
-    if rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    with storing(f"checkpoint {tag}", folder):
+        # All files, on the disk.
+        try:
+            _write(engines, config, unfinished, {"step": step, **state})
+            _seal(unfinished)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+        # Their names.
+        if rank() == 0:
+            delete(folder / tag)
+            os.rename(unfinished, folder / tag)
+            sync(folder)
+            write_atomically(folder / "latest", tag)
+            _prune(folder, step, config.keep_checkpoints)
     barrier()
-    for name, engine in engines.items():
-        engine.save_checkpoint(str(unfinished), tag=name, save_latest=False)
+
+
+def _write(engines: dict[str, object], config: RunConfig, folder: Path, state: dict) -> None:
+    """All files of a checkpoint but its manifest."""
+    if rank() == 0:
+        _sweep(folder.parent)
+        folder.mkdir(parents=True)
+    barrier()
+    for name, trained in engines.items():
+        trained.save_checkpoint(str(folder), tag=name, save_latest=False)
     # DeepSpeed keeps the client state of rank 0 only (ZeRO 0 to 2), so each rank writes its generators itself.
-    torch.save(_generators(), unfinished / f"rng-{rank()}.pt")
+    torch.save(_generators(), folder / f"rng-{rank()}.pt")
     if rank() == 0:
-        about = {"step": step, "world_size": world_size(), "engines": sorted(engines), **state}
-        (unfinished / "state.json").write_text(json.dumps(about))
-    barrier()
-    if rank() == 0:
-        shutil.rmtree(folder / tag, ignore_errors=True)
-        os.rename(unfinished, folder / tag)
-        write_atomically(folder / "latest", tag)
-        steps = sorted(int(p.name[5:]) for p in folder.glob("step-*") if p.name[5:].isdigit())
-        for old in steps[: -max(keep, 1)]:
-            shutil.rmtree(folder / f"step-{old}")
+        about = {"engines": sorted(engines), "facts": facts(config), **state}
+        (folder / "state.json").write_text(json.dumps(about))
+        (folder / "config.yaml").write_text(_described(config), encoding="utf-8")
     barrier()
 
 
-def load(engines: dict[str, object], folder: Path) -> dict:
-    """Restore the latest checkpoint into `engines` and this rank's generators; returns `step` and the saved state."""
+def facts(config: RunConfig) -> dict[str, object]:
+    """What a run is beside its options."""
+    precision = str(engine.torch_dtype(config)).removeprefix("torch.")
+    return {"command": config.command, "processes": world_size(), "precision": precision}
+
+
+def _seal(folder: Path) -> None:
+    """Have all files on the disk, and then a manifest of them; every rank reads its share."""
+    found = {}
+    for path in files_below(folder)[rank() :: world_size()]:
+        sync(path)
+        found[path.relative_to(folder).as_posix()] = fingerprint(path)
+    parts = engine.gather(found)
+    if rank() == 0:
+        files = {}
+        for part in parts:
+            files |= part
+        write_atomically(folder / "manifest.json", json.dumps({"crc32": _crc32(files), "files": files}, indent=1))
+        sync_folders(folder)
+
+
+def _crc32(files: dict[str, Fingerprint]) -> int:
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+def _steps(folder: Path) -> list[int]:
+    """The steps of which there are checkpoints, whole or damaged, in order."""
+    names = [path.name for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what a killed run had half written or half deleted."""
+    for leftover in folder.glob("*.tmp"):
+        delete(leftover)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Leave `keep` checkpoints: first those beyond `step` go, of which a run knew that was resumed before them."""
+    steps = _steps(folder)
+    beyond = [s for s in steps if s > step]
+    older = [s for s in steps if s < step]
+    for s in beyond + older[: max(0, len(older) + 1 - keep)]:
+        delete(folder / f"step-{s}")
+
+
+def remove(folder: Path) -> None:
+    """Delete all checkpoints of a run."""
+    if rank() == 0:
+        delete(folder / "checkpoints")
+    barrier()
+
+
+# Reading.
+
+
+def _check_resume(config: RunConfig, folder: Path) -> None:
+    """The checkpoint to resume from is whole and of a run like this one; says which it is, and what changes."""
     folder = folder / "checkpoints"
-    tag = (folder / "latest").read_text().strip()
+    tag = _chosen(config, folder)
+    problem = damage(folder / tag)
+    if problem is not None:
+        raise InputError(f"resume: {problem}{_offer(folder, besides=tag)}")
     state = json.loads((folder / tag / "state.json").read_text())
-    if state["world_size"] != world_size():
-        raise InputError(
-            f"checkpoint {folder / tag} is of {state['world_size']} processes, this run has {world_size()}"
-        )
+    recorded = yaml.safe_load((folder / tag / "config.yaml").read_text(encoding="utf-8")) | state["facts"]
+    changed = resume.changes(config, facts(config), recorded, folder / tag)
+    if state["step"] > config.steps:
+        raise InputError(f"resume: steps={config.steps}, but {folder / tag} has done {state['step']} already")
+    if rank() == 0:
+        print(f"resume: from {folder / tag}, which is whole", *changed, sep="\nresume: ", flush=True)
+
+
+def _chosen(config: RunConfig, folder: Path) -> str:
+    """The checkpoint to resume from: the one asked for, else the one that `latest` names. For all ranks at once."""
+    if config.resume_from is not None:
+        if not _names_a_checkpoint(folder, config.resume_from):
+            there = ", ".join(f"step-{s}" for s in _steps(folder)) or "none"
+            raise InputError(f"resume_from={config.resume_from!r} is not in {folder}: there is {there}")
+        return config.resume_from
+    problem, latest = None, folder / "latest"
+    try:
+        tag = latest.read_bytes().decode().strip()
+        if not _names_a_checkpoint(folder, tag):
+            problem = f"names {tag[:80]!r}, which is not there" if tag else "is empty"
+    except UnicodeDecodeError:
+        problem = "is not text"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    if problem is not None:
+        raise InputError(f"resume: {latest} {problem}{_offer(folder)}")
+    return tag
+
+
+def _names_a_checkpoint(folder: Path, tag: str) -> bool:
+    return re.fullmatch(r"step-\d+", tag) is not None and (folder / tag).is_dir()
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What of a checkpoint is not as written: file, expected, found; None where it is whole. For all ranks at once."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+        files = manifest["files"]
+        if _crc32(files) != manifest["crc32"]:
+            raise ValueError
+    except FileNotFoundError:
+        return f"{checkpoint / 'manifest.json'} is missing"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{checkpoint / 'manifest.json'} is not what was written"
+    problems = []
+    for name in sorted(files)[rank() :: world_size()]:
+        problem = _difference(checkpoint / name, Fingerprint(*files[name]))
+        problems += [] if problem is None else [problem]
+    problems = sum(engine.gather(problems), [])
+    return min(problems, default=None)
+
+
+def _difference(path: Path, expected: Fingerprint) -> str | None:
+    try:
+        found = fingerprint(path)
+    except OSError as error:
+        return f"{path}: expected {expected}, but {error.strerror}"
+    return None if found == expected else f"{path} is damaged: expected {expected}, found {found}"
+
+
+def _offer(folder: Path, besides: str = "") -> str:
+    """What a user can do about a checkpoint that cannot be used, as the end of a sentence. For all ranks."""
+    for step in reversed(_steps(folder)):
+        tag = f"step-{step}"
+        if tag != besides and damage(folder / tag) is None:
+            return f"; the newest whole checkpoint is {tag}: continue from it with --resume_from {tag}"
+    return "; no other checkpoint is whole: start anew with --overwrite"
+
+
+def load(engines: dict[str, object], config: RunConfig, folder: Path) -> dict:
+    """Restore the checkpoint of an opened run into `engines` and this rank's generators; returns the saved state.
+
+    The optimizers' options (learning rate, betas, weight decay, schedule) stay those of this run.
+    """
+    folder = folder / "checkpoints"
+    folder = folder / _chosen(config, folder)
+    state = json.loads((folder / "state.json").read_text())
     if state["engines"] != sorted(engines):
-        raise InputError(f"checkpoint {folder / tag} holds {state['engines']}, this run trains {sorted(engines)}")
-    for name, engine in engines.items():
-        engine.load_checkpoint(str(folder / tag), tag=name)
-    _restore_generators(torch.load(folder / tag / f"rng-{rank()}.pt", weights_only=True))
+        raise InputError(f"checkpoint {folder} holds {state['engines']}, this run trains {sorted(engines)}")
+    for name, trained in engines.items():
+        engine.load_engine(trained, folder, name)
+    _restore_generators(torch.load(folder / f"rng-{rank()}.pt", weights_only=True))
     return state
 
 
@@ -117,30 +345,3 @@ def _restore_generators(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-class Interruption:
-    """From `begin` to `end` the first Ctrl-C or SIGTERM is only noted; the second one stops at once."""
-
-    def __init__(self):
-        self.received, self.previous = False, {}
-
-    def begin(self) -> None:
-        """Take over the signals."""
-        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def end(self) -> None:
-        """Give the signals back."""
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self.previous = {}
-
-    def _handle(self, number, _frame):
-        self.received = True
-        signal.signal(number, self.previous[number])
-        if rank() == 0:  # os.write: a print could interrupt another one
-            os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
-
-    def on_any_rank(self) -> bool:
-        """Whether any process was told to stop; every rank gets the same answer."""
-        return bool(global_sum(torch.tensor(float(self.received))))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import fused_rl
-from fused_rl.trainers import engine
+from fused_rl.trainers import engine, lock
 from fused_rl.trainers.config import InputError, RunConfig, parse, to_yaml
 from fused_rl.trainers.loop import Stopped
 
@@ -55,7 +55,9 @@ def run(
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
-        engine.teardown(orderly)
+        if not config.dry_run:  # which has set nothing up
+            lock.release()
+            engine.teardown(orderly)
 
 
 def describe(config: RunConfig, arithmetic: dict[str, object]) -> str:

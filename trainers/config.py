@@ -31,7 +31,13 @@ Config = TypeVar("Config", bound="Options")
 
 
 class InputError(ValueError):
-    """The user's configuration or data cannot be used; the message says what came, what was expected and the remedy."""
+    """The user's options, data or disk cannot be used; the message says what came, what was expected and the remedy."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """What another library's exception says, in one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 # Numbers with a range. NaN is in none of them, infinity only where it says so.
@@ -197,7 +203,7 @@ class EngineConfig(Options):
 
 
 @dataclass(kw_only=True)
-class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
+class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help lists the last group first
     """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
 
     command: ClassVar[str]
@@ -216,7 +222,10 @@ class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
     keep_checkpoints: PositiveInt = 2
     """Older checkpoints are deleted."""
     resume: bool = False
-    """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped."""
+    """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped. Of the options those may
+    change that docs/training.md lists."""
+    resume_from: str | None = None
+    """Continue from this checkpoint instead, step-4 for example; those after it, and their metrics, are deleted."""
     overwrite: bool = False
     """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
     wandb_project: str | None = None
@@ -224,8 +233,12 @@ class RunConfig(ModelConfig, DataConfig, OptimConfig, EngineConfig):
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, then stop."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.resume = self.resume or self.resume_from is not None
 
-ACTIONS = ("resume", "overwrite", "dry_run")  # what is done with a run, not what the run is
+
+ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with a run, not what the run is
 
 
 def to_yaml(config: Options) -> str:
@@ -336,7 +349,7 @@ def load_function(name: str, what: str):
         sys.path.append(folder)  # an installed command does not see the folder that it is called from
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise InputError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")

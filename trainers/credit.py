@@ -137,8 +137,8 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
 
     tokens = engine.global_sum(mask.sum()).item()
     values, returns = experience.values, experience.returns
-    sums = Sums()
-    sums.add(fused_rl.value_loss(values, values, returns, mask, num_tokens=tokens)[1])
+    sums = Sums(step)
+    sums.add(fused_rl.value_loss(values, values, returns, mask, num_tokens=tokens)[1], rollout.batch.where)
     metrics |= {
         "completions/min_length": -engine.global_max(-lengths.min()),
         "completions/max_length": engine.global_max(lengths.max()),
@@ -147,7 +147,7 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
         "val/var_explained": explained_variance(sums.over_ranks()),
         "episode": step * count,
     }
-    return metrics | scorer_metrics(rollout.scores) | rollout.seconds
+    return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
 
 
 def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:

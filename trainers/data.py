@@ -4,13 +4,14 @@ Text is tokenised once, when it is loaded; from there on only token ids travel.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.config import DataConfig, InputError
+from fused_rl.trainers.config import DataConfig, InputError, in_a_line
+from fused_rl.trainers.engine import rank
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
@@ -50,49 +51,98 @@ class Rows:
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Rows of a .jsonl or .parquet file, or of a Hub dataset."""
+    """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
     path = Path(name)
-    if path.suffix == ".jsonl":
-        return Rows(_read_jsonl(path), name)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
+    if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
-            raise InputError(f"dataset file {name} does not exist")
-        return Rows(pyarrow.parquet.read_table(path).to_pylist(), name)
-    if path.is_file():
+            raise InputError(f"dataset file {name} does not exist, or is a folder")
+        rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
+    else:
+        rows = _read_dataset(name, config_name, split)
+    if not rows:
+        raise InputError(f"dataset {name} has no rows")
+    return Rows(rows, name)
+
+
+def _read_parquet(path: Path) -> list[dict]:
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"dataset file {path} is not a whole Parquet file: {in_a_line(error)}") from error
+
+
+def _read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
+    """Of a Hub dataset, or of a folder that `datasets` reads."""
     import datasets
 
     try:
-        if config_name is None:
-            known = datasets.get_dataset_config_names(name)
-            config_name = next((c for c in ("default", "main") if c in known), known[0])
-            if config_name == known[0] and len(known) > 1 and config_name not in ("default", "main"):
-                raise InputError(
-                    f"dataset {name} has several configurations; name one of {known} with --dataset_config"
-                )
-        return Rows(datasets.load_dataset(name, config_name, split=split).to_list(), name)
-    except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
-        raise InputError(f"dataset={name!r} is neither a .jsonl or .parquet file nor on the Hub: {error}") from error
+        config_name = config_name or _only_configuration(name, datasets.get_dataset_config_names(name))
+        return datasets.load_dataset(name, config_name, split=split).to_list()
+    except InputError:
+        raise
+    except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
+        what = f"dataset={name!r} (configuration {config_name}, split {split})"
+        raise InputError(
+            f"{what} is neither a .jsonl or .parquet file, nor a folder or a Hub dataset that can be read: "
+            f"{in_a_line(error)}"
+        ) from error
+
+
+def _only_configuration(name: str, known: list[str]) -> str:
+    """The configuration to take where none is named."""
+    usual = [config for config in ("default", "main") if config in known]
+    if not usual and len(known) > 1:
+        raise InputError(
+            f"dataset {name} has several configurations; name one of {known} with --dataset_config "
+            "(--eval_dataset_config for the held-out rows)"
+        )
+    return (usual or known)[0]
 
 
 def _read_jsonl(path: Path) -> list[dict]:
-    if not path.is_file():
-        raise InputError(f"dataset file {path} does not exist")
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}, character {error.colno}: not JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
-            rows.append({**row, "__line__": number})
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
+        if text.strip():
+            rows.append({**_read_object(text, where), "__line__": number})
     return rows
+
+
+def _read_object(text: str, where: str) -> dict:
+    """One line as a dictionary whose text can be tokenised."""
+    try:
+        row = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}, character {error.colno}: not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: JSON nested too deeply to be read") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    if "\\u" in text:  # only an escape can spell half a character
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{where}: {error.object[error.start]!r} is half a surrogate pair, and no character"
+            ) from error
+    return row
+
+
+def _without_repeats(pairs: list[tuple[str, object]], where: str) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{where}: key {twice!r} stands {names.count(twice)} times in one object")
+    return row
 
 
 def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
@@ -102,15 +152,31 @@ def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
         return train, Rows([], config.dataset)
     if config.eval_dataset is None:
         return train.split(config.eval_size)
-    held_out = load_rows(config.eval_dataset, None, config.eval_split)
+    configuration = config.eval_dataset_config
+    if configuration is None and config.eval_dataset == config.dataset:
+        configuration = config.dataset_config
+    held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
     return train, Rows(held_out.rows[: config.eval_size], held_out.source)
 
 
-def load_tokenizer(name: str):
+def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
+    """Say how many rows are left out, and why; refuse to leave out all of them."""
+    if len(rows) and not kept:
+        raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
+    if kept < len(rows) and rank() == 0:
+        print(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}", flush=True)
+
+
+def load_tokenizer(name: str, revision: str | None = None):
     """The tokenizer of a model, with some pad token: what it is does not matter, pads are never read."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except Exception as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
+        raise InputError(f"model={name!r}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
+    if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) == 0:
+        raise InputError(f"model={name!r} comes without a tokenizer: copy the tokenizer's files into the folder")
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {name} has no EOS token, so no response could ever end")
     if tokenizer.pad_token_id is None:
@@ -136,9 +202,9 @@ class Encoder:
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Token ids of row i's prompt, up to where the response begins."""
         messages = self._messages(rows, i, column)
-        if messages and messages[-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        return self._encode_prompt(messages)
+        return self._encode_prompt(messages, rows.where(i))
 
     def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> tuple[list[int], list[int]]:
         """Token ids of row i's prompt and of the completion, which ends in EOS.
@@ -154,7 +220,7 @@ class Encoder:
                 raise InputError(
                     f"{rows.where(i)}: column {completion_column!r} must be text, got {type(text).__name__}"
                 )
-        prompt, eos = self._encode_prompt(messages), self.tokenizer.eos_token_id
+        prompt, eos = self._encode_prompt(messages, rows.where(i)), self.tokenizer.eos_token_id
         if not self.chat:
             return prompt, [*self.tokenizer(text, add_special_tokens=False).input_ids, eos]
         whole = self._template([*messages, {"role": "assistant", "content": text}], add_generation_prompt=False)
@@ -171,23 +237,26 @@ class Encoder:
         if isinstance(prompt, str):
             system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
             return [*system, {"role": "user", "content": prompt}]
-        if (
-            not isinstance(prompt, list)
-            or not prompt
-            or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
-        ):
+        if not _are_messages(prompt):
             raise InputError(
-                f"{rows.where(i)}: column {column!r} must be text or a list of messages with role and content, "
-                f"got {str(prompt)[:80]!r}"
+                f"{rows.where(i)}: column {column!r} must be text or a list of messages with role and content, both "
+                f"text; got {str(prompt)[:80]!r}"
             )
         if not self.chat:
             raise InputError(f"{rows.where(i)}: column {column!r} holds messages, but there is no chat template to use")
+        if all(message["role"] == "assistant" for message in prompt):
+            raise InputError(f"{rows.where(i)}: column {column!r} holds the assistant's messages alone, and no prompt")
         return prompt
 
-    def _encode_prompt(self, messages: list[dict]) -> list[int]:
-        if self.chat:
-            return self._template(messages, add_generation_prompt=True)
-        ids = self.tokenizer(messages[-1]["content"]).input_ids
+    def _encode_prompt(self, messages: list[dict], where: str) -> list[int]:
+        ids = self._template(messages, add_generation_prompt=True) if self.chat else self._raw(messages[-1]["content"])
+        if not ids:
+            raise InputError(f"{where}: the prompt is empty, and a model needs a token to begin with")
+        return ids
+
+    def _raw(self, text: str) -> list[int]:
+        """A prompt's tokens without a chat template."""
+        ids = self.tokenizer(text).input_ids
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if bos is not None and ids[:2] == [bos, bos]:  # the text spelled out the token that the tokenizer also adds
             ids = ids[1:]
@@ -198,6 +267,14 @@ class Encoder:
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
         )
+
+
+def _are_messages(value) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    dictionaries = [message for message in value if isinstance(message, dict)]
+    texts = [message for message in dictionaries if isinstance(message.get("content"), str)]
+    return len(texts) == len(value) and all(isinstance(message.get("role"), str) for message in texts)
 
 
 class RowOrder:
@@ -246,19 +323,30 @@ class Batch:
     """(B, T) int64."""
     response_mask: torch.Tensor
     """(B, T - 1) bool, True where token t + 1 is of the response, its EOS included."""
+    where: tuple[str, ...]
+    """Of each sequence the file and line, or the like, that it came from: for errors."""
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
         mask = self.response_mask[index]
         width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width])
+        where = tuple(self.where[i] for i in index.tolist())
+        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where)
 
 
-def make_batch(prompts: list[list[int]], responses: list[list[int]], pad_id: int, device, *, width: int = 0) -> Batch:
+def make_batch(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    pad_id: int,
+    device,
+    *,
+    where: Sequence[str] = (),
+    width: int = 0,
+) -> Batch:
     """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids."""
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     input_ids = pad(whole, pad_id, width=max(width, 2)).to(device)
     position = torch.arange(1, input_ids.shape[1], device=device)
     start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
     end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
-    return Batch(input_ids, (position >= start) & (position < end))
+    return Batch(input_ids, (position >= start) & (position < end), tuple(where) or ("a row",) * len(prompts))

@@ -7,10 +7,17 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import contextlib
+import itertools
+import logging
+import math
 import os
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +27,9 @@ from fused_rl.trainers import optim
 from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
+_agreements = itertools.count()
+Part = TypeVar("Part")
 
 
 def quiet() -> None:
@@ -29,16 +39,21 @@ def quiet() -> None:
     import transformers  # imports deepspeed
 
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it warns of is refused here, or meant
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry; the error comes anyway
+    import datasets
+
+    datasets.disable_progress_bars()
 
 
 def setup(seed: int) -> torch.device:
     """Join the process group (of one process, without a launcher), seed this rank, and return its device."""
     quiet()
     cuda = torch.cuda.is_available()
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for key, value in alone.items():
-        os.environ.setdefault(key, value)
+    backend = "nccl" if cuda else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
     import transformers
@@ -46,12 +61,26 @@ def setup(seed: int) -> torch.device:
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
     if not dist.is_initialized():
-        deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
+        if "RANK" in os.environ:
+            deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
+        else:
+            _join_alone(backend)
     transformers.set_seed(seed + rank() * 100_003)
     local_rank = int(os.environ["LOCAL_RANK"])
     if cuda:
         torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def _join_alone(backend: str) -> None:
+    """A process group of this process, without a port that others could reach.
+
+    The store that DeepSpeed would open listens on all interfaces and asks nobody who they are; gloo and NCCL listen
+    where they are told to.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
 
 
 def teardown(orderly: bool = True) -> None:
@@ -85,6 +114,27 @@ def barrier() -> None:
         dist.barrier()
 
 
+def gather(part: Part) -> list[Part]:
+    """Every rank's `part`, by rank, on every rank."""
+    parts = [part] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(parts, part)
+    return parts
+
+
+def on_first_rank(work: Callable[[], None]) -> None:
+    """Have rank 0 do something while the others wait; an InputError that it raises is raised on every rank."""
+    refusal = None
+    if rank() == 0:
+        try:
+            work()
+        except InputError as error:
+            refusal = error
+    refusal = gather(refusal)[0]
+    if refusal is not None:
+        raise refusal
+
+
 def global_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of a tensor of any shape, in fp64 on the CPU."""
     values = values.detach().double().clone()
@@ -101,6 +151,64 @@ def global_max(value: torch.Tensor) -> float:
         value = value.cuda() if dist.get_backend() == "nccl" else value
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
+
+
+@contextlib.contextmanager
+def together():
+    """All ranks leave the block, or none: an error on one of them is an error on all, in bounded time.
+
+    The rank that failed raises its own error, the others an InputError that begins with `rank 1: `; a rank that died is
+    one too. For what one rank alone may stumble over, such as its rows or its verifier. Every rank must enter.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree(error)
+
+
+def agree(error: Exception | None) -> None:
+    """Raise on every rank if one of them has an error; `together` without the block."""
+    if world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    import torch.distributed.distributed_c10d as c10d
+
+    # The store is beside the ranks' connections: what went wrong is known even where a collective never ends.
+    store, key = c10d._get_default_store(), f"fused_rl/error/{next(_agreements)}"
+    first = error is None or _tell(store, key, error)
+
+    # A rank that failed in the middle of a collective must not wait for others that wait for it.
+    flag = torch.tensor([float(error is not None)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    try:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True).wait(TIMEOUT if error is None else PATIENCE)
+    except RuntimeError as lost:
+        if error is None:
+            raise InputError(_told(store, key)) from lost
+    if error is not None and (first or isinstance(error, InputError)):
+        raise error
+    if flag.item():  # of another rank; an error of ours that came later may be no more than a lost connection
+        raise InputError(_told(store, key)) from error
+
+
+def _tell(store, key: str, error: Exception) -> bool:
+    """Leave the error in the store for the other ranks; whether it is the first there."""
+    said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    line = f"rank {rank()}: {' '.join(said.split())}"
+    try:
+        return store.compare_set(key, "", line).decode() == line
+    except RuntimeError:  # the store has gone with its rank
+        return True
+
+
+def _told(store, key: str) -> str:
+    """The error that a rank left in the store; else all that can be said."""
+    with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
+        if store.check([key]):
+            return store.get(key).decode()
+    return "another process of the run ended or does not answer; its own output says why"
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:
@@ -158,11 +266,30 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     return engine
 
 
-def optimizer_metrics(engine) -> dict[str, float]:
-    """Of the last optimizer step: its learning rate and the norm of its gradient before clipping."""
-    norm = engine.last_step.grad_norm
-    norm = engine.get_global_grad_norm() if norm is None else norm
-    return {"lr": engine.last_step.lr, "optim/grad_norm": float(norm)}
+def load_engine(engine, folder: Path, name: str) -> None:
+    """Restore weights, optimizer state and the schedule's position, saved as `folder / name`.
+
+    DeepSpeed would also put the saved learning rate, betas and weight decay back: those stay as they are here.
+    """
+    with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
+        engine.load_checkpoint(str(folder), tag=name)
+
+
+def optimizer_step(engine, step: int) -> dict[str, float]:
+    """One optimizer step of an engine; returns its learning rate and the norm of its gradient before clipping.
+
+    A gradient that is not finite is an error in which no weight has changed: without ZeRO the step raises before it
+    begins, and ZeRO leaves it out.
+    """
+    engine.step()
+    last = engine.last_step
+    norm = float(engine.get_global_grad_norm() if last.grad_norm is None else last.grad_norm)
+    if not math.isfinite(norm):
+        raise InputError(
+            f"step {step}: the norm of the gradient is {norm}, and no weight was changed; lower the learning rate, or "
+            "look for extreme rewards or rows; the last checkpoint is good"
+        )
+    return {"lr": last.lr, "optim/grad_norm": norm}
 
 
 def initialize_frozen(model: nn.Module, config: EngineConfig):

@@ -19,11 +19,12 @@ import fused_rl
 from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.config import InputError, PositiveInt, divide_over
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed
+from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 from fused_rl.trainers.policy import (
     Measured,
     Policy,
     PolicyConfig,
+    check_policy_fits,
     evaluate,
     load_policy,
     load_prompts,
@@ -111,13 +112,14 @@ def plan(config: GRPOConfig, count: int, device) -> list[list[torch.Tensor]]:
     return updates
 
 
-def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor) -> dict[str, float]:
+def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor, step: int) -> dict[str, float]:
     """All minibatches of all epochs on one rollout; returns metrics averaged over them and summed over ranks.
 
     Args:
         policy: the policy.
         rollout: B responses of this rank.
         advantages: (B,) of each response.
+        step: which step of the run it is, for errors.
     """
     config, count = policy.config, len(rollout.samples)
     updates = plan(config, count, policy.device)
@@ -130,9 +132,8 @@ def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor) -> dict[s
     policy.model.train()
     history = []
     for parts in updates:
-        sums = accumulate(policy, rollout, measured, advantages, parts)
-        policy.model.step()
-        history.append(keyed(KEYS["grpo"], sums) | engine.optimizer_metrics(policy.model))
+        sums = accumulate(policy, rollout, measured, advantages, parts, step)
+        history.append(keyed(KEYS["grpo"], sums) | engine.optimizer_step(policy.model, step))
 
     # The step's metrics: means over its updates.
     warn_if_off_policy(history[0]["val/ratio"], engine.torch_dtype(config))
@@ -143,7 +144,12 @@ def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor) -> dict[s
 
 
 def accumulate(
-    policy: Policy, rollout: Rollout, measured: Measured, advantages: torch.Tensor, parts: list[torch.Tensor]
+    policy: Policy,
+    rollout: Rollout,
+    measured: Measured,
+    advantages: torch.Tensor,
+    parts: list[torch.Tensor],
+    step: int,
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns the loss's metrics over all ranks."""
     config, batch = policy.config, rollout.batch
@@ -155,7 +161,7 @@ def accumulate(
     num_tokens = engine.global_sum(sum(counted[part].sum() for part in parts)).item()
     num_sequences = sum(map(len, parts)) * engine.world_size()
 
-    options, sums = loss_options(config), Sums()
+    options, sums = loss_options(config), Sums(step)
     for index in parts:
         part = batch.rows(index)
         width = part.response_mask.shape[1]
@@ -175,7 +181,7 @@ def accumulate(
             **options,
         )
         policy.model.backward(loss * engine.world_size())  # the engine averages over ranks
-        sums.add(metrics)
+        sums.add(metrics, part.where)
     return sums.over_ranks()
 
 
@@ -187,7 +193,7 @@ def train_step(policy: Policy, prompts: list[Prompt], step: int) -> dict[str, fl
         rollout.rewards, advantage_of(config), group_size=config.group_size, process_group=engine.all_ranks()
     )
     sampled = time.monotonic()
-    metrics = update(policy, rollout, advantages.to(policy.device))
+    metrics = update(policy, rollout, advantages.to(policy.device), step)
     policy.sampler.publish(step)
     ended = time.monotonic()
 
@@ -209,23 +215,26 @@ def train(config: GRPOConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, rows, models.
-    tokenizer = data.load_tokenizer(config.model)
-    scorers = load_scorers(config, tokenizer, device)
-    prompts, held_out = load_prompts(config, tokenizer, scorers)
-    updates = config.steps * config.minibatches * config.epochs
-    policy = load_policy(config, tokenizer, scorers, device, updates)
-    held_out = share_of_rank(held_out)
+    with phase("read tokenizer and rows"):
+        tokenizer = data.load_tokenizer(config.model, config.revision)
+        scorers = load_scorers(config, tokenizer, device)
+        prompts, held_out = load_prompts(config, tokenizer, scorers)
+    with phase("loaded the models"):
+        updates = config.steps * config.minibatches * config.epochs
+        policy = load_policy(config, tokenizer, scorers, device, updates)
+        check_policy_fits(policy, [*prompts, *held_out])
+    evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
     loop = Loop(config, folder, {"policy": policy.model}, order, COLUMNS, CURVES)
     policy.sampler.publish(loop.step)
-    if loop.begins and held_out:
+    if loop.begins and evaluated:
         loop.log(*evaluate(policy, held_out))
     for step, indices in loop:
         mine = indices[engine.rank() :: engine.world_size()]
         metrics, samples = train_step(policy, [prompts[i] for i in mine], step), []
-        if loop.evaluates and held_out:
+        if loop.evaluates and evaluated:
             found, samples = evaluate(policy, held_out)
             metrics |= found
         loop.log(metrics, samples)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.trainers import data
+from fused_rl.trainers import data, engine
 from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
@@ -201,6 +201,7 @@ def report(config: KLReportConfig) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `fused-rl kl-report`."""
     config = parse(KLReportConfig, sys.argv[1:] if argv is None else argv, "fused-rl kl-report")
+    engine.quiet()
     try:
         print(example() if config.model is None else report(config))
     except InputError as error:

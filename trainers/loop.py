@@ -13,19 +13,51 @@
 The `for` stays in the trainer, and so does the algorithm.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fused_rl.trainers import checkpoint
-from fused_rl.trainers.config import RunConfig
+import torch
+
+from fused_rl.trainers import checkpoint, lock
+from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.data import RowOrder
-from fused_rl.trainers.engine import rank
-from fused_rl.trainers.metrics import Logger
+from fused_rl.trainers.engine import global_sum, rank
+from fused_rl.trainers.files import storing
+from fused_rl.trainers.metrics import Logger, phase, require_wandb
 
 
 class Stopped(KeyboardInterrupt):
     """The run was told to stop: every rank has ended the same step, and saved it."""
+
+
+class Interruption:
+    """From `begin` to `end` the first Ctrl-C or SIGTERM is only noted; the second one stops at once."""
+
+    def __init__(self):
+        self.received, self.previous = False, {}
+
+    def begin(self) -> None:
+        """Take over the signals."""
+        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(self) -> None:
+        """Give the signals back."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        self.previous = {}
+
+    def _handle(self, number, _frame):
+        self.received = True
+        signal.signal(number, self.previous[number])
+        if rank() == 0:  # os.write: a print could interrupt another one
+            os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
+
+    def on_any_rank(self) -> bool:
+        """Whether any process was told to stop; every rank gets the same answer."""
+        return bool(global_sum(torch.tensor(float(self.received))))
 
 
 class Loop:
@@ -54,11 +86,15 @@ class Loop:
         self.config, self.folder, self.engines = config, folder, engines
         self.order, self.curves, self.state = order, curves, state
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
+        require_wandb(config)
         if config.resume:
-            self.restored = checkpoint.load(engines, folder)
+            self.restored = checkpoint.load(engines, config, folder)
             self.step, order.position = self.restored["step"], self.restored["position"]
-        self.logger = Logger(config, columns, self.step)
-        self.interruption = checkpoint.Interruption()
+            _check_rows(self.restored["rows"], order.size)
+        checkpoint.claim(config, folder, self.step)
+        with storing("metrics.jsonl", folder):
+            self.logger = Logger(config, columns, self.step)
+        self.interruption = Interruption()
 
     @property
     def begins(self) -> bool:
@@ -89,20 +125,23 @@ class Loop:
     def log(self, metrics: dict[str, float], samples: list[dict] = ()) -> None:
         """Write one line of metrics, and show a few responses."""
         timed = {} if self.begins else {"time/save": self.save_seconds}
-        self.logger.log(self.step, metrics | timed)
-        self.logger.samples(self.step, samples)
+        with storing("metrics.jsonl", self.folder):
+            self.logger.log(self.step, metrics | timed)
+            self.logger.samples(self.step, samples)
 
     def _save_or_stop(self) -> None:
-        """A checkpoint on schedule, and when the run is told to stop."""
+        """A checkpoint on schedule, when the run is told to stop, and at the end: the model is not saved yet."""
         stop = self.interruption.on_any_rank() and not self.last
         every = self.config.save_every
-        if stop or (every and (self.step % every == 0 or self.last)):
+        if stop or self.last or (every and self.step % every == 0):
             began = time.monotonic()
-            state = {"position": self.order.position, **self.state()}
-            checkpoint.save(self.engines, self.folder, self.step, state, self.config.keep_checkpoints)
+            state = {"position": self.order.position, "rows": self.order.size, **self.state()}
+            checkpoint.save(self.engines, self.config, self.folder, self.step, state)
             self.save_seconds = time.monotonic() - began
         if stop:
-            self.logger.close(self.curves)
+            with storing("curves.png", self.folder):
+                self.logger.close(self.curves)
+            lock.release()
             if rank() == 0:
                 print(f"stopped after step {self.step}; continue with --resume", flush=True)
             raise Stopped
@@ -110,8 +149,24 @@ class Loop:
     def finish(self, save: Callable[[Path], None]) -> str:
         """Draw the curves, save the trained model with `save(folder)`, and say where everything is; returns where."""
         try:
-            self.logger.close(self.curves)
-            save(self.folder / "model")
+            with storing("curves.png", self.folder):
+                self.logger.close(self.curves)
+            with storing("model", self.folder), phase("saved the model"):
+                save(self.folder / "model")
+            if not self.config.save_every:  # there was one only until the model was safe
+                checkpoint.remove(self.folder)
         finally:
             self.interruption.end()
+            lock.release()
+        if rank() == 0:
+            checkpoints = f", checkpoints: {self.folder / 'checkpoints'}" if self.config.save_every else ""
+            print(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}", flush=True)
         return str(self.folder / "model")
+
+
+def _check_rows(recorded: int, rows: int) -> None:
+    if rows != recorded:
+        raise InputError(
+            f"resume: there are {rows} rows to train on, and the checkpoint's run had {recorded}: dataset was edited, "
+            "or eval_size and eval_dataset leave other rows of it; give the same again, or start anew with --overwrite"
+        )

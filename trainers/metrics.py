@@ -5,17 +5,20 @@ returns it. `objective/*` are sums over a response, averaged over responses; `po
 Rank 0 alone writes and prints.
 """
 
+import importlib.util
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from fused_rl.trainers.config import InputError, RunConfig
-from fused_rl.trainers.engine import global_sum, rank
+from fused_rl.trainers.engine import gather, global_sum, rank
 from fused_rl.trainers.files import write_atomically
 
 
@@ -47,8 +50,8 @@ COMMON = {
     "time/save": Metric("s", "writing the last checkpoint", "whole"),
 }
 SFT = {
-    "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum"),
-    "train/entropy": Metric("nats", "true entropy per completion token", "sum"),
+    "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum", "loss"),
+    "train/entropy": Metric("nats", "true entropy per completion token", "sum", "entropy"),
     "train/num_tokens": Metric("tokens", "completion tokens in the step", "sum"),
     "eval/loss": Metric("nats", "train/loss on held-out rows", "sum"),
     "eval/accuracy": Metric("1", "fraction of held-out completion tokens that are the most likely ones", "sum"),
@@ -112,6 +115,16 @@ GRPO = {
     "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
     "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
 }
+# Of each scorer by its name; a scorer that works under no limits has none of verifier/.
+SCORERS = {
+    "rewards/{name}/mean": Metric("1", "mean score of the samples that the scorer applies to", "moments"),
+    "rewards/{name}/std": Metric("1", "standard deviation of these scores", "moments"),
+    "verifier/{name}/timeouts": Metric("samples", "broke a limit (CPU, memory) and score 0 for it", "sum"),
+    "verifier/{name}/restarts": Metric("1", "processes that died of something else; scored again", "sum"),
+    "eval/verifier/{name}/timeouts": Metric("samples", "the same in the evaluation", "sum"),
+    "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum"),
+}
+PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS}))
 RESPONSES = {key: metric for key, metric in GRPO.items() if key.startswith(("completions/", "eval/"))}
 PPO = {
     "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),
@@ -138,19 +151,39 @@ KEYS = {
 class Sums:
     """The bare metrics of one optimizer step: of each micro-batch a share, added up over micro-batches and ranks."""
 
-    def __init__(self):
+    def __init__(self, step: int):
+        self.step, self.parts = step, []
         self.names: tuple[str, ...] = ()
         self.total = torch.zeros(())
 
-    def add(self, metrics: dict[str, torch.Tensor]) -> None:
-        """The scalars of one micro-batch, each divided by the whole step's count."""
+    def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
+        """The scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""
         self.names = tuple(metrics)
-        values = torch.stack([value.detach().double() for value in metrics.values()])
-        self.total = self.total + values.cpu()
+        values = torch.stack([value.detach().double() for value in metrics.values()]).cpu()
+        self.total = self.total + values
+        self.parts.append((values, where))
 
     def over_ranks(self) -> dict[str, float]:
-        """What they add up to, the same on every rank."""
-        return dict(zip(self.names, global_sum(self.total).tolist(), strict=True))
+        """What they add up to, the same on every rank.
+
+        Raises:
+            InputError: on every rank, where one of them is NaN or infinite on any: nothing may be trained on it.
+        """
+        total = global_sum(self.total)
+        if not total.isfinite().all():
+            told = [message for message in gather(self._not_finite()) if message is not None]
+            raise InputError("; ".join(told))
+        return dict(zip(self.names, total.tolist(), strict=True))
+
+    def _not_finite(self) -> str | None:
+        """The first micro-batch of this rank that is not finite, in words."""
+        for number, (values, where) in enumerate(self.parts, 1):
+            bad = [name for name, value in zip(self.names, values.tolist(), strict=True) if not math.isfinite(value)]
+            if bad:
+                rows = ", ".join(dict.fromkeys(where))
+                what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} NaN or infinite"
+                return f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"
+        return None
 
 
 def keyed(table: dict[str, Metric], sums: dict[str, float], prefix: str = "") -> dict[str, float]:
@@ -183,7 +216,7 @@ class Logger:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl; the keys must be those of the table."""
-        unknown = [k for k in metrics if k not in self.keys and not k.startswith("rewards/")]
+        unknown = [k for k in metrics if k not in self.keys and not k.startswith(PREFIXES)]
         if unknown:
             raise KeyError(f"metrics {unknown} are not in the table of metrics.py")
         if not self.active:
@@ -231,15 +264,34 @@ class Logger:
         draw_curves(self.history, curves, self.folder / "curves.png")
 
 
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Tell what has been done and how long it took, once it is done; nothing where it fails."""
+    began = time.monotonic()
+    yield
+    if rank() == 0:
+        print(f"{what} ({time.monotonic() - began:.1f} s)", flush=True)
+
+
 def read_metrics(path: Path) -> list[dict]:
-    """The entries of a metrics.jsonl; a last line that an interruption cut short is left out."""
+    """The entries of a metrics.jsonl; a line that is damaged, as a kill leaves the last one, is told and left out."""
     entries = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line)
+        if entry is not None:
+            entries.append(entry)
+        elif line:
+            print(f"{path}, line {number} is damaged and left out", flush=True)
     return entries
+
+
+def _entry(line: bytes) -> dict | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def _kept(path: Path, start: int) -> list[dict]:
@@ -273,26 +325,30 @@ def _progress_bar(columns, steps: int, start: int):
     if not sys.stdout.isatty():
         return None
     from rich import progress
+    from rich.table import Column
 
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=20),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[shown]}"),
-    )
+    # Step count and time left come first and are never cut; at 80 columns the metrics are, from their end.
+    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    shown = progress.TextColumn("{task.fields[shown]}", table_column=metrics)
+    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), shown, expand=True)
     bar.add_task("train", total=steps, completed=start, shown="")
     bar.start()
     return bar
 
 
+def require_wandb(config: RunConfig) -> None:
+    """Refuse to log to Weights & Biases where it is not installed."""
+    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
+
+
 def _wandb_run(config):
     if config.wandb_project is None:
         return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb") from error
     import dataclasses
+
+    import wandb
 
     return wandb.init(project=config.wandb_project, dir=config.output_dir, config=dataclasses.asdict(config))

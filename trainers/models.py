@@ -1,5 +1,6 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -7,8 +8,10 @@ from torch import nn
 
 import fused_rl
 from fused_rl.trainers import engine
-from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
+
+NOT_A_MODEL = "neither a local folder with a model nor on the Hub, or it is damaged"
 
 
 class LanguageModel(nn.Module):
@@ -72,21 +75,81 @@ def _check_plain_head(lm) -> None:
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
 
+def read_whole(auto_class, name: str, **options) -> nn.Module:
+    """The model that `name` holds, every weight read and finite; refuses what transformers would draw at random."""
+    try:
+        model, report = auto_class.from_pretrained(name, output_loading_info=True, **options)
+    except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
+        raise InputError(f"model={name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
+    kind = type(model).__name__
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[what]:
+            keys = sorted(map(str, report[what]))
+            shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
+            raise InputError(f"model={name!r} has {len(keys)} {what.replace('_keys', '')} weights for {kind}: {shown}")
+    check_weights(model, name)
+    return model
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Refuse weights that are not finite."""
+    broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
+    if broken:
+        shown = ", ".join(broken[:5])
+        raise InputError(f"model={name!r}: {len(broken)} weights hold NaN or infinite values, among them {shown}")
+
+
+@torch.no_grad()
+def check_causal(lm: nn.Module, name: str) -> None:
+    """Refuse a model in which a token sees its successors: its log-probabilities are not those of generation."""
+    if lm.config.is_encoder_decoder:
+        raise InputError(f"model={name!r} is an encoder-decoder ({lm.config.model_type}); a causal LM is needed")
+    training, ids = lm.training, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]) % lm.config.get_text_config().vocab_size
+    logits = lm.eval()(input_ids=ids.to(lm.device), use_cache=False).logits[:, :3].float()
+    lm.train(training)
+    if (logits[0] - logits[1]).abs().max() > 0.02 * logits.std():  # rounding moves them less, a token seen far more
+        raise InputError(
+            f"model={name!r} ({lm.config.model_type}) is not causal: a token's logits change with the tokens after it"
+        )
+
+
+def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], more: int, remedy: str) -> None:
+    """Refuse token ids that have no embedding, and sequences longer than the model has positions.
+
+    Args:
+        lm: a transformers causal LM.
+        tokenizer: what made the token ids.
+        rows: (token ids, where they are from) of everything that the run reads.
+        more: how many tokens may follow each.
+        remedy: the options that make sequences shorter.
+    """
+    embedded = lm.get_input_embeddings().num_embeddings
+    limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    if tokenizer.vocab_size > embedded:
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds {embedded}: they do not belong "
+            "together, or model.resize_token_embeddings was forgotten"
+        )
+    for ids, where in rows:
+        if max(ids) >= embedded:
+            token = tokenizer.convert_ids_to_tokens(max(ids))
+            raise InputError(
+                f"{where}: token {token!r} has id {max(ids)}, but the model embeds ids 0 to {embedded - 1}; after "
+                "adding tokens use model.resize_token_embeddings"
+            )
+        if limit is not None and len(ids) + more > limit:
+            tokens = f"up to {len(ids) + more}" if more else len(ids)
+            raise InputError(f"{where}: {tokens} tokens, but the model has {limit} positions; lower {remedy}")
+
+
 def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
     """The causal LM that `config.model` names, without dropout; frozen unless trainable."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            dtype=engine.torch_dtype(config),
-            revision=config.revision,
-            attn_implementation=config.attn_implementation,
-        ).to(device)
-    except OSError as error:
-        raise InputError(
-            f"model={config.model!r} is neither a local folder with a model nor on the Hub: {error}"
-        ) from error
+    options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+    lm = read_whole(AutoModelForCausalLM, config.model, revision=config.revision, **options)
+    check_causal(lm, config.model)
+    lm = lm.to(device)
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
     switch_off_dropout(lm)

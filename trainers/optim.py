@@ -1,5 +1,8 @@
 """AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -22,6 +25,18 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
     return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
 
 
+@contextmanager
+def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
+    """A block that loads the state of an optimizer and its schedule: what the config says of both stays as it is."""
+    peaks = schedule.base_lrs
+    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    yield
+    schedule.base_lrs = peaks
+    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    for group, given, peak, factor in zip(optimizer.param_groups, options, peaks, factors, strict=True):
+        group.update(given, lr=peak * factor)
+
+
 class LastStep:
     """What the last step of an optimizer was made with, noted before the schedule moves on."""
 
@@ -41,5 +56,7 @@ class LastStep:
 
         def before_step(*_):
             self.grad_norm = nn.utils.clip_grad_norm_(parameters, limit)
+            if not self.grad_norm.isfinite():
+                self.optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
 
         self.optimizer.register_step_pre_hook(before_step)

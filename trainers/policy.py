@@ -26,6 +26,7 @@ from fused_rl.trainers.config import (
 )
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
+from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out
 
 
@@ -186,15 +187,32 @@ def prompts_of(config: PolicyConfig, rows: data.Rows, encoder: data.Encoder, sco
         ids = encoder.prompt(rows, i, config.prompt_column)
         if len(ids) <= config.max_prompt_length:
             kept.append(Prompt(ids, row))
-    if len(kept) < len(rows) and engine.rank() == 0:
-        print(f"{rows.source}: dropped {len(rows) - len(kept)} of {len(rows)} prompts over max_prompt_length")
+    data.tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept
 
 
-def share_of_rank(prompts: list[Prompt]) -> list[Prompt]:
-    """This rank's held-out prompts, equally many on every rank: they must call `generate` equally often."""
-    even = len(prompts) // engine.world_size() * engine.world_size()
-    return prompts[engine.rank() : even : engine.world_size()]
+def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
+    """Refuse prompts whose responses would run past the model's positions, and a tokenizer that is not the model's."""
+    rows = ((prompt.ids, prompt.row["__where__"]) for prompt in prompts)
+    remedy = "max_new_tokens or max_prompt_length"
+    models.check_fits(policy.model.module.base, policy.tokenizer, rows, policy.config.max_new_tokens, remedy)
+
+
+@dataclass
+class HeldOut:
+    """This rank's share of the held-out prompts."""
+
+    prompts: list[Prompt]
+    """Equally many on every rank, because they must call `generate` equally often."""
+    count: int
+    """How many of them are this rank's own; those after them only fill the share up, and are not counted."""
+
+
+def share_of_rank(prompts: list[Prompt]) -> HeldOut:
+    """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
+    mine = prompts[engine.rank() :: engine.world_size()]
+    size = -(-len(prompts) // engine.world_size())
+    return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
 
 
 @dataclass
@@ -247,33 +265,37 @@ def _as_reference(policy: Policy):
         yield policy.model
 
 
+@phase("evaluated on held-out rows")
 @torch.no_grad()
-def evaluate(policy: Policy, prompts: list[Prompt]) -> tuple[dict[str, float], list[dict]]:
+def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
     """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
-    config, k = policy.config, policy.config.eval_samples
+    config, k, count = policy.config, policy.config.eval_samples, held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed + engine.rank())
-        greedy = policy.roll_out(prompts, greedy_sampling, 1)
-        sampled = policy.roll_out(prompts, policy.sampling, k)
+        greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
+        sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
     parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
     measured = measure(policy, sampled.batch, list(parts))
 
     # Over all ranks: problems and tokens are counted, and everything else is divided by them.
-    right = sampled.solved.view(-1, k)
+    right = sampled.solved.view(-1, k)[:count]
     sums = {
-        "eval/accuracy_greedy": greedy.solved.sum(),
+        "eval/accuracy_greedy": greedy.solved[:count].sum(),
         "eval/accuracy_sampled": right.sum() / k,
         "eval/pass_at_k": right.any(1).sum(),
-        "eval/score": sampled.rewards.sum() / k,
-        "eval/kl_exact": measured.kl.sum().cpu() / k,
-        "eval/entropy": measured.entropy.sum().cpu(),
+        "eval/score": sampled.rewards[: count * k].sum() / k,
+        "eval/kl_exact": measured.kl[: count * k].sum().cpu() / k,
+        "eval/entropy": measured.entropy[: count * k].sum().cpu(),
     }
-    counts = {"problems": torch.tensor(len(prompts)), "tokens": sampled.batch.response_mask.sum().cpu()}
+    tokens = sampled.batch.response_mask[: count * k].sum().cpu()
+    counts = {"problems": torch.tensor(count), "tokens": tokens}
     local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])
     *totals, problems, tokens = engine.global_sum(local).tolist()
     metrics = {name: total / problems for name, total in zip(sums, totals, strict=True)}
     metrics["eval/entropy"] = totals[-1] / tokens
+    for key, struck in greedy.incidents.items():
+        metrics[f"eval/{key}"] = struck + sampled.incidents[key]
     return metrics, _shown(policy, greedy)
 
 

@@ -40,10 +40,11 @@ from fused_rl.trainers.critic import (
     save_critic,
 )
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed
+from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 from fused_rl.trainers.policy import (
     Policy,
     PolicyConfig,
+    check_policy_fits,
     evaluate,
     load_policy,
     load_prompts,
@@ -71,7 +72,7 @@ CURVES = {
 
 
 @dataclass(kw_only=True)
-class PPOConfig(PolicyConfig, CriticConfig, CreditConfig):
+class PPOConfig(CreditConfig, CriticConfig, PolicyConfig):
     """Proximal policy optimisation of a causal language model against any scorers, with a critic."""
 
     command: ClassVar[str] = "ppo"
@@ -157,7 +158,7 @@ def plan(config: PPOConfig, count: int, device) -> list[list[torch.Tensor]]:
 
 
 def update(
-    policy: Policy, critic, experience: Experience, updates: list[list[torch.Tensor]], kl_coef: float
+    policy: Policy, critic, experience: Experience, updates: list[list[torch.Tensor]], kl_coef: float, step: int
 ) -> dict[str, float]:
     """The optimizer steps on one rollout; returns metrics averaged over them and summed over ranks."""
     config = policy.config
@@ -165,10 +166,8 @@ def update(
     policy.model.train()
     history = []
     for parts in updates:
-        sums = accumulate(policy, critic, experience, parts, kl_coef)
-        for trained in engines:
-            trained.step()
-        history.append(keyed(KEYS["ppo"], sums) | optimizer_metrics(policy, critic))
+        sums = accumulate(policy, critic, experience, parts, kl_coef, step)
+        history.append(keyed(KEYS["ppo"], sums) | optimizer_steps(policy, critic, step))
         # From sums over all ranks, so all of them stop here.
         if config.target_kl is not None and history[-1]["policy/approxkl_avg"] > config.target_kl:
             break
@@ -183,7 +182,7 @@ def update(
 
 
 def accumulate(
-    policy: Policy, critic, experience: Experience, parts: list[torch.Tensor], kl_coef: float
+    policy: Policy, critic, experience: Experience, parts: list[torch.Tensor], kl_coef: float, step: int
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns both losses' metrics over all ranks."""
     config, batch, measured = policy.config, experience.rollout.batch, experience.measured
@@ -195,7 +194,7 @@ def accumulate(
     num_tokens = engine.global_sum(sum(experience.mask[part].sum() for part in parts)).item()
     num_sequences = sum(map(len, parts)) * engine.world_size()
 
-    sums = Sums()
+    sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
         inputs, width = (part.input_ids, part.response_mask), part.response_mask.shape[1]
@@ -234,17 +233,17 @@ def accumulate(
             critic.backward(fitted * engine.world_size())
         if not config.critic_only:
             policy.model.backward(loss * engine.world_size())
-        sums.add(metrics | value_metrics)
+        sums.add(metrics | value_metrics, part.where)
     return sums.over_ranks()
 
 
-def optimizer_metrics(policy: Policy, critic) -> dict[str, float]:
-    """Learning rates and gradient norms of the last optimizer step."""
+def optimizer_steps(policy: Policy, critic, step: int) -> dict[str, float]:
+    """One optimizer step of each model that is trained; returns learning rates and gradient norms."""
     metrics = {"lr": 0.0, "optim/grad_norm": 0.0}
     if not policy.config.critic_only:
-        metrics = engine.optimizer_metrics(policy.model)
+        metrics = engine.optimizer_step(policy.model, step)
     if critic is not None:
-        found = engine.optimizer_metrics(critic)
+        found = engine.optimizer_step(critic, step)
         metrics |= {"optim/critic_lr": found["lr"], "optim/critic_grad_norm": found["optim/grad_norm"]}
     return metrics
 
@@ -255,10 +254,10 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
     sampled = time.monotonic()
     updates = plan(config, len(rollout.samples), policy.device)
-    first_pass = [part for parts in updates[: config.minibatches] for part in parts]
+    first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     judged = time.monotonic()
-    metrics = update(policy, critic, experience, updates, kl_coef)
+    metrics = update(policy, critic, experience, updates, kl_coef, step)
     policy.sampler.publish(step)
     ended = time.monotonic()
 
@@ -293,16 +292,19 @@ def train(config: PPOConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, rows, models.
-    tokenizer = data.load_tokenizer(config.model)
-    scorers = load_scorers(config, tokenizer, device)
-    prompts, held_out = load_prompts(config, tokenizer, scorers)
-    updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
-    critic = None if shared else load_critic(config, tokenizer, device, updates)
-    extend = PolicyWithValues if shared else (lambda lm: lm)
-    policy = load_policy(config, tokenizer, scorers, device, updates, extend)
+    with phase("read tokenizer, scorers and rows"):
+        tokenizer = data.load_tokenizer(config.model, config.revision)
+        scorers = load_scorers(config, tokenizer, device)
+        prompts, held_out = load_prompts(config, tokenizer, scorers)
+    with phase("loaded the models"):
+        updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
+        critic = None if shared else load_critic(config, tokenizer, device, updates)
+        extend = PolicyWithValues if shared else (lambda lm: lm)
+        policy = load_policy(config, tokenizer, scorers, device, updates, extend)
+        check_policy_fits(policy, [*prompts, *held_out])
     stop_ids = stop_ids_of(config, tokenizer, policy.sampling.stop_ids)
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
-    held_out = share_of_rank(held_out)
+    evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
@@ -311,7 +313,7 @@ def train(config: PPOConfig) -> str:
     loop = Loop(config, folder, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
     kl_coef = loop.restored.get("kl_coef", kl_coef)
     policy.sampler.publish(loop.step)
-    if loop.begins and held_out:
+    if loop.begins and evaluated:
         loop.log(*evaluate(policy, held_out))
     for step, indices in loop:
         mine = indices[engine.rank() :: engine.world_size()]
@@ -320,7 +322,7 @@ def train(config: PPOConfig) -> str:
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
             kl_coef = adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
-        if loop.evaluates and held_out:
+        if loop.evaluates and evaluated:
             found, samples = evaluate(policy, held_out)
             metrics |= found
         loop.log(metrics, samples)

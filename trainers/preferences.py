@@ -9,11 +9,11 @@
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fused_rl.trainers import data, engine
 from fused_rl.trainers.config import InputError
-from fused_rl.trainers.reward_model import RewardModel
 
 
 @dataclass
@@ -49,8 +49,10 @@ class PairEncoder:
                 kept.append(pair)
             else:
                 dropped[reason] = dropped.get(reason, 0) + 1
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        if dropped and not kept:
+            raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
         if dropped and engine.rank() == 0:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             print(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}", flush=True)
         if self.truncated and engine.rank() == 0:
             print(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
@@ -63,7 +65,8 @@ class PairEncoder:
             self.truncated += sum(len(response) > limit for _, response in sides)
             sides = [(p, r if len(r) <= limit else [*r[: limit - 1], eos]) for p, r in sides]
         margin = rows.rows[i].get(self.config.margin_column)
-        if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):
+        a_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+        if margin is not None and not (a_number and math.isfinite(margin)):
             raise InputError(f"{rows.where(i)}: column {self.config.margin_column!r} must be a number, got {margin!r}")
         return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
 
@@ -78,6 +81,9 @@ class PairEncoder:
         option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
         value = rows.get(i, column, option)
         prompt = rows.rows[i].get(self.config.prompt_column)
+        for cell, name in ((value, column), (prompt, self.config.prompt_column)):
+            if isinstance(cell, list) and not all(isinstance(message, dict) for message in cell):
+                raise InputError(f"{rows.where(i)}: column {name!r} must be text or messages, got {str(cell)[:80]!r}")
         if isinstance(value, list) and len(value) == 1 and value[0].get("role") == "assistant":
             value, prompt = value[0].get("content"), rows.get(i, self.config.prompt_column, "prompt_column")
         if isinstance(value, str) and prompt is None:
@@ -106,13 +112,8 @@ class PairEncoder:
         return [], ids if ids and ids[-1] == eos else [*ids, eos]
 
 
-def check_lengths(pairs: list[Pair], model: RewardModel) -> None:
-    """Refuse sequences that a model with a table of positions has no position for."""
-    limit = getattr(model.classifier.config.get_text_config(), "max_position_embeddings", None)
+def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
+    """Token ids of each side of each pair, prompt and response, and where it came from."""
     for pair in pairs:
-        length = max(len(p) + len(r) for p, r in (pair.chosen, pair.rejected))
-        if limit is not None and length > limit:
-            raise InputError(
-                f"{pair.where}: {length} tokens, but the model has {limit} positions; lower max_prompt_length or "
-                "max_response_length"
-            )
+        for prompt, response in (pair.chosen, pair.rejected):
+            yield prompt + response, pair.where

@@ -27,10 +27,11 @@ from fused_rl.trainers.config import (
     Smoothing,
     divide_over,
 )
-from fused_rl.trainers.files import whole_folder, write_atomically
+from fused_rl.trainers.files import storing, whole_folder, write_atomically
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, keyed
-from fused_rl.trainers.preferences import Pair, PairEncoder, check_lengths
+from fused_rl.trainers.metrics import KEYS, keyed, phase
+from fused_rl.trainers.models import check_fits
+from fused_rl.trainers.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
@@ -98,7 +99,7 @@ def _pairs_at_once(config: RewardConfig) -> int:
     return max(1, config.micro_batch_size // 2)  # chosen and rejected go through one forward pass
 
 
-def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, float]:
+def train_step(model, pairs: list[Pair], config: RewardConfig, step: int) -> dict[str, float]:
     """One optimizer step on `pairs`, the whole step's; this rank takes its share of them."""
     share = range(engine.rank(), len(pairs), engine.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
@@ -117,8 +118,7 @@ def train_step(model, pairs: list[Pair], config: RewardConfig) -> dict[str, floa
         scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
     scores = engine.global_sum(scores)
     check_finite(scores, [pair.where for pair in pairs])  # before the step: the weights are still good
-    model.step()
-    return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_metrics(model)
+    return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
 
 def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str) -> dict[str, float]:
@@ -163,6 +163,7 @@ def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
     return rows
 
 
+@phase("evaluated on held-out pairs")
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
     scores = score_pairs(model, pairs, config)
@@ -221,14 +222,18 @@ def train(config: RewardConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, pairs, model.
-    tokenizer = data.load_tokenizer(config.model)
-    encoder = PairEncoder(config, tokenizer)
-    pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
-    reference = pairs if config.reference_dataset is None else encoder.pairs(data.load_rows(config.reference_dataset))
-    reference = reference[: config.normalize_pairs]
-    model = load_model(config, device)
-    check_lengths([*pairs, *held_out, *reference], model)
-    model = engine.initialize(model, config, config, config.steps)
+    with phase("read tokenizer and pairs"):
+        tokenizer = data.load_tokenizer(config.model, config.revision)
+        encoder = PairEncoder(config, tokenizer)
+        pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
+        elsewhere = config.reference_dataset
+        reference = pairs if elsewhere is None else encoder.pairs(data.load_rows(elsewhere))
+        reference = reference[: config.normalize_pairs]
+    with phase("loaded the model"):
+        model = load_model(config, device)
+        rows = sides_of([*pairs, *held_out, *reference])
+        check_fits(model.classifier, tokenizer, rows, 0, "max_prompt_length or max_response_length")
+        model = engine.initialize(model, config, config, config.steps)
 
     # The run: `constants` normalise the scores, before training and again after it.
     order, constants = data.RowOrder(len(pairs), config.batch_size, config.seed), {}
@@ -241,10 +246,10 @@ def train(config: RewardConfig) -> str:
     scores, found = None, {}
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out, config)[1])
-    for _, indices in loop:
+    for step, indices in loop:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
-        metrics = train_step(model, batch, config)
+        metrics = train_step(model, batch, config, step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
         samples = []
@@ -259,14 +264,20 @@ def train(config: RewardConfig) -> str:
         scores, found = evaluate(model, held_out, config)
     constants["after"] = normalize(model, reference, config)
     if held_out and engine.rank() == 0:
-        report(folder, scores, found, constants)
+        with storing("evaluation.json", folder):
+            report(folder, scores, found, constants)
     return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
 
 
 def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
     """The model that is trained."""
     model = RewardModel.from_pretrained(
-        config.model, dtype=engine.torch_dtype(config), lora_rank=config.lora_rank, lora_alpha=config.lora_alpha
+        config.model,
+        dtype=engine.torch_dtype(config),
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        revision=config.revision,
+        attn_implementation=config.attn_implementation,
     ).to(device)
     if config.gradient_checkpointing:
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})

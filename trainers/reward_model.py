@@ -13,9 +13,9 @@ import math
 import torch
 from torch import nn
 
-from fused_rl.trainers.config import InputError
+from fused_rl.trainers.config import InputError, in_a_line
 from fused_rl.trainers.data import pad
-from fused_rl.trainers.models import switch_off_dropout
+from fused_rl.trainers.models import NOT_A_MODEL, check_weights, switch_off_dropout
 
 
 class RewardModel(nn.Module):
@@ -37,7 +37,9 @@ class RewardModel(nn.Module):
         switch_off_dropout(classifier)
 
     @classmethod
-    def from_pretrained(cls, name: str, *, dtype=torch.float32, lora_rank: int = 0, lora_alpha: float = 32.0):
+    def from_pretrained(
+        cls, name: str, *, dtype=torch.float32, lora_rank: int = 0, lora_alpha: float = 32.0, **options
+    ):
         """A reward model from a causal LM (its head new) or from a saved reward model (its head as saved).
 
         Args:
@@ -45,6 +47,7 @@ class RewardModel(nn.Module):
             dtype: of weights and activations; scores are fp32 in any case.
             lora_rank: train low-rank adapters of this rank on all linear layers, and the head; 0 for all weights.
             lora_alpha: scale of the adapters: alpha / rank.
+            **options: revision and attn_implementation, as transformers takes them.
 
         Raises:
             InputError (a ValueError): num_labels is not 1, weights are missing, or it is not a causal LM.
@@ -53,16 +56,21 @@ class RewardModel(nn.Module):
 
         name = str(name)
         try:
-            config = AutoConfig.from_pretrained(name)
-        except OSError as error:
-            raise InputError(f"{name!r} is neither a local folder with a model nor on the Hub: {error}") from error
+            config = AutoConfig.from_pretrained(name, revision=options.get("revision"))
+        except Exception as error:  # OSError, ValueError, JSON errors
+            raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
         trained = has_score_head(config)
         if trained:
             _check_scalar(config, name)
         config.num_labels = 1
-        classifier, report = _classifier_class(config).from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+        try:
+            classifier, report = _classifier_class(config).from_pretrained(name, config=config, dtype=dtype, **reading)
+        except InputError:
+            raise
+        except Exception as error:  # damaged safetensors, unknown attention, …
+            raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
+        check_weights(classifier, name)
         model = cls(classifier)
         if report["mismatched_keys"]:  # a head of several labels whose config does not say so
             raise InputError(_several_labels(name, f"weights of other shapes: {sorted(report['mismatched_keys'])}"))

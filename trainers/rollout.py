@@ -6,9 +6,9 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -89,6 +89,25 @@ class Scorer(Protocol):
         """One score per sample; None where the scorer does not apply to it."""
 
 
+class Incidents(NamedTuple):
+    """How often the limits of a scorer struck in one call."""
+
+    timeouts: int
+    """Samples that broke a limit and score 0 for it."""
+    restarts: int
+    """Processes that died of something else; their samples were scored again."""
+    first: str | None
+    """The first of the samples that broke a limit, and how."""
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A scorer that works under limits, and tells when they strike."""
+
+    def take_incidents(self) -> Incidents:
+        """Those since this was last called."""
+
+
 @dataclass
 class Rollout:
     """This rank's samples, those of one prompt adjacent, as a batch and with their scores."""
@@ -102,6 +121,8 @@ class Rollout:
     solved: torch.Tensor
     """(B,) bool: every scorer that tells right from wrong, and applies, says right."""
     seconds: dict[str, float]
+    incidents: dict[str, float] = field(default_factory=dict)
+    """`verifier/<name>/timeouts` and `…/restarts` of the scorers that work under limits, over all ranks."""
 
     @property
     def stopped(self) -> torch.Tensor:
@@ -136,22 +157,29 @@ def roll_out(
     *,
     copies: int = 1,
 ) -> Rollout:
-    """Sample `copies` responses to each of this rank's prompts, and score them."""
+    """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none."""
+    # What can go wrong on one rank alone: a server, a verifier.
     began = time.monotonic()
-    prompts = [prompt for prompt in prompts for _ in range(copies)]
-    responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
-    sampled = time.monotonic()
+    with engine.together():
+        prompts = [prompt for prompt in prompts for _ in range(copies)]
+        responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
+        sampled = time.monotonic()
 
-    texts = tokenizer.batch_decode([_without_stop(response) for response in responses])
-    together = zip(prompts, responses, texts, strict=True)
-    samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in together]
-    scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+        texts = tokenizer.batch_decode([_without_stop(response) for response in responses])
+        parts = zip(prompts, responses, texts, strict=True)
+        samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in parts]
+        scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+        rewards = _rewards(scorers, scores, samples)
+
+    # The batch to train on.
+    incidents = _report_incidents(scorers, len(samples))
     scored = time.monotonic()
 
     prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
-    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device)
+    places = [where(sample) for sample in samples]
+    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device, where=places)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    return Rollout(samples, batch, scores, _rewards(scorers, scores), _solved(scorers, scores), seconds)
+    return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
 
 
 def _without_stop(response: Response) -> list[int]:
@@ -159,19 +187,82 @@ def _without_stop(response: Response) -> list[int]:
 
 
 def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample]) -> torch.Tensor:
-    """The scores as (B,) fp32, NaN for None; an error names the scorer, and the row where one is not finite."""
+    """The scores as (B,) fp32, NaN for None; an error names the scorer, and the row of a score that is no number.
+
+    Args:
+        name: the scorer's.
+        scores: what it returned: a list, tuple, array or tensor of one number or None for each sample.
+        samples: what it was called with.
+    """
+    if isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable):
+        came = "None" if scores is None else f"{_shortened(scores)} ({type(scores).__name__})"
+        raise InputError(f"scorer {name!r} returned {came}; it must return a list of one score for each response")
+    scores = list(scores)
     if len(scores) != len(samples):
-        raise InputError(f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses")
-    for score, sample in zip(scores, samples, strict=True):
-        if score is not None and not math.isfinite(score):
-            where = sample.row.get("__where__", "a row")
-            raise InputError(f"scorer {name!r} returned {score} as the score of {where}, not a finite number")
-    return torch.tensor([math.nan if score is None else float(score) for score in scores])
+        raise InputError(
+            f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses; it must return one for each"
+        )
+    checked = [_score_of(name, score, sample) for score, sample in zip(scores, samples, strict=True)]
+    return torch.tensor(checked, dtype=torch.float32)
 
 
-def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:
+def _score_of(name: str, score, sample: Sample) -> float:
+    """One score as a float that fp32 can hold, NaN for None."""
+    if score is None:
+        return math.nan
+    try:
+        number = math.nan if isinstance(score, (str, bytes)) else float(score)
+    except Exception:  # whatever the type's own conversion raises
+        number = math.nan
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        came = f"{_shortened(score)} ({type(score).__name__})"
+        raise InputError(
+            f"scorer {name!r} returned {came} as the score of {where(sample)}, not a finite number; "
+            "for a response that it cannot score, return None"
+        )
+    return number
+
+
+def where(sample: Sample) -> str:
+    """`rows.jsonl, line 3`, as far as the row knows."""
+    return sample.row.get("__where__", "a row")
+
+
+def _shortened(value) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _report_incidents(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
+    """The metrics of what struck on any rank since the last time; rank 0 prints a line where something did."""
+    metrics = {}
+    for scorer in scorers:
+        if not isinstance(scorer, Watched):
+            continue
+        of_ranks, counts = zip(*engine.gather((scorer.take_incidents(), count)), strict=True)
+        timeouts, restarts = sum(i.timeouts for i in of_ranks), sum(i.restarts for i in of_ranks)
+        metrics[f"verifier/{scorer.name}/timeouts"] = float(timeouts)
+        metrics[f"verifier/{scorer.name}/restarts"] = float(restarts)
+
+        said = []
+        if timeouts:
+            first = next(i.first for i in of_ranks if i.first is not None)
+            said.append(f"{timeouts} of {sum(counts)} answers broke a limit and score 0; first: {first}")
+        if restarts:
+            said.append(f"{restarts} processes died, and their answers were scored again")
+        if said and engine.rank() == 0:
+            print(f"{scorer.name}: {'; '.join(said)}", flush=True)
+    return metrics
+
+
+def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], samples: Sequence[Sample]) -> torch.Tensor:
+    """(B,) the weighted sums; refuses one that fp32 cannot hold."""
     weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
-    return torch.stack(weighted).sum(0)
+    rewards = torch.stack(weighted).sum(0)
+    for reward, sample in zip(rewards.tolist(), samples, strict=True):
+        if not math.isfinite(reward):
+            raise InputError(f"the reward of {where(sample)} is {reward}: the weighted sum of its scores is too large")
+    return rewards
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -205,7 +296,7 @@ def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, f
         "objective/scores": metrics["reward"],
         "episode": step * count,
     }
-    return metrics | scorer_metrics(rollout.scores) | rollout.seconds
+    return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
 
 
 def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:

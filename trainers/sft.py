@@ -9,7 +9,7 @@ Left out: packing, loss on prompts, several turns of one conversation.
 import math
 import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
+from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -54,44 +55,54 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
     }
 
 
-def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, completion ids) of every row that is short enough."""
+class Example(NamedTuple):
+    """Token ids of one demonstration, and where it came from."""
+
+    prompt: list[int]
+    completion: list[int]
+    where: str
+
+    def tokens(self) -> int:
+        """Of both."""
+        return len(self.prompt) + len(self.completion)
+
+
+def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[Example]:
+    """Every row that is short enough."""
     kept = []
     for i in range(len(rows)):
-        prompt, completion = encoder.pair(rows, i, config.prompt_column, config.completion_column)
-        if len(prompt) <= config.max_prompt_length and len(prompt) + len(completion) <= config.max_length:
-            kept.append((prompt, completion))
-    if len(kept) < len(rows) and engine.rank() == 0:
-        dropped = f"dropped {len(rows) - len(kept)} of {len(rows)} rows"
-        print(f"{rows.source}: {dropped} longer than max_prompt_length or max_length")
+        pair = encoder.pair(rows, i, config.prompt_column, config.completion_column)
+        example = Example(*pair, rows.where(i))
+        if len(example.prompt) <= config.max_prompt_length and example.tokens() <= config.max_length:
+            kept.append(example)
+    data.tell_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
     return kept
 
 
-def micro_batches(pairs, config: SFTConfig, pad_id: int, device) -> list[Batch]:
+def micro_batches(examples: list[Example], config: SFTConfig, pad_id: int, device) -> list[Batch]:
     """The rank's rows as micro-batches, of similar lengths so that little is padded."""
-    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+    examples = sorted(examples, key=Example.tokens)
     batches = []
-    for start in range(0, len(pairs), config.micro_batch_size):
-        prompts, completions = zip(*pairs[start : start + config.micro_batch_size], strict=True)
-        batches.append(make_batch(prompts, completions, pad_id, device))
+    for start in range(0, len(examples), config.micro_batch_size):
+        prompts, completions, where = zip(*examples[start : start + config.micro_batch_size], strict=True)
+        batches.append(make_batch(prompts, completions, pad_id, device, where=where))
     return batches
 
 
-def train_step(model, batches: list[Batch]) -> dict[str, float]:
+def train_step(model, batches: list[Batch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     num_tokens = engine.global_sum(sum(b.response_mask.sum() for b in batches)).item()
-    totals = torch.zeros(2, dtype=torch.float64)
+    sums = Sums(step)
     model.train()
     for batch in batches:
         loss, _, entropy = model(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs)
         model.backward(loss * (engine.world_size() / num_tokens))  # the engine averages over ranks
-        totals += torch.stack([loss.detach(), entropy.sum()]).cpu()
-    model.step()
-    loss, entropy = (engine.global_sum(totals) / num_tokens).tolist()
-    metrics = {"train/loss": loss, "train/entropy": entropy, "train/num_tokens": num_tokens}
-    return metrics | engine.optimizer_metrics(model)
+        sums.add({"loss": loss / num_tokens, "entropy": entropy.sum() / num_tokens}, batch.where)
+    metrics = keyed(KEYS["sft"], sums.over_ranks())
+    return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
+@phase("evaluated on held-out rows")
 @torch.no_grad()
 def evaluate(model, batches: list[Batch]) -> dict[str, float]:
     """Loss and token accuracy on held-out rows, the same on every rank."""
@@ -113,10 +124,15 @@ def train(config: SFTConfig) -> str:
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, rows, model.
-    tokenizer = data.load_tokenizer(config.model)
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
-    pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
-    model = engine.initialize(models.load_lm(config, device), config, config, config.steps)
+    with phase("read tokenizer and rows"):
+        tokenizer = data.load_tokenizer(config.model, config.revision)
+        encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+        pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+    with phase("loaded the model"):
+        lm = models.load_lm(config, device)
+        rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
+        models.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        model = engine.initialize(lm, config, config, config.steps)
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out, config, pad_id, device)
 
@@ -125,10 +141,10 @@ def train(config: SFTConfig) -> str:
     loop = Loop(config, folder, {"policy": model}, order, COLUMNS, CURVES)
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out))
-    for _, indices in loop:
+    for step, indices in loop:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[engine.rank() :: engine.world_size()]]
-        metrics = train_step(model, micro_batches(mine, config, pad_id, device))
+        metrics = train_step(model, micro_batches(mine, config, pad_id, device), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
         if loop.evaluates and held_out:

@@ -38,11 +38,10 @@ def log_ratios(folder: Path, seed: int, tf_adam: bool, clip: float) -> tuple[tor
     parts = list(torch.arange(len(rollout.samples)).split(policy.config.micro_batch_size))
     experience = ppo.judge(policy, critic, rollout, parts, policy.config.kl_coef)
     policy.model.train()
-    ppo.accumulate(policy, critic, experience, parts, policy.config.kl_coef)
-    policy.model.step()
+    ppo.accumulate(policy, critic, experience, parts, policy.config.kl_coef, 1)
+    norm = engine.optimizer_step(policy.model, 1)["optim/grad_norm"]
     after = measure(policy, rollout.batch, parts).old_logprobs
     mask = rollout.batch.response_mask
-    norm = engine.optimizer_metrics(policy.model)["optim/grad_norm"]
     norm = min(norm, clip) if clip else norm
     weights = sum(parameter.numel() for parameter in policy.model.parameters())
     return (after - experience.measured.old_logprobs)[mask].double(), norm / weights**0.5

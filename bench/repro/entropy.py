@@ -7,6 +7,8 @@ form returns is compared with fp64 of the same rounded logits.
 """
 
 import argparse
+import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -16,9 +18,12 @@ if __name__ == "__main__":
 import torch
 
 import fused_rl
-from bench.measure import ROOT, table
+from bench.machine import ROOT
+from bench.results import table
 
-GAPS, OFFSETS, VOCABULARY = (0, 10, 20, 30, 40, 60), (0, 20, 1000, -1000), 50304
+GAPS = (0, 10, 20, 30, 40, 60)
+OFFSETS = (0, 20, 1000, -1000)
+VOCABULARY = 50304
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -70,36 +75,37 @@ def logits(gap, offset, dtype, rows=8, vocabulary=VOCABULARY):
 
 def sweep(dtypes=DTYPES, gaps=GAPS, offsets=OFFSETS):
     """Per form, dtype, offset and gap: smallest value, largest error in nats, and the exact entropy."""
-    for name, dtype in dtypes.items():
-        for offset in offsets:
-            for gap in gaps:
-                x = logits(gap, offset, dtype)
-                exact = exact_statistics(x)[3]
-                for form, function in FORMS.items():
-                    got = function(x).double()
-                    yield {
-                        "form": form,
-                        "dtype": name,
-                        "offset": offset,
-                        "gap": gap,
-                        "exact": exact.mean().item(),
-                        "value": got.mean().item(),
-                        "smallest": got.min().item(),  # NaN if any is NaN
-                        "error": (got - exact).abs().max().item(),
-                    }
+    for (name, dtype), offset, gap in itertools.product(dtypes.items(), offsets, gaps):
+        x = logits(gap, offset, dtype)
+        exact = exact_statistics(x)[3]
+        for form, function in FORMS.items():
+            got = function(x).double()
+            yield {
+                "form": form,
+                "dtype": name,
+                "offset": offset,
+                "gap": gap,
+                "exact": exact.mean().item(),
+                "value": got.mean().item(),
+                "smallest": got.min().item(),  # NaN if any is NaN
+                "error": (got - exact).abs().max().item(),
+            }
 
 
 def summary(rows):
     """Per dtype and form: smallest value and largest error over everything swept, and where the error was largest."""
     lines = []
-    for dtype in DTYPES:
-        for form in FORMS:
-            own = [r for r in rows if r["form"] == form and r["dtype"] == dtype]
-            broken = [r for r in own if r["error"] != r["error"]]
-            worst = broken[0] if broken else max(own, key=lambda r: r["error"])
-            smallest = float("nan") if broken else min(r["smallest"] for r in own)
-            lines.append([dtype, form, smallest, worst["error"], f"gap {worst['gap']}, offset {worst['offset']}"])
+    for dtype, form in itertools.product(DTYPES, FORMS):
+        own = [row for row in rows if row["form"] == form and row["dtype"] == dtype]
+        broken = [row for row in own if math.isnan(row["error"])]
+        worst = broken[0] if broken else max(own, key=lambda row: row["error"])
+        smallest = math.nan if broken else min(row["smallest"] for row in own)
+        lines.append([dtype, form, smallest, worst["error"], f"gap {worst['gap']}, offset {worst['offset']}"])
     return lines
+
+
+# Okabe and Ito's colours, told apart with any colour vision.
+COLOURS = dict(zip(FORMS, ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9"), strict=True))
 
 
 def draw(rows, path):
@@ -109,35 +115,48 @@ def draw(rows, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    # Okabe and Ito's colours, told apart with any colour vision.
-    colours = dict(zip(FORMS, ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9"), strict=True))
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1.15, 1), layout="constrained")
-    offsets = range(-300, 301, 10)
-    inputs = [logits(11, offset, torch.bfloat16, rows=32) for offset in offsets]
-    for form in ("lse - sum(p x), logits' dtype", "log_softmax (TRL), logits' dtype", "fused_rl"):
-        values = [FORMS[form](x).min().item() for x in inputs]
-        left.plot(offsets, values, color=colours[form], label=form, lw=3.5 if form == "fused_rl" else 1.5)
-    left.plot(offsets, [exact_statistics(x)[3].min().item() for x in inputs], "k--", lw=1.2, label="exact (fp64)")
-    left.set_ylim(left.get_ylim())
-    left.axhspan(left.get_ylim()[0], 0, color="0.92", zorder=0)
-    left.text(-300, left.get_ylim()[0], "below 0: impossible", va="bottom", color="0.35", fontsize=9)
-    left.set(xlabel="offset added to every logit", ylabel="nats", title="smallest entropy of 32 rows, bf16 logits")
-    left.legend(fontsize=8, frameon=False, loc="lower center")
-    for shift, (dtype, hatch) in zip((0.2, -0.2), (("bf16", ""), ("fp32", "//")), strict=True):
-        lines = [line for line in summary(rows) if line[0] == dtype]
-        errors = [line[3] if line[3] == line[3] else 1e3 for line in lines]
-        where = [i + shift for i in range(len(lines))]
-        right.barh(where, errors, 0.36, color=[colours[line[1]] for line in lines], hatch=hatch, edgecolor="white")
-        for y, line in zip(where, lines, strict=True):
-            text = "NaN" if line[3] != line[3] else f"{line[3]:.0e}"
-            right.text(line[3] * 1.4 if line[3] == line[3] else 1.4e3, y, f"{text} ({dtype})", va="center", fontsize=7)
-    right.set_yticks(range(len(FORMS)), list(FORMS), fontsize=8)
-    right.invert_yaxis()
-    right.set(xscale="log", xlim=(1e-8, 1e4), xlabel="nats", title="largest error over all gaps and offsets")
+    draw_offsets(left)
+    draw_errors(right, rows)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     print(f"drew {path}")
+
+
+def draw_offsets(axes):
+    """The smallest entropy of 32 rows over the offset: three forms, and the truth."""
+    offsets = range(-300, 301, 10)
+    inputs = [logits(11, offset, torch.bfloat16, rows=32) for offset in offsets]
+    for form in ("lse - sum(p x), logits' dtype", "log_softmax (TRL), logits' dtype", "fused_rl"):
+        values = [FORMS[form](x).min().item() for x in inputs]
+        axes.plot(offsets, values, color=COLOURS[form], label=form, lw=3.5 if form == "fused_rl" else 1.5)
+    exact = [exact_statistics(x)[3].min().item() for x in inputs]
+    axes.plot(offsets, exact, "k--", lw=1.2, label="exact (fp64)")
+
+    # What no entropy can be, in grey.
+    axes.set_ylim(axes.get_ylim())
+    lowest = axes.get_ylim()[0]
+    axes.axhspan(lowest, 0, color="0.92", zorder=0)
+    axes.text(-300, lowest, "below 0: impossible", va="bottom", color="0.35", fontsize=9)
+    axes.set(xlabel="offset added to every logit", ylabel="nats", title="smallest entropy of 32 rows, bf16 logits")
+    axes.legend(fontsize=8, frameon=False, loc="lower center")
+
+
+def draw_errors(axes, rows):
+    """A pair of bars per form, bf16 above fp32; NaN reaches beyond every number."""
+    whole = summary(rows)
+    for shift, dtype, hatch in ((0.2, "bf16", ""), (-0.2, "fp32", "//")):
+        lines = [line for line in whole if line[0] == dtype]
+        for i, (_, form, _, error, _) in enumerate(lines):
+            nan = math.isnan(error)
+            length = 1e3 if nan else error
+            text = "NaN" if nan else f"{error:.0e}"
+            axes.barh(i + shift, length, 0.36, color=COLOURS[form], hatch=hatch, edgecolor="white")
+            axes.text(1.4 * length, i + shift, f"{text} ({dtype})", va="center", fontsize=7)
+    axes.set_yticks(range(len(FORMS)), list(FORMS), fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlim=(1e-8, 1e4), xlabel="nats", title="largest error over all gaps and offsets")
 
 
 def main():
@@ -146,9 +165,9 @@ def main():
     args = parser.parse_args()
     rows = list(sweep())
     print(f"entropy of (8, {VOCABULARY}) logits: error and smallest value in nats, against fp64 of the same logits\n")
-    print(table(["dtype", "form", "offset", "gap", "exact", "smallest", "error"],
-                [[r["dtype"], r["form"], r["offset"], r["gap"], r["exact"], r["smallest"], r["error"]]
-                 for r in rows]))  # fmt: skip
+    columns = ["dtype", "form", "offset", "gap", "exact", "smallest", "error"]
+    lines = [[row[column] for column in columns] for row in rows]
+    print(table(columns, lines))
     print("\nover all of it\n")
     print(table(["dtype", "form", "smallest value", "largest error", "at"], summary(rows)))
     if args.png:

@@ -70,7 +70,7 @@ def measured(folder: Path, steps: int) -> list[dict[str, float]]:
         row = entropies(policy, rollout.batch)
         row["filled with 1.0"] = filled(experience.measured.old_logprobs, rollout.batch.response_mask)
         row["objective/entropy"] = experience_metrics(experience, step)["objective/entropy"]
-        row["policy/entropy_avg"] = ppo.update(policy, critic, experience, updates, config.kl_coef)[
+        row["policy/entropy_avg"] = ppo.update(policy, critic, experience, updates, config.kl_coef, 1)[
             "policy/entropy_avg"
         ]
         rows.append({"step": step} | row)

@@ -1,7 +1,7 @@
 import pytest
 
 from fused_rl.trainers import data
-from fused_rl.trainers.config import InputError
+from fused_rl.trainers.config import DataConfig, InputError
 from fused_rl.trainers.data import Encoder, RowOrder, Rows, load_rows
 from tests.trainers import tiny
 
@@ -31,6 +31,16 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
         ('{"prompt": [{"content": "x"}]}\n', r"d\.jsonl, line 1: column 'prompt' must be .* messages"),
         ('{"prompt": "a"}\n{"prompt": "b"\n', r"d\.jsonl, line 2, character \d+: not JSON"),
         ('["a"]\n', r"d\.jsonl, line 1: expected a JSON object, got list"),
+        ('{"prompt": "a", "prompt": "b"}\n', r"line 1: key 'prompt' stands 2 times in one object"),
+        ('{"prompt": "a\\ud800"}\n', r"line 1: '.ud800' is half a surrogate pair"),
+        ("[" * 100_000, r"line 1: JSON nested too deeply"),
+        (
+            '{"prompt": [{"role": "user", "content": null}]}',
+            r"line 1: column 'prompt' must be text or a list of messages",
+        ),
+        ('{"prompt": [{"role": "user", "content": ["a"]}]}', r"column 'prompt' must be text or a list of messages"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', r"line 1: .* the assistant's messages alone"),
+        ("\n\n", r"d\.jsonl has no rows"),
     ],
 )
 def test_a_bad_row_names_file_line_and_column(text, message, tmp_path):
@@ -40,6 +50,52 @@ def test_a_bad_row_names_file_line_and_column(text, message, tmp_path):
         rows = load_rows(str(tmp_path / "d.jsonl"))
         for i in range(len(rows)):
             encoder.prompt(rows, i, "prompt")
+
+
+def test_bytes_that_are_no_utf_8_name_file_and_line(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(InputError, match=r"d\.jsonl, line 2, byte 13: not UTF-8"):
+        load_rows(str(tmp_path / "d.jsonl"))
+
+
+def test_an_empty_prompt_is_refused():
+    rows = Rows([{"prompt": ""}], "x.parquet")
+    with pytest.raises(InputError, match="x.parquet, row 1: the prompt is empty"):
+        Encoder(tiny.tokenizer(chat=False)).prompt(rows, 0, "prompt")
+
+
+def test_a_folder_of_several_configurations(tmp_path):
+    """Configuration and split are honoured for both data sets, and a wrong one is a line."""
+    folder = tmp_path / "many"
+    for name in ("main", "b"):
+        for split in ("train", "test"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            tiny.jsonl(folder / name / f"{split}.jsonl", [{"prompt": f"{name} {split}"}])
+    cards = [
+        f"- config_name: {name}\n  data_files:\n  - {{split: train, path: {name}/train.jsonl}}\n"
+        f"  - {{split: test, path: {name}/test.jsonl}}\n"
+        for name in ("main", "b")
+    ]
+    (folder / "README.md").write_text("---\nconfigs:\n" + "".join(cards) + "---\n")
+
+    def read(**options):
+        config = DataConfig(dataset=str(folder), eval_dataset=str(folder), **options)
+        return [rows.rows[0]["prompt"] for rows in data.load_train_eval(config)]
+
+    assert read() == ["main train", "main test"]
+    assert read(dataset_config="b") == ["b train", "b test"]
+    assert read(dataset_config="b", eval_dataset_config="main") == ["b train", "main test"]
+    for wrong in ({"dataset_config": "c"}, {"eval_split": "dev"}):
+        with pytest.raises(InputError, match=f"{list(wrong.values())[0]}") as refused:
+            read(**wrong)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and then nothing"])
+def test_a_parquet_file_that_is_not_whole_is_refused(content, tmp_path):
+    (tmp_path / "d.parquet").write_bytes(content)
+    with pytest.raises(InputError, match="d.parquet is not a whole Parquet file"):
+        load_rows(str(tmp_path / "d.parquet"))
 
 
 def test_missing_files_and_other_formats_are_refused(tmp_path):

@@ -265,7 +265,7 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
     made = plain_policy(folders, config, lm, given)
     stale = Stale(Plain(critic))
     experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
-    sums = ppo.accumulate(made, stale, experience, parts, config.kl_coef)
+    sums = ppo.accumulate(made, stale, experience, parts, config.kl_coef, 1)
 
     exact_lm, exact_critic, values = load_fp64(folders)
     exact = published(rows_of(exact_lm, values, [given]), kl_in)
@@ -290,7 +290,7 @@ def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, monkey
     for row in rows:  # here nothing is stale
         row["old_values"] = row["values"].detach()
     exact = published(rows, "reward")
-    ppo.accumulate(made, None, experience, parts, config.kl_coef)
+    ppo.accumulate(made, None, experience, parts, config.kl_coef, 1)
     (exact["loss"] + 0.3 * exact["value_loss"]).backward()
     assert_gradients_close(lm.lm, exact_lm)
     torch.testing.assert_close(lm.value_head.weight.grad.double(), head.grad, atol=1e-6, rtol=1e-4)
@@ -309,8 +309,8 @@ def step_of_a_rank(rank, world, folders, pads, options):
     if pads:
         make_batch = data.make_batch
         given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}
-        rollout.make_batch = lambda *a: make_batch(*a, width=pads + 2 + LENGTH)
-        data.Batch.rows = lambda self, index: data.Batch(self.input_ids[index], self.response_mask[index])
+        rollout.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
+        data.Batch.rows = lambda self, index: data.Batch(self.input_ids[index], self.response_mask[index], self.where)
     critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))
     return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
 

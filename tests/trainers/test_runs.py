@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, grpo, models, rollout, sft
+from fused_rl.trainers import data, engine, grpo, models, policy, rollout, sft, verifiers
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
@@ -96,6 +96,42 @@ def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(f
         grpo.train(grpo_config(files, tmp_path / name, steps=2, kl_coef=0.1, **options))
     assert_same_metrics(tmp_path / "a", tmp_path / "b", rtol=1e-4)
     assert_same_metrics(tmp_path / "a", tmp_path / "c", rtol=1e-4)
+
+
+def draws(rank, world):
+    engine.setup(1)
+    return torch.rand(3).tolist()
+
+
+def test_every_rank_draws_its_own_responses_and_a_seed_draws_them_again():
+    first, second = run_distributed(draws, 2)
+    assert first != second and [first, second] == run_distributed(draws, 2)
+
+
+def test_training_does_not_depend_on_how_often_it_is_evaluated(files, tmp_path):
+    for every in (1, 99):
+        grpo.train(grpo_config(files, tmp_path / str(every), eval_every=every))
+    often, seldom = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in ("1", "99"))
+    for a, b in zip(often, seldom, strict=True):
+        assert {k: v for k, v in a.items() if k in b} == b
+    assert_same_weights(tmp_path / "1", tmp_path / "99")
+
+
+def evaluate_share(rank, world, files, folder):
+    """Held-out rows do not divide over the ranks."""
+    grpo.train(grpo_config(files, f"{folder}/{world}", eval_size=3, steps=1))
+
+
+def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
+    for world in (1, 2):
+        run_distributed(evaluate_share, world, files, str(tmp_path), timeout=200)
+    one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
+    assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
+    config = grpo_config(files, "")
+    scorers = verifiers.load_scorers(config.verifiers)
+    prompts = policy.load_prompts(config, data.load_tokenizer(files[0]), scorers)[1][:3]
+    shares = [policy.share_of_rank(prompts)]
+    assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 
 
 # Stopped and resumed: bit for bit.
@@ -202,6 +238,18 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert list((tmp_path / "a" / "tensorboard").iterdir())
 
 
+def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
+    config = grpo_config(files, tmp_path, verifiers=f"math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
+    grpo.train(config)
+    evaluation, training, both = tiny.read_metrics(tmp_path)
+    struck = {"verifier/math/timeouts", "verifier/math/restarts"}
+    assert {k for k in training if "verifier/" in k} == struck
+    assert {k for k in evaluation if "verifier/" in k} == {f"eval/{k}" for k in struck}
+    assert {k for k in both if "verifier/" in k} == struck | {f"eval/{k}" for k in struck}
+    assert {training[k] for k in struck} == {0.0}
+    assert {f"rewards/{name}/{of}" for name in ("math", VERIFIER) for of in ("mean", "std")} < set(training)
+
+
 def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
     grpo.train(grpo_config(files, tmp_path, steps=1, minibatches=1, kl_coef=0.5, eval_size=0))
     (m,) = tiny.read_metrics(tmp_path)
@@ -225,12 +273,12 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
     make_batch = data.make_batch
 
-    def wider(prompts, responses, pad_id, device):
+    def wider(prompts, responses, pad_id, device, *, where):
         width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        return make_batch(prompts, responses, pad_id, device, width=min(width, 128))
+        return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128))
 
     def untrimmed(batch, index):
-        return data.Batch(batch.input_ids[index], batch.response_mask[index])
+        return data.Batch(batch.input_ids[index], batch.response_mask[index], batch.where)
 
     monkeypatch.setattr(rollout, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)

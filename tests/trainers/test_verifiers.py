@@ -1,15 +1,32 @@
+import contextlib
 import re
+import subprocess
 import sys
+import textwrap
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from fused_rl.trainers import verifiers
+from fused_rl.trainers import patience, verifiers
 from fused_rl.trainers.config import InputError
-from fused_rl.trainers.rollout import Prompt, Response, Sample, Sampling, check_scores, roll_out, scorer_metrics
+from fused_rl.trainers.rollout import (
+    Incidents,
+    Prompt,
+    Response,
+    Sample,
+    Sampling,
+    check_scores,
+    roll_out,
+    rollout_metrics,
+    scorer_metrics,
+)
 from fused_rl.trainers.verifiers import answer_of, load_scorers
 from tests.trainers import tiny
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def samples(texts, rows):
@@ -40,15 +57,101 @@ def test_mathematics_is_compared_by_value(math):
     assert math(samples(responses, rows)) == [c[2] for c in cases]
 
 
-def test_an_expression_that_never_ends_is_killed_and_the_next_one_is_scored(math):
-    math(samples(["1"], [{"answer": "1"}]))
-    math.timeout, worker = 3.0, math.worker
-    began = time.monotonic()
-    assert math(samples(["\\boxed{(10^{10})!}"], [{"answer": "5"}])) == [0.0]
-    assert worker.poll() is not None and time.monotonic() - began < 30
-    math.timeout = 60.0
-    assert math(samples(["\\boxed{7}"], [{"answer": "7"}])) == [1.0]
-    assert math.worker is not worker
+def test_an_expression_that_never_ends_scores_0_and_is_reported_and_the_others_are_scored():
+    rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in (1, 2, 3)]
+    verifier = verifiers.MathVerifier(timeout=2.0)
+    assert verifier(samples(["\\boxed{7}", "\\boxed{(10^{10})!}", "\\boxed{7}"], rows)) == [1.0, 0.0, 1.0]
+    assert verifier.take_incidents() == Incidents(1, 0, "d.jsonl, line 2 took more than 2 s of CPU")
+    assert verifier.take_incidents() == Incidents(0, 0, None)
+    verifier.close()
+
+
+def test_math_verify_that_cannot_be_imported_is_told_at_once(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no sympy here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="does not start: ImportError: no sympy here; pip install 'math-verify"):
+        load_scorers("math")
+
+
+def test_math_verify_that_judges_wrongly_is_told_at_once(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text(
+        "def parse(text, configs, parsing_timeout): return [text]\n"
+        "def verify(gold, found, timeout_seconds): return False\n"
+        "class LatexExtractionConfig: pass\n"
+        "class ExprExtractionConfig: pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="math_verify says False where"):
+        load_scorers("math")
+
+
+@pytest.fixture
+def fake_math(tmp_path, monkeypatch):
+    """MathVerifier with a judge whose answers are commands."""
+    path = tmp_path / "judge.py"
+    path.write_text(
+        "import os, signal\n"
+        "def load(): return judge\n"
+        "def judge(response, answer):\n"
+        "    while response == 'spin': pass\n"
+        "    if response.startswith('die'): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if response.startswith('once ') and not os.path.exists(response[5:]):\n"
+        "        open(response[5:], 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return True\n"
+    )
+    monkeypatch.setattr(verifiers.MathVerifier, "judge", path)
+    verifier = verifiers.MathVerifier(timeout=0.5)
+    yield verifier
+    verifier.close()
+
+
+def test_a_worker_that_dies_again_and_again_stops_the_run_with_the_row(fake_math):
+    rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in (1, 2, 3)]
+    with pytest.raises(InputError, match="'math': an answer of d.jsonl, line 3 cannot be judged: .*SIGKILL"):
+        fake_math(samples(["a", "a", "die"], rows))
+
+
+def test_equal_answers_are_judged_once_and_counted_each(fake_math, monkeypatch):
+    judged, judge = [], fake_math.pool.judge
+    monkeypatch.setattr(fake_math.pool, "judge", lambda cases: judged.extend(cases) or judge(cases))
+    rows = [{"answer": "7"}, {"answer": "7"}, {"answer": "7"}, {"answer": "8"}]
+    assert fake_math(samples(["spin", "a", "spin", "a"], rows)) == [0.0, 1.0, 0.0, 1.0]
+    assert judged == [("spin", "7"), ("a", "7"), ("a", "8")]
+    assert fake_math.take_incidents() == Incidents(2, 0, "a row took more than 0.5 s of CPU")
+
+
+class Said:
+    """A sampler that responds with what it is told to, in the tokenizer's ids."""
+
+    def __init__(self, tokenizer, texts):
+        self.ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+    def sample(self, prompts, sampling):
+        return [Response(ids, "length") for ids in self.ids]
+
+
+def rolled_out(scorers, texts, rows):
+    """A rollout whose responses are `texts`."""
+    tokenizer = tiny.tokenizer()
+    prompts = [Prompt([7, 8], row) for row in rows]
+    device = torch.device("cpu")
+    return roll_out(Said(tokenizer, texts), scorers, prompts, Sampling(1.0, 1, (3,)), tokenizer, device)
+
+
+def test_timeouts_and_restarts_are_metrics_and_a_line(fake_math, tmp_path, capsys):
+    rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in range(1, 5)]
+    rollout = rolled_out([fake_math], ["a", "spin", f"once {tmp_path}/marker", "spin"], rows)
+    assert rollout.scores["math"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert rollout.incidents == {"verifier/math/timeouts": 2.0, "verifier/math/restarts": 1.0}
+    assert capsys.readouterr().out == (
+        "math: 2 of 4 answers broke a limit and score 0; first: d.jsonl, line 2 took more than 0.5 s of CPU; "
+        "1 processes died, and their answers were scored again\n"
+    )
+    assert rollout_metrics(rollout, 2, 1)["verifier/math/timeouts"] == 2.0
+    quiet = rolled_out([fake_math], ["a"], rows[:1])
+    assert quiet.incidents == {"verifier/math/timeouts": 0.0, "verifier/math/restarts": 0.0}
+    assert not capsys.readouterr().out
 
 
 def test_reasoning_gym_scores_its_own_problems():
@@ -63,6 +166,42 @@ def test_reasoning_gym_scores_its_own_problems():
     assert named(samples([f" {rows[0]['answer']} "], [row])) == [1.0]
     with pytest.raises(InputError, match="source_dataset"):
         scorer.check(row)
+
+
+def test_rows_that_reasoning_gym_cannot_score_are_named_before_the_run():
+    row = verifiers.import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]
+    row |= {"__where__": "d.jsonl, line 4"}
+    (scorer,) = load_scorers("reasoning_gym")
+    scorer.check(row)
+    for changed, message in (
+        ({"metadata": "chain_sum"}, "metadata' is 'chain_sum' [(]str[)]; reasoning_gym expects an object"),
+        ({"metadata": ["chain_sum"]}, "[(]list[)]"),
+        ({"metadata": {"source_dataset": "chain_sums"}}, "no dataset 'chain_sums'; did you mean 'chain_sum'"),
+        ({"metadata": {"source_dataset": ["chain_sum"]}}, "no dataset .'chain_sum'."),
+        ({"metadata": {}}, "no source_dataset"),
+        ({"answer": ""}, "column 'answer' has no answer"),
+    ):
+        with pytest.raises(InputError, match=f"d.jsonl, line 4: .*{message}"):
+            scorer.check(row | changed)
+    with pytest.raises(InputError, match="no dataset 'chain_sums'"):
+        load_scorers("reasoning_gym:chain_sums")
+
+
+def test_a_response_that_reasoning_gym_cannot_score_is_wrong_and_reported(monkeypatch):
+    (scorer,) = load_scorers("reasoning_gym:chain_sum")
+
+    def picky(name):
+        return lambda response, entry: float(response)
+
+    monkeypatch.setattr(scorer, "scorer", picky)
+    rows = [{"answer": "1", "__where__": f"d.jsonl, line {i}"} for i in (1, 2)]
+    assert scorer(samples(["1", "one"], rows)) == [1.0, 0.0]
+    assert scorer.take_incidents().first.startswith("d.jsonl, line 2 raised ValueError: could not convert")
+    scorer.check(rows[0])
+    (other,) = load_scorers("reasoning_gym:chain_sum")
+    monkeypatch.setattr(other, "scorer", picky)
+    with pytest.raises(InputError, match="d.jsonl, line 2: .*chain_sum cannot score the row's own answer: ValueError"):
+        other.check(rows[1] | {"answer": "one"})
 
 
 def test_reasoning_gym_is_imported_without_pycosat(monkeypatch):
@@ -86,6 +225,138 @@ def test_a_function_of_the_users_own():
     (scorer,) = load_scorers("tests.trainers.tiny:odd_characters")
     assert scorer(samples(["a1", "bd"], [{}, {}])) == [1.0, 0.0]
     scorer.check({})  # it needs no answer column
+
+
+def broken(kind):
+    """A verifier that goes wrong in this way."""
+
+    def function(responses, rows):
+        if kind == "raises":
+            return [1 / 0 for _ in responses]
+        if kind == "exits":
+            sys.exit(0)
+        if kind == "sleeps":
+            time.sleep(3600)
+        if kind == "stubborn":
+            with contextlib.suppress(BaseException):
+                time.sleep(3600)
+            time.sleep(3600)
+        return RESULTS[kind]
+
+    return function
+
+
+RESULTS = {
+    "nothing": None,
+    "text": "11",
+    "number": 1.0,
+    "dictionary": {"a": 1.0, "b": 1.0},
+    "count": [1.0],
+    "words": [1.0, "1"],
+    "nan": [1.0, float("nan")],
+    "inf": [1.0, float("-inf")],
+    "large": [1.0, 1e39],
+    "lists": [1.0, [1.0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("raises", "ZeroDivisionError: division by zero [(]test_verifiers.py, line [0-9]+[)].*return None; .*2 resp"),
+        ("exits", "called sys.exit[(]0[)] [(]test_verifiers.py"),
+        ("sleeps", "did not return within 0.3 s.*time-out of its own; .* to d.jsonl, line 1 … d.jsonl, line 2"),
+        ("stubborn", "did not return within 0.3 s"),
+        ("nothing", "returned None; it must return a list"),
+        ("text", "returned '11' [(]str[)]; it must return a list"),
+        ("number", "returned 1.0 [(]float[)]; it must return a list"),
+        ("dictionary", "[(]dict[)]; it must return a list"),
+        ("count", "returned 1 scores for 2 responses"),
+        ("words", "returned '1' [(]str[)] as the score of d.jsonl, line 2"),
+        ("nan", "returned nan [(]float[)] as the score of d.jsonl, line 2"),
+        ("inf", "returned -inf [(]float[)] as the score of d.jsonl, line 2"),
+        ("large", "returned 1e[+]39 [(]float[)] as the score of d.jsonl, line 2"),
+        ("lists", "returned .*[(]list[)] as the score of d.jsonl, line 2"),
+    ],
+)
+def test_a_function_that_goes_wrong_is_one_line_with_its_name_and_row(kind, message, monkeypatch):
+    monkeypatch.setattr(verifiers, "FUNCTION_TIMEOUT", 0.3 if kind in ("sleeps", "stubborn") else 600.0)
+    rows = [{"__where__": f"d.jsonl, line {i}"} for i in (1, 2)]
+    with pytest.raises(InputError, match=f"'my:f' .*{message}") as raised:
+        rolled_out([verifiers.FunctionScorer("my:f", broken(kind))], ["a", "b"], rows)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_function_may_return_arrays_and_generators_print_and_use_signals(capfd):
+    import numpy as np
+
+    def in_the_main_thread(responses, rows):
+        import signal
+
+        print("hello")
+        signal.signal(signal.SIGALRM, signal.signal(signal.SIGALRM, signal.SIG_DFL))  # raises in any other thread
+        return (score for score in [1, None])
+
+    for returned in (np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), (1.0, 0.5), np.array([1, 0.5], dtype=np.float32)):
+        scorer = verifiers.FunctionScorer("f", lambda responses, rows, returned=returned: returned)
+        assert rolled_out([scorer], ["a", "b"], [{}, {}]).scores["f"].tolist() == [1.0, 0.5]
+    rollout = rolled_out([verifiers.FunctionScorer("f", in_the_main_thread)], ["a", "b"], [{}, {}])
+    assert rollout.scores["f"][0] == 1.0 and rollout.scores["f"][1].isnan()
+
+
+def test_what_a_call_cannot_be_kept_from_ends_with_a_line_and_a_status():
+    code = """
+        import signal, time
+        from fused_rl.trainers import patience
+        patience.GRACE = 0.2
+        def call():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [patience.NUDGE])  # as deaf as C code
+            while True:
+                time.sleep(3600)
+        patience.within(0.1, call)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "error: a call did not end within 0.1 s and cannot be interrupted\n"
+
+
+def test_within_leaves_signals_as_they_were():
+    import signal
+
+    before = signal.getsignal(patience.NUDGE)
+    assert patience.within(60, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        patience.within(60, lambda: 1 / 0)
+    with pytest.raises(patience.Expired):
+        patience.within(0.05, lambda: time.sleep(3600))
+    assert signal.getsignal(patience.NUDGE) is before
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
+
+
+def other_arguments(prompts, completions, answers):
+    """Wants three."""
+
+
+NO_FUNCTION = 3
+
+
+@pytest.mark.parametrize("code", ["def f(:", "raise RuntimeError('a key is missing')", "import sys; sys.exit(0)"])
+def test_a_module_that_does_not_import_is_named(code, tmp_path, monkeypatch):
+    (tmp_path / "does_not_import.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="verifier 'does_not_import:f': (SyntaxError|RuntimeError|SystemExit): "):
+        load_scorers("does_not_import:f")
+
+
+def test_what_is_no_verifier_is_refused_before_the_run(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="other_arguments' must take [(]responses, rows[)]: missing .*'answers'"):
+        load_scorers(f"{HERE}:other_arguments")
+    with pytest.raises(InputError, match="int is not a function"):
+        load_scorers(f"{HERE}:NO_FUNCTION")
+    (tmp_path / "never_imports.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(verifiers, "FUNCTION_TIMEOUT", 0.3)
+    with pytest.raises(InputError, match="'never_imports:f': its module was not imported within 0.3 s"):
+        load_scorers("never_imports:f")
 
 
 HERE = "tests.trainers.test_verifiers"
@@ -152,7 +423,7 @@ def test_an_unknown_verifier_is_named(name):
 def test_scores_are_checked():
     one, two = samples(["a"], [{"__where__": "d.jsonl, line 3"}]), samples(["a", "b"], [{}, {}])
     assert check_scores("v", [1, True], two).tolist() == [1.0, 1.0]
-    with pytest.raises(InputError, match="'v' returned nan as the score of d.jsonl, line 3"):
+    with pytest.raises(InputError, match="'v' returned nan .*as the score of d.jsonl, line 3"):
         check_scores("v", [float("nan")], one)
     with pytest.raises(InputError, match="'v' returned 1 scores for 2 responses"):
         check_scores("v", [0.0], two)
@@ -166,3 +437,19 @@ def test_the_ground_truths_column():
         answer_of({"x": 1, "__line__": 3}, None)
     with pytest.raises(InputError, match="d.jsonl, line 3: column 'y'"):
         answer_of({"x": 1, "__where__": "d.jsonl, line 3"}, "y")
+    for value in ({"a": 1}, [1], True, float("nan")):
+        with pytest.raises(
+            InputError, match="d.jsonl, line 3: column 'answer' is .*expected the answer as text or a n"
+        ):
+            answer_of({"answer": value, "__where__": "d.jsonl, line 3"}, None)
+    for value in ("", "  ", "6*7\n####"):
+        with pytest.raises(InputError, match="d.jsonl, line 3: column 'answer' has no answer"):
+            answer_of({"answer": value, "__where__": "d.jsonl, line 3"}, None)
+    with pytest.raises(InputError, match="d.jsonl, line 3: column 'answer' is missing"):
+        answer_of({"answer": None, "__where__": "d.jsonl, line 3"}, "answer")
+
+
+def test_a_weighted_sum_that_fp32_cannot_hold_is_refused():
+    scorer = verifiers.FunctionScorer("f", lambda responses, rows: [0.0, 3e38], weight=2.0)
+    with pytest.raises(InputError, match="the reward of d.jsonl, line 2 is inf"):
+        rolled_out([scorer], ["a", "b"], [{}, {"__where__": "d.jsonl, line 2"}])

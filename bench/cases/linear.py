@@ -1,0 +1,213 @@
+"""A policy-gradient step through the output head, beside the three GEMMs alone and the peers.
+
+Shapes are rows x hidden x vocabulary. Every implementation takes hidden states, the head's weight, targets and one
+advantage per sequence, and gives the on-policy GRPO loss with the gradients of hidden states and weight. The floor is
+logits = h w', dh = logits w, dw = logits' h in the inputs' dtype. Bytes are those that nobody can avoid: hidden states
+and weight are read once forward, and once backward, where their gradients are written. Memory is the peak beyond the
+inputs and the two gradients. Errors are those of loss and gradients against fp64, of the gradients on some rows,
+relative to the largest element.
+"""
+
+import torch
+
+import fused_rl
+from bench import options, peers, results
+from bench.cases.case import Case, Spec, own
+from fused_rl.linear import WORKSPACE_MB
+
+FLOOR = "three GEMMs"
+OURS = ("fused_rl one pass", "fused_rl recompute")
+BYTES = "hidden states and weight read forward; read and their gradients written backward"
+CHECKED = 16  # rows of hidden states, and of the weight beside the targets, whose gradients are compared with fp64
+
+
+def one_pass(hidden, weight, targets, advantages):
+    weights = peers.per_row(advantages) / len(targets)
+    return fused_rl.linear_token_loss(hidden, weight, targets, peers.policy_gradient, weights).loss
+
+
+def recomputed(hidden, weight, targets, advantages):
+    logprobs = fused_rl.linear_token_logprobs(hidden, weight, targets).logprobs
+    return peers.policy_gradient(logprobs, None, peers.per_row(advantages)).mean()
+
+
+class LinearCase(Case):
+    op = "linear"
+    known = peers.LINEAR
+    baselines = (FLOOR, OURS[0])
+    backward_repeats = False  # a gradient that was formed in the forward pass is handed out once
+    columns = {
+        "fwd ms": "forward",
+        "both ms": "both",
+        "runs": "runs",
+        "/ GEMMs": f"over {FLOOR}",
+        "/ ours": f"over {OURS[0]}",
+        "GB/s": "rate",
+        "% copy": "share",
+        "extra MB": "extra MB",
+        "loss err": "loss error",
+        "dhidden err": "dhidden error",
+        "dweight err": "dweight error",
+    }
+    # Cheap ones first, so that they leave their time to the others.
+    cpu = [
+        Spec((2048, 1024, 32000), "bf16"),
+        Spec((512, 896, 151936), "bf16"),
+        Spec((2048, 1024, 32000), "fp32"),
+        Spec((512, 896, 151936), "fp32"),
+    ]
+    gpu = [
+        Spec((8192, 4096, 128256), "bf16"),
+        Spec((8192, 896, 151936), "bf16"),
+        Spec((16384, 2048, 32000), "bf16"),
+        Spec((4096, 896, 151936), "fp32"),
+    ]
+
+    def __init__(self, spec, device):
+        """Hidden states of unit variance, a weight that makes logits of variance 4, advantages per sequence."""
+        super().__init__(spec, device)
+        n, width, vocab = spec.shape
+        dtype = options.DTYPES[spec.dtype]
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(n, width, generator=generator).to(device, dtype).requires_grad_()
+        weight = torch.randn(vocab, width, generator=generator).mul_(2 * width**-0.5)
+        self.weight = weight.to(device, dtype).requires_grad_()
+        self.targets = torch.randint(vocab, (n,), generator=generator).to(device)
+        self.advantages = torch.randn(n // peers.SEQUENCE, generator=generator).to(device)
+        self.exact = None
+
+    @classmethod
+    def specs(cls, args):
+        listed = cls.cpu if args.device == "cpu" else cls.gpu
+        if args.shapes:
+            listed = []
+            for dtype in args.dtype:
+                listed += [Spec(shape, dtype) for shape in args.shapes]
+        for spec in listed:
+            shape, least = spec.shape, 2 * peers.SEQUENCE
+            if len(shape) != 3 or shape[0] % peers.SEQUENCE or shape[0] < least:
+                wanted = f"rows x hidden x vocabulary, rows a multiple of {peers.SEQUENCE}, {least} or more"
+                raise SystemExit(f"--shapes: {wanted}; got {results.sizes(shape)}")
+        return [spec for spec in listed if spec.dtype in args.dtype]
+
+    def facts(self):
+        shape, dtype, *_ = self.spec
+        return {"op": self.op, "shape": list(shape), "dtype": dtype, "workspace_mb": WORKSPACE_MB}
+
+    def title(self, rows, copy_bytes_per_s):
+        n, width, vocab = self.spec.shape
+        flop = 6 * n * width * vocab
+        sizes = f"N = {n}, H = {width}, V = {vocab}, {self.spec.dtype}"
+        work = f"{flop / 1e9:.0f} GFLOP"
+        for row in rows:
+            if row["implementation"] == FLOOR:
+                work += f", {flop / row['ms']['both'] / 1e6:.0f} GFLOP/s by the GEMMs"
+        work += f"; workspace {WORKSPACE_MB} MB"
+        moved, text = self.bytes()
+        copy = f"copy {copy_bytes_per_s / 1e9:.1f} GB/s"
+        return f"{sizes}: {work}; {copy}\nbytes: {text} = {moved['both'] / 1e9:.3g} GB"
+
+    def returned_bytes(self):
+        return self.hidden.nbytes + self.weight.nbytes
+
+    def bytes(self):
+        size = self.returned_bytes()  # of hidden states and weight, and so of their gradients
+        return {"forward": size, "both": 3 * size}, BYTES
+
+    def ours(self):
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        floor = peers.Peer(
+            FLOOR,
+            torch.__version__,
+            lambda _: hidden @ weight.t(),
+            role="floor",
+            backward=lambda logits, _: (logits @ weight, logits.t() @ hidden),
+        )
+        return [floor, own(OURS[0], self._on_inputs(one_pass)), own(OURS[1], self._on_inputs(recomputed))]
+
+    def _on_inputs(self, call):
+        return lambda _: call(self.hidden, self.weight, self.targets, self.advantages)
+
+    def adapted(self, peer):
+        return self._on_inputs(peer.call)
+
+    def backward_of(self, peer):
+        return peer.backward or self.backward
+
+    def backward(self, loss, _):
+        """The gradients of hidden states and weight."""
+        return torch.autograd.grad(loss, (self.hidden, self.weight))
+
+    def errors(self, peer, outputs, gradient):
+        if peer.role == "floor":
+            return {}
+        if self.exact is None:
+            self.exact = Truth(self)
+        return self.exact.errors(outputs, *gradient, unweighted=peer.unweighted)
+
+    def limits(self, peer):
+        # Gradients: a few rounding steps of their largest element.
+        gradient = 1e-4 if self.spec.dtype == "fp32" else 0.02
+        return {"loss": (1e-3, ""), "dhidden": (gradient, ""), "dweight": (gradient, "")}
+
+
+class Truth:
+    """fp64 of one case: the loss, and of the gradients the rows `tokens` of hidden states and `words` of the weight."""
+
+    def __init__(self, case: LinearCase):
+        self.advantages = case.advantages
+        device, targets = case.device, case.targets
+        with torch.no_grad():
+            # Rows to compare; the weight's gradient is largest where a word is a target.
+            self.tokens = torch.linspace(0, len(targets) - 1, CHECKED, device=device).long()
+            spread = torch.linspace(0, len(case.weight) - 1, CHECKED).to(targets)
+            self.words = torch.cat([targets[self.tokens], spread]).unique()
+
+            # 512 rows at a time: no more fp64 logits than that.
+            width = case.hidden.shape[1]
+            self.of_tokens = torch.empty(CHECKED, width, dtype=torch.float64, device=device)
+            parts = []
+            for rows in torch.arange(len(targets), device=device).split(512):
+                parts.append(self._piece(case, rows))
+            nll, of_words, hidden = zip(*parts, strict=True)
+            self.nll = torch.cat(nll)
+            self.of_words = torch.cat(of_words)
+            self.hidden = torch.cat(hidden)
+
+    def _piece(self, case, rows):
+        """-logprob of these rows, the gradient of it at the words' logits, the hidden states; fills `of_tokens`."""
+        hidden = case.hidden[rows].double()
+        columns = case.weight.split(16384)
+        logits = torch.cat([hidden @ w.double().t() for w in columns], 1)
+        lse = logits.logsumexp(1, keepdim=True)
+        nll = (lse - logits.gather(1, case.targets[rows, None]))[:, 0]
+
+        # The gradient of -logprob is p, less 1 at the target.
+        gradient = logits.sub_(lse).exp_()
+        gradient[torch.arange(len(rows)), case.targets[rows]] -= 1
+        here = (self.tokens >= rows[0]) & (self.tokens <= rows[-1])
+        for at in here.nonzero()[:, 0]:
+            of_token = gradient[self.tokens[at] - rows[0]].split(16384)
+            products = [part @ w.double() for part, w in zip(of_token, columns, strict=True)]
+            self.of_tokens[at] = sum(products)
+        return nll, gradient[:, self.words], hidden
+
+    def errors(self, loss, dhidden, dweight, unweighted: bool) -> dict[str, float]:
+        """Largest errors; `unweighted`: of a plain cross-entropy, by a peer that takes no advantages."""
+        advantages = torch.ones_like(self.advantages) if unweighted else self.advantages
+        weights = peers.per_row(advantages).double() / len(self.nll)
+        # On-policy the ratio is 1, with the gradient of the log-probability.
+        value = (weights * self.nll).sum() if unweighted else -weights.sum()
+        exact_dhidden = self.of_tokens * weights[self.tokens, None]
+        exact_dweight = (self.of_words * weights[:, None]).t() @ self.hidden
+        return {
+            "loss": _off(loss.detach(), value, least=1e-3),
+            "dhidden": _off(dhidden[self.tokens], exact_dhidden),
+            "dweight": _off(dweight[self.words], exact_dweight),
+        }
+
+
+def _off(found, exact, least=0.0) -> float:
+    """Largest difference, relative to the largest exact element, or to `least` where that is larger."""
+    scale = exact.abs().max().clamp(min=least)
+    return ((found.double() - exact).abs().max() / scale).item()

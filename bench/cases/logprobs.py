@@ -1,0 +1,70 @@
+"""token_logprobs: log-probability and entropy of each row, and the gradient of both."""
+
+import functools
+
+import torch
+
+import fused_rl
+from bench import peers
+from bench.cases.case import Spec, own
+from bench.cases.rows import RowsCase
+
+
+class LogprobsCase(RowsCase):
+    op = "token_logprobs"
+    known = peers.LOGPROBS
+    reads = 1
+    outputs = ("logprob", "entropy")
+    cpu = [
+        Spec((1024, 32000), "bf16"),
+        Spec((1024, 32000), "fp32"),
+        Spec((256, 151936), "bf16"),
+        Spec((256, 151936), "fp32"),
+        Spec((512, 50257), "bf16"),
+        Spec((256, 128256), "bf16"),
+        Spec((128, 262144), "bf16"),
+        Spec((1024, 32000), "bf16", masked=0.5),
+        Spec((1024, 32000), "bf16", masked=0.9),
+        Spec((4, 257, 32000), "bf16", layout="shift"),
+    ]
+    gpu = [
+        Spec((8192, 151936), "bf16"),
+        Spec((8192, 151936), "fp32"),
+        Spec((8192, 50257), "bf16"),
+        Spec((16384, 32000), "bf16"),
+        Spec((4096, 128256), "bf16"),
+        Spec((2048, 262144), "bf16"),
+        Spec((1024, 151936), "bf16"),
+        Spec((8192, 151936), "bf16", masked=0.5),
+        Spec((8192, 151936), "bf16", masked=0.9),
+        Spec((8, 1025, 151936), "bf16", layout="shift"),
+    ]
+
+    def call(self, x, inplace=False):
+        shift = self.layout == "shift"
+        out = fused_rl.token_logprobs(x, self.targets, mask=self.mask, shift=shift, inplace=inplace)
+        return out.logprobs, out.entropy
+
+    def ours(self):
+        inplace = functools.partial(self.call, inplace=True)
+        return [
+            own("fused_rl", self.call),
+            own("fused_rl inplace", inplace, note="gradient in the logits", overwrites=True),
+        ]
+
+    def adapted(self, peer):
+        """Called with what a trainer has in hand, so a slice counts where a peer needs one."""
+        if self.layout != "shift":
+            if peer.whole:
+                raise peers.Unavailable("takes whole (B, T, V) logits alone")
+            return lambda x: peer.call(x, self.targets, self.mask)
+        targets = self.targets[:, 1:]
+        if peer.whole:
+            return lambda x: peer.call(x, targets, self.mask)
+        return lambda x: peer.call(x[:, :-1], targets, self.mask)
+
+    def values(self, logits, at):
+        logp = torch.log_softmax(logits, -1)
+        targets = self.targets[:, 1:] if self.layout == "shift" else self.targets
+        chosen = logp.gather(-1, targets[at][:, None])[:, 0]
+        return {"logprob": chosen, "entropy": -(logp.exp() * logp).sum(-1)}

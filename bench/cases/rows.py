@@ -1,0 +1,173 @@
+"""What operations on rows of logits share: inputs, gradients, fp64 truth on some rows, bytes."""
+
+import math
+
+import torch
+
+from bench import options, results
+from bench.cases.case import Case, Spec
+from fused_rl.cpu.compiled import WORTH_COMPILING
+
+CHECKED = 6  # rows that are compared with fp64
+WRONG_NATS, WRONG_GRADIENT = 1e-3, 1e-2  # from here a peer's row says that it is wrong
+
+
+def dropped(shape, fraction, generator, device):
+    """A mask that drops this fraction at random, or None."""
+    if not fraction:
+        return None
+    return (torch.rand(shape, generator=generator) >= fraction).to(device)
+
+
+class RowsCase(Case):
+    """Logits (N, V), or (B, T, V) scored against targets[:, 1:], which others do with the copy logits[:, :-1]."""
+
+    reads: int  # tensors of logits that a pass reads
+    outputs: tuple[str, ...]
+    cpu: list[Spec]
+    gpu: list[Spec]
+    columns = {
+        "fwd ms": "forward",
+        "bwd ms": "backward",
+        "both ms": "both",
+        "runs": "runs",
+        "GB/s": "rate",
+        "% copy": "share",
+        "extra/logits": "extra/logits",
+        "time/ours": "over fused_rl",
+        "value err": "value error",
+        "entropy err": "entropy error",
+        "grad err": "gradient error",
+    }
+
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        shape, dtype, masked, self.layout = spec
+        lead, vocab = shape[:-1], shape[-1]
+        self.scored = (*lead[:-1], lead[-1] - 1) if self.layout == "shift" else lead
+
+        # Two sets of logits, so that one pass does not find those of the last one in a cache.
+        self.logits = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            made = torch.empty(shape, dtype=options.DTYPES[dtype], device=device)
+            self.logits.append(made.normal_(0, 3))
+        self.more_inputs()
+
+        generator = torch.Generator().manual_seed(0)
+        self.targets = torch.randint(vocab, lead, generator=generator).to(device)
+        self.mask = dropped(self.scored, masked, generator, device)
+        self.upstream = [torch.randn(self.scored, generator=generator).to(device) for _ in self.outputs]
+        self.exact = None
+
+    def more_inputs(self):
+        """What an operation reads beside logits, drawn after them."""
+
+    @classmethod
+    def specs(cls, args):
+        listed = cls.cpu if args.device == "cpu" else cls.gpu
+        if args.shapes:
+            listed = []
+            for shape in args.shapes:
+                for masked in (0.0, 0.5):
+                    listed += [Spec(shape, dtype, masked) for dtype in args.dtype]
+        return [spec for spec in listed if spec.dtype in args.dtype]
+
+    @classmethod
+    def warm_ups(cls, specs, device):
+        rows = WORTH_COMPILING // 2048 if device == "cpu" else 16
+        small = []
+        for spec in specs:
+            shape = (2, rows // 2 + 1, 2048) if spec.layout == "shift" else (rows, 2048)
+            masked = 0.5 if spec.masked else 0.0
+            small.append(spec._replace(shape=shape, masked=masked))
+        return list(dict.fromkeys(small))
+
+    def title(self, rows, copy_bytes_per_s):
+        shape, dtype, masked, layout = self.spec
+        fraction = f", {masked:.0%} masked" if masked else ""
+        moved, text = self.bytes()
+        case = f"{self.op} {layout} {results.sizes(shape)} {dtype}{fraction}"
+        return f"{case}; bytes: {text} = {moved['both'] / 1e9:.3g} GB; copy {copy_bytes_per_s / 1e9:.1f} GB/s"
+
+    def bytes(self):
+        element = self.logits[0].element_size()
+        size = self.logits[0].numel() * element
+        scored = math.prod(self.scored) * self.spec.shape[-1] * element
+        kept = 1.0 if self.mask is None else self.mask.float().mean().item()
+        forward = self.reads * kept * scored
+        backward = forward + size
+        moved = {"forward": forward, "backward": backward, "both": forward + backward, "logits": size}
+        text = f"{self.reads} read forward, {self.reads} read + 1 write backward"
+        return moved, text + ("" if kept == 1 else f"; {kept:.0%} of the rows read")
+
+    def inputs(self, peer):
+        """Logits for it to run on: shared, unless its gradient overwrites them, which a leaf forbids."""
+        if not peer.overwrites:
+            return [x.detach().requires_grad_() for x in self.logits]
+        leaf = self.logits[0].clone().requires_grad_()
+        return [leaf.view_as(leaf)]
+
+    def backward_of(self, peer):
+        return self.backward
+
+    def backward(self, outputs, x):
+        """The gradient of logits for random gradients of the outputs."""
+        given, grads = [], []
+        for output, upstream in zip(outputs, self.upstream, strict=True):
+            if output is None:
+                continue
+            given.append(output)
+            # One number for all rows can only be weighted as one.
+            grads.append(upstream.to(output.dtype) if output.dim() else torch.ones_like(output))
+        return torch.autograd.grad(given, x, grads, retain_graph=self.device != "cpu")[0]
+
+    def values(self, logits, at) -> dict:
+        """{output: value (n,)} of (n, V) fp64 logits that stand at the indices `at`."""
+        raise NotImplementedError
+
+    def truth(self):
+        """fp64 on some rows of the same rounded logits: their indices, {output: value}, gradients; computed once."""
+        if self.exact is not None:
+            return self.exact
+        n = math.prod(self.scored)
+        picked = torch.linspace(0, n - 1, min(n, CHECKED)).long()
+        picked = torch.unravel_index(picked, self.scored)
+        at = tuple(index.to(self.device) for index in picked)
+
+        # Each output's own gradient, so that an implementation without one of them can be checked too.
+        x = self.logits[0][at].double().requires_grad_()
+        keep = torch.ones(self.scored, dtype=torch.bool, device=self.device) if self.mask is None else self.mask
+        keep = keep[at]
+        values, gradients = {}, []
+        for name, value in self.values(x, at).items():
+            value = torch.where(keep, value, 0)
+            gradients.append(torch.autograd.grad(value.sum(), x, retain_graph=True)[0])
+            values[name] = value.detach()
+        self.exact = at, values, gradients
+        return self.exact
+
+    def errors(self, peer, outputs, gradient):
+        at, values, gradients = self.truth()
+        found, exact_gradient = {}, torch.zeros_like(gradients[0])
+        for name, output, upstream, own in zip(values, outputs, self.upstream, gradients, strict=True):
+            if output is None:
+                continue
+            weights = 1  # of one number for all rows
+            if output.dim():
+                off = (output[at].double() - values[name]).abs()
+                found[name] = off.max().item()
+                weights = upstream[at].double()[:, None]
+            exact_gradient += own * weights
+        scale = exact_gradient.abs().max().clamp(min=1e-30)
+        off = (gradient[at].double() - exact_gradient).abs().max()
+        found["gradient"] = (off / scale).item()
+        return found
+
+    def limits(self, peer):
+        nats, of_gradient = WRONG_NATS, WRONG_GRADIENT
+        if peer.role == "ours":  # tighter than any peer is asked to be
+            # fp32 results of sums over V terms; a gradient in the logits' dtype is half an ulp off its largest element
+            nats, of_gradient = 5e-5, (5e-5 if self.spec.dtype == "fp32" else 2**-8)
+        limits = dict.fromkeys(self.outputs, (nats, " nats"))
+        return limits | {"gradient": (of_gradient, " of its largest")}

@@ -1,0 +1,98 @@
+"""The pictures of docs/benchmarks.md."""
+
+from bench import machine, results
+
+DOCS = machine.ROOT / "docs"
+# Okabe and Ito's colours, told apart with any colour vision; a marker each for print. Ours is the blue disc.
+LOOKS = [
+    ("#0072B2", "o"),
+    ("#E69F00", "s"),
+    ("#D55E00", "D"),
+    ("#009E73", "^"),
+    ("#CC79A7", "v"),
+    ("#56B4E9", "P"),
+    ("#000000", "x"),
+    ("#F0E442", "<"),
+    ("#999999", ">"),
+    ("#117733", "*"),
+    ("#882255", "h"),
+]
+
+
+def pyplot():
+    """Matplotlib's, drawing into files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure, name: str):
+    """Into docs, without the frame's upper and right sides."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / name, dpi=120)
+    pyplot().close(figure)
+
+
+def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str):
+    """{case: rows} as one line each, a marker per implementation at `value(row)`, below a roof (value, name)."""
+    figure, axes = pyplot().subplots(figsize=(10, 2.5 + 0.36 * len(shown)), layout="constrained")
+
+    # (value, line) of each implementation.
+    points = {}
+    for y, rows in enumerate(shown.values()):
+        for row in rows:
+            points.setdefault(row["implementation"], []).append((value(row), y))
+    for i, (implementation, found) in enumerate(points.items()):
+        colour, marker = LOOKS[i % len(LOOKS)]
+        first = i == 0
+        xs, ys = zip(*found, strict=True)
+        looks = {"color": colour, "marker": marker, "s": 70 if first else 36, "zorder": 4 if first else 3}
+        axes.scatter(xs, ys, label=implementation, **looks)
+
+    # The roof, and the lines up to it.
+    axes.axvline(roof[0], color="black", lw=1.5)
+    axes.text(roof[0], -0.5, f"{roof[1]} ", ha="right", va="bottom", fontsize=8)
+    axes.hlines(range(len(shown)), 0, roof[0], color="0.85", lw=0.8, zorder=1)
+    axes.set_yticks(range(len(shown)), list(shown), fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel=label)
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=5)
+    save(figure, name)
+
+
+def traffic(rows: list[dict]):
+    """A bar per operation and implementation: forward, and backward hatched."""
+    rows = sorted(rows, key=lambda row: row["forward"] + row["backward"])
+    figure, axes = pyplot().subplots(figsize=(9, 1 + 0.26 * len(rows)), layout="constrained")
+    labels = [f"{row['implementation']}: {row['op']}" for row in rows]
+    forward = [row["forward"] for row in rows]
+    backward = [row["backward"] for row in rows]
+    colours = ["#0072B2" if results.ours(row) else "#E69F00" for row in rows]
+    axes.barh(labels, forward, color=colours, label="forward")
+    axes.barh(labels, backward, left=forward, color=colours, alpha=0.5, hatch="//", edgecolor="white")
+    for i, row in enumerate(rows):
+        both = row["forward"] + row["backward"]
+        axes.text(both + 0.5, i, f"{both:.2f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="multiples of the logits' size; plain: forward, hatched: backward")
+    axes.tick_params(axis="y", labelsize=8)
+    save(figure, "benchmarks-traffic.png")
+
+
+def growth(series: dict[str, list[dict]], kind: str):
+    """Time and memory over the size, a line per series."""
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for i, (name, rows) in enumerate(series.items()):
+        colour, marker = LOOKS[i]
+        sizes = [row["size"] for row in rows]
+        memory = [max(row["extra_bytes"] or 1, 1) / 1e6 for row in rows]
+        left.plot(sizes, [row["ms"] for row in rows], color=colour, marker=marker, label=name)
+        right.plot(sizes, memory, color=colour, marker=marker)
+    left.set(xscale="log", yscale="log", xlabel="size", ylabel="ms")
+    right.set(xscale="log", yscale="log", xlabel="size", ylabel="peak extra memory, MB")
+    left.legend(fontsize=8, frameon=False)
+    save(figure, f"benchmarks-growth-{kind}.png")

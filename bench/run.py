@@ -1,0 +1,212 @@
+"""Time, memory and error of operations beside the installed peers: the groups kernels and linear.
+
+    python -m bench kernels --device cpu
+    python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
+    python -m bench linear --device cpu --dtype bf16 --shapes 2048x1024x32000 --peers "TRL chunked head"
+
+Every answer is checked against fp64 before anything is timed: an op of ours that fails is not timed, a peer that is
+wrong is timed and its row says by how much. Implementations take turns; times are medians; what has no time to repeat
+keeps its first run. Bytes are those the operation cannot avoid, the same for every row of a case; so GB/s and the share
+of the copy bandwidth compare implementations, not how much they waste.
+"""
+
+import contextlib
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from bench import machine, options, peers, results, timing
+from bench.cases.case import Case
+from bench.cases.gae import GAECase
+from bench.cases.kl import KLCase
+from bench.cases.linear import LinearCase
+from bench.cases.logprobs import LogprobsCase
+
+
+class Group(NamedTuple):
+    """Operations whose results stand in one file."""
+
+    cases: tuple[type[Case], ...]
+    seconds: float  # of all cases together, unless --budget says otherwise
+
+
+GROUPS = {
+    "kernels": Group((LogprobsCase, KLCase, GAECase), 230),
+    "linear": Group((LinearCase,), 200),
+}
+
+
+class Once(NamedTuple):
+    """One forward and backward pass."""
+
+    outputs: object
+    gradient: object
+    seconds: dict  # by phase
+    extra_bytes: int | None  # peak, beyond inputs and what is returned
+
+
+def run_once(case: Case, peer: peers.Peer) -> Once:
+    """One pass on the first input set, watched."""
+    x = case.inputs(peer)[0]
+    backward, kept = case.backward_of(peer), {"gradient": None}
+
+    def forward(x):
+        kept["outputs"] = peer.call(x)
+        return kept["outputs"]
+
+    def keeping_backward(outputs, x):
+        kept["gradient"] = backward(outputs, x)
+
+    run = timing.Run(forward, keeping_backward if backward else None, [x], False)
+    once, seconds = timing.phases_cpu(run), {}
+    extra = machine.peak_extra_bytes(lambda: seconds.update(once()), case.device)
+    if extra is not None:
+        extra -= case.returned_bytes()
+    return Once(kept["outputs"], kept["gradient"], seconds, extra)
+
+
+def judged(case: Case, peer: peers.Peer, errors: dict) -> dict:
+    """Status and reason of an answer with these errors; one that is NaN is wrong."""
+    limits, over = case.limits(peer), []
+    for name, error in errors.items():
+        limit, unit = limits[name]
+        if not error <= limit:
+            over.append(f"{name} off by {error:.2g}{unit}")
+    if not over:
+        return {"status": results.OK}
+    status = results.FAILED_CHECK if peer.role == "ours" else results.WRONG
+    return {"status": status, "reason": ", ".join(over)}
+
+
+def failure(reason: Exception) -> tuple[str, str]:
+    """Status and reason of what raised."""
+    status = results.OUT_OF_MEMORY if isinstance(reason, torch.OutOfMemoryError) else results.FAILED
+    text = str(reason).strip() or "no message"
+    return status, f"{type(reason).__name__}: {text}".splitlines()[0][:160]
+
+
+def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
+    """The row of one implementation, with its errors; how the run went, where it may be timed."""
+    try:
+        if peer.role == "ours" or peer.compiles:
+            run_once(case, peer)  # ours compiles, too
+        once = run_once(case, peer)
+        errors = case.errors(peer, once.outputs, once.gradient)
+    except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
+        return results.not_run(peer.name, *failure(reason), case.op, case.label()), None
+    moved, text = case.bytes()
+    row = case.facts()
+    row |= {"implementation": peer.name, "version": peer.version, "note": peer.note}
+    row |= {"bytes": moved, "bytes_text": text, "error": errors}
+    row |= judged(case, peer, errors)
+    if row["status"] == results.FAILED_CHECK:
+        return row, None
+    return row, once._replace(outputs=None, gradient=None)  # their memory is needed for the next one
+
+
+def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
+    """The rows of every implementation of one case, checked, then measured within about these seconds."""
+    started = time.perf_counter()
+    found, rows = case.contenders(wanted)
+
+    # Each once: its errors, its memory, and how long it takes.
+    runs, first, memory, kept = {}, {}, {}, []
+    for peer in found:
+        if peer.role == "peer" and time.perf_counter() - started > seconds:
+            reason = "left out for time; --budget gives more"
+            rows.append(results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label()))
+            continue
+        row, once = attempt(case, peer)
+        rows.append(row)
+        if once is None:
+            continue
+        repeats = case.backward_repeats and not peer.overwrites
+        backward, inputs = case.backward_of(peer), case.inputs(peer)
+        runs[peer.name] = timing.Run(peer.call, backward, inputs, repeats)
+        first[peer.name], memory[peer.name] = once.seconds, once.extra_bytes
+        if peer.role != "peer":
+            kept.append(peer.name)
+
+    # Then in turns.
+    left = seconds - (time.perf_counter() - started)
+    samples = timing.sampled(runs, case.device, left, first, kept)
+    describe(rows, samples, memory, copy_bytes_per_s, case.baselines)
+    return rows
+
+
+def describe(rows: list[dict], samples: dict, memory: dict, copy_bytes_per_s: float, baselines: tuple[str, ...]):
+    """Fill in memory, samples, medians and ratios of the rows that were timed."""
+    medians = {}
+    for name, phases in samples.items():
+        ms = {phase: timing.median(found) for phase, found in phases.items()}
+        medians[name] = ms | {"both": timing.whole(ms)}
+    for row in rows:
+        name = row["implementation"]
+        if name not in medians or "bytes" not in row:
+            continue
+        ms = medians[name]
+        row |= {"ms": ms, "samples_ms": samples[name], "extra_bytes": memory[name]}
+        row |= {"gb_per_s": {}, "copy_fraction": {}, "time_over": {}}
+        for phase in ms:
+            if phase in row["bytes"]:
+                rate = row["bytes"][phase] / (1e-3 * ms[phase])
+                row["gb_per_s"][phase] = rate / 1e9
+                row["copy_fraction"][phase] = rate / copy_bytes_per_s
+        for base in baselines:
+            if base in medians:
+                row["time_over"][base] = ms["both"] / medians[base]["both"]
+
+
+def show(case: Case, rows: list[dict], copy_bytes_per_s: float):
+    """Print the case's table, and below it what did not run."""
+    measured = results.measured(rows)
+    if measured:
+        lines = []
+        for row in measured:
+            figures = results.figures(row)
+            cells = [figures.get(name) for name in case.columns.values()]
+            lines.append([row["implementation"], *cells, results.remarks(row)])
+        print("\n" + case.title(measured, copy_bytes_per_s))
+        print(results.table(["implementation", *case.columns, "note"], lines))
+    for row in results.missing(rows):
+        print(f"  not run: {results.name_of(row)}: {row['reason']}")
+    sys.stdout.flush()
+
+
+def warm_up(kinds: dict, args):
+    """Import and compile what the cases need, so that the first case has as much time as the others."""
+    for kind, specs in kinds.items():
+        for spec in kind.warm_ups(specs, args.device):
+            case = kind(spec, args.device)
+            for peer in case.contenders(args.peers)[0]:
+                if peer.role == "ours" or peer.compiles:
+                    with contextlib.suppress(Exception):  # the case itself will say what is wrong
+                        run_once(case, peer)
+
+
+def main(args) -> int:
+    """Run the group `args.group`; 1 where an answer of ours is wrong or missing."""
+    cases, seconds = GROUPS[args.group]
+    kinds = {kind: kind.specs(args) for kind in cases}
+    copy = machine.copy_bandwidth(args.device)
+    print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
+    parts = sum(map(len, kinds.values()))
+    budget = timing.Budget(args.budget or seconds, parts)
+    warm_up(kinds, args)
+    rows = []
+    for kind, specs in kinds.items():
+        for spec in specs:
+            case = kind(spec, args.device)
+            found = run_case(case, args.peers, copy, budget.share())
+            show(case, found, copy)
+            rows += [row for row in found if row not in rows]  # what cannot run at any case is told once
+            results.save(args, rows, copy_bytes_per_s=copy)
+    broken = [row for row in rows if results.ours(row) and row["status"] in results.BROKEN]
+    return int(bool(broken))
+
+
+def command(group: str, words: list[str] | None = None) -> int:
+    """The group by its command line."""
+    return main(options.arguments(__doc__, group, words))

@@ -1,0 +1,158 @@
+"""From losses per token to a scalar: which tokens form a sequence, what counts, and the table of aggregations."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_rl.checks import check_choice, check_mask, described
+from fused_rl.masked import at_least_fp32, masked_sum
+
+__all__ = ["LOSS_AGGS", "Batch", "Sequences", "aggregate"]
+
+
+class Aggregation(NamedTuple):
+    """The sum over the tokens that count, each divided by its sequence's length or not, over one denominator."""
+
+    means_of_sequences: bool
+    count: str
+    """The denominator: `num_tokens` or `num_sequences`."""
+    times_max_length: bool = False
+
+
+LOSS_AGGS = {
+    "token-mean": Aggregation(means_of_sequences=False, count="num_tokens"),
+    "seq-mean-token-mean": Aggregation(means_of_sequences=True, count="num_sequences"),
+    "seq-mean-token-sum": Aggregation(means_of_sequences=False, count="num_sequences"),
+    "seq-mean-token-sum-norm": Aggregation(means_of_sequences=False, count="num_sequences", times_max_length=True),
+}
+
+
+class Sequences:
+    """Which tokens of (B, T) form a sequence: a row, or in packed rows those that share an id >= 0; and sums over each.
+
+    S is B for rows, B * T (an upper bound that costs no synchronisation) for packed rows.
+    """
+
+    def __init__(self, mask: Tensor, sequence_ids: Tensor | None = None):
+        if sequence_ids is None:
+            self.mask = mask  # (B, T) bool
+            self.ids = None
+            self.count = mask.shape[0]
+            self.lengths = mask.long().sum(1)  # (S,) int64, tokens that count
+            return
+        self.mask = mask & (sequence_ids >= 0)
+        self.ids = sequence_ids.clamp(min=0)
+        present = mask.new_zeros(mask.numel() + 1)  # place 0 is that of the negative ids
+        self.count = present.index_fill(0, sequence_ids.flatten() + 1, True)[1:].sum()
+        counts = self.mask.long().flatten()
+        self.lengths = counts.new_zeros(mask.numel()).index_add(0, self.ids.flatten(), counts)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(B, T) -> (S,): the sum over each sequence's tokens that count."""
+        if self.ids is None:
+            return masked_sum(values, self.mask, 1)
+        values = torch.where(self.mask, at_least_fp32(values, self.mask), 0)
+        return values.new_zeros(self.mask.numel()).index_add(0, self.ids.flatten(), values.flatten())
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(B, T) -> (S,): the mean over each sequence's tokens that count; 0 where none does."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """(S,) -> (B, T): every token's sequence's value."""
+        return per_sequence[:, None].expand(self.mask.shape) if self.ids is None else per_sequence[self.ids]
+
+
+class Batch:
+    """Mask, sequences, denominators and dtype of one call of a loss; checks every shape that it is given."""
+
+    def __init__(
+        self,
+        like: Tensor,
+        mask: Tensor,
+        truncated: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        num_tokens: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
+        max_length: int | None = None,
+    ):
+        if like.dim() != 2 or not like.is_floating_point():
+            raise ValueError(f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}")
+        check_mask(mask, "the losses' arguments (B, T)", like.shape)
+        if sequence_ids is not None and (sequence_ids.shape != like.shape or sequence_ids.dtype != torch.int64):
+            raise ValueError(f"sequence_ids must be (B, T) = {tuple(like.shape)} int64, got {described(sequence_ids)}")
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.sequences = Sequences(mask, sequence_ids)
+        if truncated is not None:
+            self.sequences = Sequences(mask & ~self._spread("truncated", truncated).bool(), sequence_ids)
+        self.mask = self.sequences.mask
+        self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
+        self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
+        self.max_length = mask.shape[1] if max_length is None else max_length
+
+    def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
+        rows = self.sequences.mask.shape
+        if tensor.dim() == 1 and (self.sequences.ids is not None or len(tensor) == rows[0]):
+            tensor = self.sequences.expand(tensor)
+        if tensor.shape != rows:
+            raise ValueError(f"{name} must have the shape of the mask, {tuple(rows)}, got {tuple(tensor.shape)}")
+        return tensor
+
+    def tokens(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """(B, T), or one value per sequence, -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
+        if tensor is None:
+            return None
+        spread = self._spread(name, tensor).to(self.dtype)
+        return torch.where(self.mask, spread, 0)
+
+    def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """The same, without gradient."""
+        return None if tensor is None else self.tokens(name, tensor.detach())
+
+    def shares(self, loss_agg: str) -> Tensor:
+        """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
+        share = torch.ones(self.sequences.lengths.shape, dtype=self.dtype, device=self.mask.device)
+        if LOSS_AGGS[loss_agg].means_of_sequences:
+            share = share / self.sequences.lengths.clamp(min=1)
+        return self.sequences.expand(share)
+
+    def denominator(self, loss_agg: str) -> int | Tensor:
+        rule = LOSS_AGGS[loss_agg]
+        count = getattr(self, rule.count)
+        # at least 1: an empty batch is 0 and not nan
+        count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        return count * self.max_length if rule.times_max_length else count
+
+    def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
+        """(B, T) -> (): reduced once."""
+        return masked_sum(losses * self.shares(loss_agg), self.mask) / self.denominator(loss_agg)
+
+
+def aggregate(
+    losses: Tensor,
+    mask: Tensor,
+    loss_agg: str,
+    *,
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
+    max_length: int | None = None,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """Reduce per-token losses to a scalar, once; denominators as in `policy_loss`.
+
+    Args:
+        losses: (B, T) floating point.
+        mask: (B, T) bool.
+        loss_agg: token-mean, sum / num_tokens; seq-mean-token-mean, the sum over sequences of their means /
+            num_sequences; seq-mean-token-sum, sum / num_sequences; seq-mean-token-sum-norm, the same / max_length.
+
+    Returns:
+        A scalar, differentiable; 0, still attached to the graph, where nothing counts.
+
+    Raises:
+        ValueError: shapes or options that do not fit.
+    """
+    check_choice("loss_agg", loss_agg, LOSS_AGGS)
+    batch = Batch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
+    return batch.aggregate(losses, loss_agg)

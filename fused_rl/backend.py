@@ -1,0 +1,26 @@
+"""Which of `fused_rl.kernels` and `fused_rl.cpu` serves a device: decided here and nowhere else."""
+
+import os
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+
+class Backend(NamedTuple):
+    """The modules that serve a device; those of one name have the same functions."""
+
+    logprob: ModuleType
+    kl: ModuleType
+    jensen_shannon: ModuleType
+    gae: ModuleType
+
+
+def backend_of(device: torch.device) -> Backend:
+    """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or with TRITON_INTERPRET=1 the kernels too."""
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cuda" or interpreted:
+        from fused_rl.kernels import gae, jensen_shannon, kl, logprob
+    else:
+        from fused_rl.cpu import gae, jensen_shannon, kl, logprob
+    return Backend(logprob, kl, jensen_shannon, gae)

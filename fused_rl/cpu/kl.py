@@ -1,0 +1,185 @@
+"""The CPU path of the exact divergences: the functions and formulas of `fused_rl.kernels.kl`.
+
+A row is cut into blocks of the vocabulary that stay in the cache while they are passed over three times: maxima, mean
+of u, sums about that mean. Each keeps its own reference, and the few numbers per block are merged in fp64:
+with u = d / T - r about any r, s = sum w u and F(r) = sum w (exp(-u) - 1 + u), a move by h to r + h gives
+
+    F(r + h) = exp(h) F(r) + W (exp(h) - 1 - h) - (exp(h) - 1) s.
+"""
+
+import torch
+
+from fused_rl.cpu.compiled import in_huge_pages
+from fused_rl.cpu.jensen_shannon import js_dx, js_dy
+from fused_rl.cpu.pair import (
+    BANNED,
+    difference,
+    distributions,
+    excess,
+    exp,
+    load,
+    over_blocks,
+    p_q_delta,
+    selected_rows,
+    write_rows,
+)
+from fused_rl.kernels.states import JensenShannonSums, KLState
+
+# As in the kernels: the maximum of nothing, a mass that is none, log(p / q) where P has no mass.
+FLOOR, TINY, NONE = -5e19, 1e-30, -1e10
+
+
+def kl_fwd(x, y, mask, inv_t):
+    """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
+    n = x.shape[0] * x.shape[1]
+    rows, t, x, y = selected_rows(x, y, mask, inv_t)
+    kl, state = torch.zeros(n), torch.zeros(len(KLState._fields), n)
+    blocks = over_blocks(_block_sums, x, y, t, recompute=True)
+    kl[rows], state[:, rows] = _merge(*blocks, t.double()[:, None])
+    return kl, state
+
+
+def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
+    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
+    new = torch.empty if mask is None else torch.zeros
+    dx = in_huge_pages(new(x.shape, dtype=x.dtype)) if wants_dx else None
+    dy = in_huge_pages(new(y.shape, dtype=y.dtype)) if wants_dy else None
+    rows, t, x, y = selected_rows(x, y, mask, inv_t)
+    state = KLState(*state[:, rows])
+    # no step would make such a divergence finite, and none would change what P bans throughout
+    still = (divergence[rows] == torch.inf) | (state.w_all == 0)
+    g = torch.where(still, 0, g[rows] * t)
+    common = distributions(state, t)
+    if sums is None:
+        g_over_w = torch.where(still, 0, g / state.w_all)
+        gradients = {
+            _kl_dx: (dx, (state.m, t, state.offset, state.c, g_over_w)),
+            _kl_dy: (dy, (*common, g)),
+        }
+    else:
+        sums = JensenShannonSums(*sums[:, rows])
+        gradients = {
+            js_dx: (dx, (*common, g / 2, sums.p_a)),
+            js_dy: (dy, (*common, g / 2, sums.q_b)),
+        }
+    for function, (out, per_row) in gradients.items():
+        if out is not None:
+            write_rows(function, out.view(-1, out.shape[-1]), rows, x, y, per_row)
+    return dx, dy
+
+
+def _block_sums(x, x_at, y, y_at, t):
+    """(M, blocks, width) and an index of its blocks, twice, t (K, 1) -> K of each number that `_merge` takes."""
+    dtype = x.dtype
+    x, y = load(x, x_at, y, y_at)
+    m, n = x.amax(-1, True), y.amax(-1, True)
+    d, allowed = x - y, y > BANNED
+
+    # x - y where P is largest: a constant between the rows, or one token's mass, then costs u no bits
+    at_top = torch.where(allowed & (x == m), d, -torch.inf).amax(-1, True)
+    found = at_top > BANNED
+    e = difference(x, y, torch.where(found, at_top, 0.0), dtype) * t
+
+    # the condition changes nothing but the order: w_all waits, and is summed in one pass with w and a
+    top = torch.where(found, m, m.clamp(min=FLOOR))
+    p_all = exp((x - top) * t)
+    p = torch.where(allowed, p_all, 0.0)
+    w_all, w, a = (z.sum(-1, True) for z in (p_all, p, p * e))
+    some = w > TINY
+    u = e - torch.where(some, a / w, 0.0)
+
+    # F about the block's own mean; what P all but lacks is Q's alone, with another scale
+    near = (u.abs() < 1) & some
+    q = exp((y - n.clamp(min=FLOOR)) * t)
+    s = (p * u).sum(-1, True)
+    f = (p * torch.where(near, excess(u), u - 1)).sum(-1, True)
+    f_y = torch.where(near, 0.0, q).sum(-1, True)
+    found = m, n, w_all, w, at_top, a, s, f, f_y, d.amax(-1, True)
+    return tuple(z.squeeze(-1) for z in found)
+
+
+def _moved(h):
+    """exp(h) - 1 - h of fp64 numbers."""
+    series = torch.full_like(h, 1 / 5040)
+    for n in (720, 120, 24, 6, 2):
+        series = series * h + 1 / n
+    return torch.where(h.abs() < 1e-2, series * h.square(), torch.expm1(h) - h)
+
+
+def _merge(m, n, w_all, w, at_top, a, s, f, f_y, most, t):
+    """Sums of `_block_sums`, t (R, 1) fp64 -> KL (R,), state (9, R)."""
+    some = w > TINY
+    c = torch.where(some, a / w, 0.0).double()  # in fp32, as the blocks had it
+    c += torch.where(at_top > BANNED, at_top, 0.0).double() * t
+    m, n = m.clamp(min=FLOOR), n.clamp(min=FLOOR)
+    m, n, w_all, w, s, f, f_y = (z.double() for z in (m, n, w_all, w, s, f, f_y))
+
+    # all about the row's maxima and its mean
+    m_row, n_row = m.amax(1, True), n.amax(1, True)
+    share = ((m - m_row) * t).exp()
+    weight, s_weight = (torch.where(some, z * share, 0.0) for z in (w, s))
+    w_row, w_all = weight.sum(1, True), (w_all * share).sum(1, True)
+    some_row = w_row > TINY
+    # the mean, from one of the references: equal ones then give exactly it
+    first = torch.where(some, c, -torch.inf).amax(1, True)
+    first = torch.where(some_row, first, 0.0)
+    beyond = (weight * (c - first) + s_weight).sum(1, True) / w_row
+    mean = first + torch.where(some_row, beyond, 0.0)
+
+    # F moved there, by h
+    h = mean - c
+    own = ((m - n_row) * t - c).exp()
+    scale = ((m_row - n_row) * t - mean).exp()
+    scale = torch.where(some_row, scale, 0.0)
+    near = scale * (weight * _moved(h) - torch.expm1(h) * s_weight)
+    far = own * (w - s) - scale * (weight * (1 + h) - s_weight)
+    moved = torch.where((h < 1) & some_row, near, far)  # far, without a mean: all that is Q's
+    f = torch.where(some, own * f + moved, 0.0) + f_y * ((n - n_row) * t).exp()
+    f = f.sum(1, True).clamp_(min=0)
+    w_row = torch.where(some_row, w_row, 0.0)
+
+    lone = (most > -BANNED / 2).any(1, True)  # Q bans a column that P does not, however little its mass
+    kl, k = _divergence(w_row, w_all, (n_row - m_row) * t + mean, f, lone)
+    # mean / t goes into the offset, so that c is small and keeps its bits for the gradient
+    offset = (mean / t).float().double()
+    nan = (w_all - w_all) + (n_row - n_row)  # 0, or NaN where a logit is NaN or inf
+    kl = torch.where(lone, torch.inf, kl) + nan
+    state = KLState(
+        m=m_row,
+        w=w_row,
+        w_all=w_all,
+        offset=offset,
+        c=mean - offset * t,
+        n=n_row,
+        f=f,
+        s=f + scale * w_row,
+        k=k,
+    )
+    return kl[:, 0].float(), torch.cat(state, 1).T.float()
+
+
+def _divergence(w, w_all, z, f, lone):
+    """KL = log1p(f / w exp(z)) over the columns that both allow, and k with log(p / q) = u + k."""
+    some = w > 0
+    r = torch.where(some, f / w, 1.0)
+    far = z + torch.where(r > 0, r, 1.0).log()
+    kl = torch.where(z > 600, far, torch.log1p(r * z.clamp(max=600).exp()))
+    kl = torch.where(some, kl, 0.0)
+    allowed = torch.where(lone, (w / w_all).log(), 0.0)  # P's share of the columns that Q allows
+    return kl, torch.where(some, kl + allowed, NONE)
+
+
+def _kl_dx(out, rows, x, x_at, y, y_at, m, t, offset, c, g):
+    dtype = x.dtype
+    x, y = load(x, x_at, y, y_at, out)
+    u = difference(x, y, offset, dtype) * t - c
+    out[rows] = (exp((x - m) * t) * u * g).to(dtype)
+
+
+def _kl_dy(out, rows, x, x_at, y, y_at, *per_row):
+    *per_row, g = per_row
+    dtype = x.dtype
+    x, y = load(x, x_at, y, y_at, out)
+    p, q, delta, expm1 = p_q_delta(x, y, *per_row, dtype)
+    q_less_p = torch.where(delta.abs() < 1, p * expm1, q - p)
+    out[rows] = (q_less_p * g).to(dtype)

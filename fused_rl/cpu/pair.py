@@ -1,0 +1,151 @@
+"""What KL and Jensen-Shannon share on the CPU: rows of two logits, taken a block or a chunk at a time, as p and q.
+
+Large inputs go through Inductor, small ones and machines without a C++ compiler through eager PyTorch, a few rows at a
+time, with the same functions. Logits come as a matrix and the rows of it that count, ((M, V), (R,)), with (R,) numbers
+of these rows.
+"""
+
+import torch
+
+from fused_rl.cpu import compiled
+from fused_rl.cpu.compiled import BLOCK
+from fused_rl.kernels.states import KLState
+
+BANNED = -1e20  # as in the kernels: stands for -inf
+_FAR = 8.0  # nats of KL, as in the kernels
+_LOG2E = 1.4426950408889634
+# Inductor would write to memory what several sums use; here it is to compute it again, from a block in the cache.
+_RECOMPUTE = {f"realize_{what}_threshold": 10000 for what in ("reads", "acc_reads", "opcount")}
+
+
+def selected_rows(x, y, mask, inv_t):
+    """The rows that count (R,), 1 / temperature of each (R,) fp32, and x and y as matrices with those rows."""
+    n = x.shape[0] * x.shape[1]
+    rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
+    t = torch.as_tensor(inv_t, dtype=torch.float32).expand(n)[rows]
+    return rows, t, matrix(x.detach(), rows), matrix(y.detach(), rows)
+
+
+def matrix(x, rows):
+    """Without a copy also for slices such as logits[:, :-1], whose rows are some of those of a larger matrix."""
+    batch, length, vocab = x.shape
+    step, stride = x.stride()[:2]
+    if batch < 2 or length == 0 or step == length * stride:
+        return x.reshape(batch * length, vocab), rows
+    if stride == 0 or step % stride:
+        return x.reshape(batch * length, vocab), rows
+    apart = step // stride
+    whole = x.as_strided(((batch - 1) * apart + length, vocab), (stride, x.stride(2)))
+    return whole, rows // length * apart + rows % length
+
+
+def over_blocks(function, x, y, *per_row, recompute=False):
+    """`function` of all blocks: its sums, (R, blocks) fp32 each; `recompute`: read a block again for every sum."""
+    vocab = x[0].shape[1]
+    tail = vocab % BLOCK
+    parts = []
+    if vocab >= BLOCK:
+        blocks = [(z[:, : vocab - tail].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y)]
+        options = _RECOMPUTE if recompute else {}
+        parts.append(_sums(function, *blocks, per_row, _compile_pays(x), options))
+    if tail:
+        last = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
+        parts.append(_sums(function, *last, per_row, False, {}))
+    return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
+
+
+def _sums(function, x, y, per_row, compile_pays, options):
+    """Of blocks ((M, blocks, width), (R,)) twice. One index for rows and blocks: Inductor then fuses all into one."""
+    (x, x_at), (y, y_at) = x, y
+    count, rows = x.shape[1], x_at.numel()
+    if compile_pays:
+        torch._dynamo.mark_static(x, 2)
+        torch._dynamo.mark_static(y, 2)
+    block = torch.arange(count).repeat(rows)
+    x_at, y_at = ((at.repeat_interleave(count), block) for at in (x_at, y_at))
+    per_row = [z.repeat_interleave(count)[:, None] for z in per_row]
+    if compile_pays:
+        with torch._inductor.config.patch(options):
+            found = compiled.by_inductor(function)(x, x_at, y, y_at, *per_row)
+    else:
+        found = _in_chunks(function, x, x_at, y, y_at, per_row)
+    return [z.view(rows, count) for z in found]
+
+
+def _in_chunks(function, x, x_at, y, y_at, per_row):
+    parts = []
+    for chunk in _chunks(max(1, x_at[0].numel()), compiled.CHUNK // BLOCK):  # no block: once, for the shapes
+        x_part, y_part = [i[chunk] for i in x_at], [i[chunk] for i in y_at]
+        numbers = [z[chunk] for z in per_row]
+        parts.append(function(x, tuple(x_part), y, tuple(y_part), *numbers))
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _chunks(total, size):
+    return (slice(i, i + size) for i in range(0, total, size))
+
+
+def _compile_pays(x):
+    return compiled.compile_pays(x[1].numel(), x[0].shape[1])
+
+
+def write_rows(function, out, rows, x, y, per_row):
+    """`function` writes these rows of `out`, (N, V), from x and y."""
+    (x, x_at), (y, y_at) = x, y
+    per_row = [z[:, None] for z in per_row]
+    if _compile_pays((x, x_at)):
+        compiled.by_inductor(function)(out, rows, x, x_at, y, y_at, *per_row)
+        return
+    for chunk in _chunks(rows.numel(), max(1, compiled.CHUNK // out.shape[1])):
+        numbers = [z[chunk] for z in per_row]
+        function(out, rows[chunk], x, x_at[chunk], y, y_at[chunk], *numbers)
+
+
+def load(x, x_at, y, y_at, out=None):
+    if out is not None:  # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
+        torch._check(out.shape[1] == x.shape[1])
+    return (z[at].float().clamp(min=BANNED) for z, at in ((x, x_at), (y, y_at)))
+
+
+def exp(z):
+    # Inductor would keep every exp that several sums use; in eager mode exp2 has other bits at a vector's end
+    return (z * _LOG2E).exp2() if torch.compiler.is_compiling() else z.exp()
+
+
+def excess(u):
+    """exp(-u) - 1 + u for |u| <= 1 by a polynomial (Chebyshev fit, 1.2e-7 relative): exp would cancel."""
+    p = 2.5358644e-05 * u - 2.0329202e-04
+    p = p * u + 1.3885394e-03
+    p = p * u - 8.3308844e-03
+    p = p * u + 4.1666735e-02
+    p = p * u - 1.6666697e-01
+    return (p * u + 0.5) * u * u
+
+
+def difference(x, y, offset, dtype):
+    """x - y - offset, with what x - y rounds off (Knuth's TwoSum) but for bf16, where that is next to nothing."""
+    d = x - y
+    if dtype == torch.bfloat16:
+        return d - offset
+    back = d - x
+    return (d - offset) + ((x - (d - back)) - (y + back))
+
+
+def distributions(state: KLState, t):
+    """What `p_q_delta` takes of each row; about the maxima where KL is large, as `about_the_maxima` of the kernels."""
+    far, apart = state.k > _FAR, state.m - state.n
+    c_far = (state.m.double() - state.n.double() - apart).float() * t
+    c = torch.where(far, c_far, state.c)
+    offset = torch.where(far, apart, state.offset)
+    k = torch.where(far, (state.s / state.w_all).log(), state.k)
+    p_scale = torch.where(state.w_all == 0, 0, 1 / state.w_all)
+    q_scale = torch.where(state.s == 0, 0, 1 / state.s)
+    return state.m, p_scale, state.n, q_scale, t, offset, c, k
+
+
+def p_q_delta(x, y, m, p_scale, n, q_scale, t, offset, c, k, dtype):
+    """p, q, delta = log(p / q), and expm1(-delta), exact where |delta| < 1."""
+    p = exp((x - m) * t) * p_scale
+    q = exp((y - n) * t) * q_scale
+    delta = (difference(x, y, offset, dtype) * t - c) + k
+    return p, q, delta, excess(delta) - delta

@@ -1,0 +1,56 @@
+"""What the row functions leave per row for the gradient, by name, on every device: the kernels and their CPU twins.
+
+Here, without Triton, because the CPU path needs these names where Triton does not exist.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RowStatistics(NamedTuple):
+    """Of `logprob_fwd`, (N,) fp32 each, nats; with x the capped logits and s = (x - max x) / temperature."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    lse: Tensor
+    m: Tensor
+    """max x, before the temperature."""
+    rest: Tensor
+    """sum(exp(s)) - 1: the maximum is left out, so that it does not drown the others."""
+
+
+class KLState(NamedTuple):
+    """Of `kl_fwd`, the rows of a tensor (9, N) fp32; `fused_rl.kernels.kl` has the formulas. T is the temperature.
+
+    P are the probabilities of x, Q those of y, d = x - y, and u = d / T - mean with mean = offset / T + c.
+    """
+
+    m: Tensor
+    """max x."""
+    w: Tensor
+    """sum of exp((x - m) / T) over the columns that Q allows."""
+    w_all: Tensor
+    """The same over all columns."""
+    offset: Tensor
+    """What is taken off d before it is scaled, so that c is small and keeps its bits."""
+    c: Tensor
+    """What the mean of d / T under P is beyond offset / T."""
+    n: Tensor
+    """max y."""
+    f: Tensor
+    """sum w (exp(-u) - 1 + u), times exp((m - n) / T - mean)."""
+    s: Tensor
+    """sum of exp((y - n) / T)."""
+    k: Tensor
+    """log(P / Q) = u + k."""
+
+
+class JensenShannonSums(NamedTuple):
+    """Of `js_fwd`, the rows of a tensor (3, N) fp32, with a = log(p / mean(p, q)) and b = log(q / mean(p, q))."""
+
+    divergence: Tensor
+    p_a: Tensor
+    """sum of p a."""
+    q_b: Tensor
+    """sum of q b."""

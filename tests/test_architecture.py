@@ -1,0 +1,275 @@
+"""The storeys of the project, over the syntax tree: who may import whom, no circle among files, no private name abroad.
+
+A folder comes under a rule by standing in `FOLDERS` with the folders below it, and in the rule's parametrization.
+`python -m tests.test_architecture | dot -Tsvg -o docs/imports.svg` draws the imports between files (graphviz).
+"""
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Folder -> the folders whose modules its files may import.
+FOLDERS = {
+    "kernels": {"kernels"},
+    "fused_rl": {"kernels", "fused_rl"},
+    "trainers": {"fused_rl", "trainers"},
+    "recipes": {"fused_rl", "trainers", "recipes"},
+    "bench": {"kernels", "fused_rl", "trainers", "recipes", "bench"},
+}
+ALGORITHMS = ("sft", "reward", "grpo", "ppo")
+WHOLE = ("kernels", "fused_rl", "trainers", "recipes", "bench")  # folders without circles and private names of others
+# Host packages belong to the trainers and to integrations, which import theirs lazily.
+HOSTS = ("deepspeed", "transformers", "datasets")
+
+
+class Import(NamedTuple):
+    path: Path
+    module: str
+    """In full; a name of another package stays as it is written."""
+    names: tuple[str, ...]
+    """What is taken out of it; () for `import module`."""
+
+
+def imports(path):
+    """Every import of a file, at its top or inside a function; relative ones are refused."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, alias.name, ())
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write fused_rl.… in full"
+            yield Import(path, node.module, tuple(alias.name for alias in node.names))
+
+
+def module_of(path, root=ROOT):
+    """The name under which a file is imported."""
+    parts = path.relative_to(root).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    if parts[0] in ("kernels", "trainers", "recipes"):
+        parts = ("fused_rl", *parts)
+    return ".".join(parts)
+
+
+def folder_of(module):
+    """The folder that a module of ours stands in, or None."""
+    top, _, rest = module.partition(".")
+    second = rest.partition(".")[0]
+    if top == "fused_rl":
+        return second if second in ("kernels", "trainers", "recipes") else "fused_rl"
+    return top if top in FOLDERS else None
+
+
+def files(folder, root=ROOT):
+    return sorted((root / folder).rglob("*.py"))
+
+
+def modules(folders, root=ROOT):
+    return {module_of(path, root): path for folder in folders for path in files(folder, root)}
+
+
+def targets(imported, known):
+    """The modules of `known` that an import reaches: a submodule, else the module that a name is taken from."""
+    for name in imported.names:
+        if f"{imported.module}.{name}" in known:
+            yield f"{imported.module}.{name}"
+        elif imported.module in known:
+            yield imported.module
+    if not imported.names and imported.module in known:
+        yield imported.module
+
+
+def circle(folders, root=ROOT):
+    """A list of modules each of which imports the next, the last one the first; [] where there is none."""
+    known = modules(folders, root)
+    edges = {}
+    for module, path in known.items():
+        found = {target for imported in imports(path) for target in targets(imported, known)}
+        edges[module] = sorted(found - {module})
+    done = set()
+
+    def walk(module, trail):
+        if module in trail:
+            return trail[trail.index(module) :]
+        if module in done:
+            return []
+        for target in edges[module]:
+            if found := walk(target, [*trail, module]):
+                return found
+        done.add(module)
+        return []
+
+    for module in edges:
+        if found := walk(module, []):
+            return found
+    return []
+
+
+def drawing(folders, root=ROOT):
+    """The imports between files as a graph for graphviz, one box per folder, arrows to what is imported."""
+    known = modules(folders, root)
+    lines = ["digraph imports {", "rankdir=TB; node [shape=box, fontsize=10]; edge [arrowsize=0.5, color=grey40];"]
+    for folder in folders:
+        names = [module for module in known if folder_of(module) == folder and known[module].stem != "__init__"]
+        boxes = " ".join(f'"{name}" [label="{name.split(".")[-1]}"];' for name in names)
+        lines.append(f'subgraph "cluster_{folder}" {{ label="{folder}"; {boxes} }}')
+    for module, path in known.items():
+        reached = {target for imported in imports(path) for target in targets(imported, known)} - {module}
+        drawn = [target for target in sorted(reached) if known[target].stem != "__init__"]
+        if path.stem != "__init__":
+            lines += [f'"{module}" -> "{target}";' for target in drawn]
+    return "\n".join([*lines, "}"])
+
+
+def is_private(name):
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def private_names(path, root=ROOT):
+    """Names with a leading underscore that a file takes from another module of ours, imported or by attribute."""
+    known = modules(FOLDERS, root)
+    bound = {}  # a name of this file -> the module of ours that it stands for
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and folder_of(node.module or ""):
+            for alias in node.names:
+                if is_private(alias.name):
+                    yield f"{path}:{node.lineno}: from {node.module} import {alias.name}"
+                if f"{node.module}.{alias.name}" in known:
+                    bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in known:
+                    bound[alias.asname or alias.name] = alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) in bound:
+            yield f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def violations(folder, path):
+    """Imports against the direction kernels <- fused_rl <- trainers <- recipes, and packages that do not belong."""
+    for imported in imports(path):
+        reached = [f"{imported.module}.{name}" for name in imported.names] or [imported.module]
+        top = imported.module.split(".")[0]
+        if top in ("kernels", "trainers"):
+            yield f"{path}: import {imported.module}: write fused_rl.{imported.module}"
+            continue
+        ours = {folder_of(module) for module in reached} - {None}
+        for other in sorted(ours - FOLDERS[folder]):
+            yield f"{path}: {folder} imports {imported.module}, of {other}"
+        if folder == "kernels" and not ours and top not in ("torch", "triton", *sys.stdlib_module_names):
+            yield f"{path}: a kernel imports {imported.module}"
+        if folder == "fused_rl" and top in HOSTS:
+            yield f"{path}: the library imports {imported.module}"
+        if folder == "trainers" and top == "triton":
+            yield f"{path}: a trainer imports triton: if it needs a kernel, an op is missing"
+
+
+def algorithm_imports(path):
+    """Of the other trainers' algorithms: what two share has a room below."""
+    if path.stem not in ALGORITHMS:
+        return
+    others = {f"fused_rl.trainers.{name}" for name in ALGORITHMS if name != path.stem}
+    for imported in imports(path):
+        for target in targets(imported, others):
+            yield f"{path}: {target}"
+
+
+@pytest.mark.parametrize("folder", ["kernels", "fused_rl", "trainers", "recipes"])
+def test_import_direction(folder):
+    paths = [path for path in files(folder) if path.parent.name != "integrations"]
+    assert paths
+    assert [v for path in paths for v in violations(folder, path)] == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("kernels", "from fused_rl import losses"),
+        ("kernels", "import transformers"),
+        ("fused_rl", "def f():\n    import deepspeed"),
+        ("fused_rl", "from fused_rl.trainers import engine"),
+        ("fused_rl", "from fused_rl import trainers"),
+        ("trainers", "import triton.language as tl"),
+        ("trainers", "from fused_rl.kernels import logprob"),
+        ("trainers", "from fused_rl import recipes"),
+        ("trainers", "import kernels.logprob"),
+        ("recipes", "import bench.measure"),
+    ],
+)
+def test_import_direction_is_enforced(folder, source, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert list(violations(folder, path))
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Inside a function too: an import that hides there from a circle is one."""
+    assert circle(WHOLE) == []
+
+
+@pytest.mark.parametrize("late", ["from fused_rl.kernels import a", "def f():\n    import fused_rl.kernels.a"])
+def test_circles_are_found(late, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    sources = {"a": "from fused_rl.kernels.b import x", "b": "import fused_rl.kernels.c", "c": late, "d": "import os"}
+    for name, source in sources.items():
+        (tmp_path / "kernels" / f"{name}.py").write_text(source)
+    found = circle(["kernels"], tmp_path)
+    assert sorted(found) == ["fused_rl.kernels.a", "fused_rl.kernels.b", "fused_rl.kernels.c"]
+    (tmp_path / "kernels" / "c.py").write_text("from fused_rl.kernels.d import y")
+    assert circle(["kernels"], tmp_path) == []
+
+
+@pytest.mark.parametrize("folder", WHOLE)
+def test_no_private_name_of_another_module(folder):
+    assert [name for path in files(folder) for name in private_names(path)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fused_rl.kl import _token_kl",
+        "from fused_rl import kl\nkl._token_kl",
+        "import fused_rl.kl\nfused_rl.kl._token_kl(1)",
+        "def f():\n    from fused_rl.kernels import logprob as module\n    return module._temperature",
+    ],
+)
+def test_private_names_are_found(source, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert len(list(private_names(path))) == 1
+    path.write_text("from fused_rl import kl\nkl.__name__, kl.token_kl, self._mine, torch._dynamo")
+    assert list(private_names(path)) == []
+
+
+def test_no_trainer_imports_a_trainer():
+    paths = [path for path in files("trainers") if path.stem in ALGORITHMS]
+    assert paths
+    assert [found for path in paths for found in algorithm_imports(path)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fused_rl.trainers import grpo",
+        "def f():\n    import fused_rl.trainers.sft",
+        "from fused_rl.trainers.sft import train",
+    ],
+)
+def test_trainers_of_trainers_are_found(source, tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(source)
+    assert list(algorithm_imports(path))
+
+
+def test_no_package_named_kernels_or_trainers():
+    for part in ("kernels", "trainers"):
+        assert not (ROOT / part / "__init__.py").exists(), f"{part}/__init__.py would shadow another package"
+
+
+if __name__ == "__main__":
+    print(drawing(["recipes", "trainers", "fused_rl", "kernels"]))

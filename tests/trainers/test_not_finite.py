@@ -1,0 +1,95 @@
+"""Nothing that is not finite is trained on: the run stops before the step, on every ZeRO stage and every rank."""
+
+import pytest
+import torch
+
+from fused_rl.trainers import engine, grpo, sft
+from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
+from fused_rl.trainers.metrics import Sums
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+from tests.trainers.test_runs import VERIFIER, grpo_config, sft_config
+
+
+def test_a_sum_that_is_not_finite_names_step_micro_batch_and_rows():
+    sums = Sums(7)
+    sums.add({"loss": torch.tensor(1.0), "kl": torch.tensor(0.1)}, ["d.jsonl, line 1"])
+    sums.add({"loss": torch.tensor(float("nan")), "kl": torch.tensor(0.1)}, ["d.jsonl, line 2", "d.jsonl, line 9"])
+    message = r"step 7, micro-batch 2 of rank 0: loss is NaN or infinite; its rows: d.jsonl, line 2, d.jsonl, line 9"
+    with pytest.raises(InputError, match=message):
+        sums.over_ranks()
+
+
+class Spoilt(torch.nn.Module):
+    """A line whose gradient is infinite where its loss is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (self.weight * x).sqrt().sum()
+
+
+def steps_of_a_rank(rank, world, cases):
+    """The error of a step with an infinite gradient on rank 0 alone, and the weights after it, per case."""
+    engine.setup(1)
+    found = []
+    for stage, dtype in cases:
+        config = EngineConfig(zero_stage=stage, dtype=dtype, stage3_param_persistence_threshold=0)
+        optim = OptimConfig(lr=0.1, lr_schedule="constant", weight_decay=0.1)
+        model = engine.initialize(Spoilt().to(engine.torch_dtype(config)), optim, config, 4)
+        for step, x in enumerate((1.0, 0.0 if rank == 0 else 1.0), 1):
+            model.backward(model(torch.full((8,), x, dtype=engine.torch_dtype(config))))
+            try:
+                engine.optimizer_step(model, step)
+            except InputError as error:
+                found.append(f"{stage} {dtype}: {error}")
+            if step == 1:
+                before = weights_of(model)
+        assert torch.equal(weights_of(model), before), (stage, dtype)
+        assert before.isfinite().all() and not torch.equal(before, torch.ones(8))
+    return found
+
+
+def weights_of(model):
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return model.module.weight.detach().float().clone()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_infinite_gradient_changes_no_weight_on_any_stage(world):
+    cases = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+    for found in run_distributed(steps_of_a_rank, world, cases, timeout=200):
+        assert len(found) == len(cases)
+        for (stage, dtype), message in zip(cases, found, strict=True):
+            assert message.startswith(f"{stage} {dtype}: step 2: the norm of the gradient is ")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(12))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_becomes_nan_stops_sft_and_leaves_the_last_checkpoint(files, tmp_path, monkeypatch, stage):
+    def spoil(step, model):
+        if step == 3:
+            with torch.no_grad():
+                model.module.base.model.norm.weight[0] = float("nan")
+
+    train_step = sft.train_step
+    monkeypatch.setattr(sft, "train_step", lambda model, *rest: (spoil(rest[-1], model), train_step(model, *rest))[1])
+    with pytest.raises(InputError, match=r"step 3, micro-batch 1 of rank 0: loss.*rows.jsonl, line \d+"):
+        sft.train(sft_config(files, tmp_path, zero_stage=stage, save_every=1, eval_every=99))
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-2"
+    assert [m["step"] for m in tiny.read_metrics(tmp_path)] == [0, 1, 2]
+
+
+def test_a_reward_that_overflows_fp32_stops_grpo(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "odd_characters", lambda responses, rows: [1e39] * len(responses))
+    with pytest.raises(InputError, match=f"'{VERIFIER}' returned 1e[+]39"):
+        grpo.train(grpo_config(files, tmp_path))

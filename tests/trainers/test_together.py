@@ -1,0 +1,155 @@
+"""An error on one rank is a line on all of them, in bounded time."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import engine
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.rollout import Incidents, Prompt, Response, Sampling, roll_out, rollout_metrics
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def outcome(action) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def in_a_block(error):
+    with engine.together():
+        if error is not None:
+            raise error
+
+
+def errors_of_ranks(rank, world):
+    cases = [
+        {},
+        {1: InputError("row 7 is no good")},
+        {0: KeyError("a bug"), 1: None},
+        {0: InputError("here"), 1: InputError("there")},
+        {},
+    ]
+    outcomes = [outcome(lambda case=case: in_a_block(case.get(rank))) for case in cases]
+    return outcomes, engine.gather(rank), engine.global_sum(torch.tensor(1.0)).item()
+
+
+def test_all_ranks_leave_the_block_or_none():
+    (first, *rest), (second, *same) = run_distributed(errors_of_ranks, 2)
+    assert first == [
+        "done",
+        "InputError: rank 1: row 7 is no good",
+        "KeyError: 'a bug'",
+        "InputError: here",
+        "done",
+    ]
+    assert second == ["done", "InputError: row 7 is no good", "InputError: rank 0: KeyError: 'a bug'"] + [
+        "InputError: there",
+        "done",
+    ]
+    assert rest == same == [[0, 1], 2.0]
+
+
+def test_one_process_raises_its_own():
+    with pytest.raises(KeyError), engine.together():
+        raise KeyError("a bug")
+    with engine.together():
+        pass
+
+
+class OneToken:
+    """A sampler of single tokens; fails where it is told to."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def sample(self, prompts, sampling):
+        if self.fails:
+            raise ConnectionError("the server is gone")
+        return [Response([5], "length") for _ in prompts]
+
+
+class Fixed:
+    """A scorer with a given score, and incidents."""
+
+    name, weight, solved_at = "fixed", 1.0, 1.0
+
+    def __init__(self, score, incidents):
+        self.score, self.incidents = score, incidents
+
+    def __call__(self, samples):
+        return [self.score] * len(samples)
+
+    def take_incidents(self):
+        return self.incidents
+
+
+def rollouts_of_ranks(rank, world):
+    def rolled_out(score, fails=False):
+        scorer = Fixed(score, Incidents(rank, 2 * rank, "d.jsonl, line 9 took too long" if rank else None))
+        prompts = [Prompt([7, 8], {"__where__": f"d.jsonl, line {rank}"})] * (rank + 1)
+        sampling, device = Sampling(1.0, 1, (3,)), torch.device("cpu")
+        return roll_out(OneToken(fails), [scorer], prompts, sampling, tiny.tokenizer(), device)
+
+    metrics = rollout_metrics(rolled_out(1.0), 1, 1)
+    struck = {key: value for key, value in metrics.items() if key.startswith("verifier/")}
+    bad_score = outcome(lambda: rolled_out(float("nan") if rank else 1.0))
+    return struck, bad_score, outcome(lambda: rolled_out(1.0, fails=rank == 0))
+
+
+def test_a_bad_score_on_one_rank_is_told_on_all_and_incidents_add_up():
+    (struck, other, own), (same, own_score, other_sampler) = run_distributed(rollouts_of_ranks, 2)
+    assert struck == same == {"verifier/fixed/timeouts": 1.0, "verifier/fixed/restarts": 2.0}
+    told = "scorer 'fixed' returned nan (float) as the score of d.jsonl, line 1"
+    assert own_score.startswith(f"InputError: {told}") and other.startswith(f"InputError: rank 1: {told}")
+    assert own == "ConnectionError: the server is gone"
+    assert other_sampler == "InputError: rank 0: ConnectionError: the server is gone"
+
+
+RANK = """
+    import datetime, os, sys, time
+    import torch
+    import torch.distributed as dist
+    from fused_rl.trainers import engine
+    from fused_rl.trainers.config import InputError
+
+    store, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    timeout = datetime.timedelta(seconds=240)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    engine.PATIENCE = datetime.timedelta(seconds=1)
+    try:
+        with engine.together():
+            if rank == 1 and case == "dies":
+                os._exit(3)
+            if rank == 1:
+                raise InputError("out of memory")
+            if case == "collective":  # as in sampling from a model whose weights are partitioned
+                dist.all_gather([torch.zeros(5), torch.zeros(5)], torch.zeros(5))
+    except InputError as error:
+        print(error, flush=True)
+        os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("dies", "another process of the run ended or does not answer; its own output says why\n", ""),
+        ("collective", "rank 1: out of memory\n", "out of memory\n"),
+    ],
+)
+def test_a_rank_that_dies_or_fails_within_a_collective_does_not_hang_the_others(case, first, second, tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(RANK), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    assert [process.communicate(timeout=300)[0] for process in ranks] == [first, second]
