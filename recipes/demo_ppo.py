@@ -1,7 +1,7 @@
 """`make demo-ppo`, `fused-rl demo-ppo`: PPO against a reward model that was learnt, with the truth beside it.
 
 1. The demo's problems and its warm start: `fused-rl sft` on the answers of a teacher who miscounts.
-2. A reward model from right and wrong answers to those problems, as in `make demo-reward`: `fused-rl reward`.
+2. A reward model from right and wrong answers to those problems: `fused-rl reward`, longer than in `make demo-reward`.
 3. `fused-rl ppo` against that reward model, which is also where the critic starts. reasoning-gym's own scorer sees each
    answer too, with weight 0: it pays nothing, and shows how far the score can be trusted.
 """
@@ -34,7 +34,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
     pairs = demo_reward.make_pairs(problems, seed)
     pairs["train"] += miscounts(problems[: demo.NUM_TRAIN])
-    paths = {"model": folder / "init", "output_dir": folder / "reward"}
+    paths = {"model": folder / "init", "output_dir": folder / "reward", "steps": 800, "lr": 2e-3}
     for split, option in (("train", "dataset"), ("eval", "eval_dataset")):
         paths[option] = write_rows(data / f"pairs-{split}.jsonl", pairs[split])
     reward.train(parse(reward.RewardConfig, arguments("demo_reward.yaml", seed, paths), "fused-rl reward"))

@@ -70,8 +70,10 @@ def draw(found: dict[str, dict[float, tuple[torch.Tensor, float]]], path: Path) 
         histogram.hist(by_clip[CLIPS[-1]][0].exp().tolist(), bins=edges, alpha=0.6, label=name)
         sizes = [rms / SETTING["adam_eps"] for _, rms in by_clip.values()]
         curve.plot(sizes, [log_ratio.exp().var().item() for log_ratio, _ in by_clip.values()], "o-", label=name)
-    histogram.set(yscale="log", title="ratios after the first update", xlabel="ratio", ylabel="tokens")
     curve.set(xscale="log", yscale="log", title="variance of the ratio", xlabel="gradient per weight (rms) / epsilon")
+    curve.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
+    curve.minorticks_off()
+    histogram.set(yscale="log", title="ratios after the first update", xlabel="ratio", ylabel="tokens")
     for axes in (histogram, curve):
         axes.legend()
         axes.grid(alpha=0.3)

@@ -6,9 +6,8 @@ PPO on the demo's warm-started model, a step after the other. Of each step's own
 
 - *fill*: padded log-probabilities set to 1.0 and then summed over 53 columns, so every pad takes one nat off. It
   reads h L - (53 - L) for L tokens of h nats each; `objective/entropy` is the sum over the response alone;
-- *cancellation*: the entropy per token as lse - sum(p x), in the dtype of the logits. The policy gets surer with every
-  step, and the difference of two large numbers loses first its digits and then its sign; `policy/entropy_avg` is
-  a sum of positive terms.
+- *cancellation*: the entropy per token as lse - sum(p x), in the dtype of the logits: a difference of two numbers of
+  the logits' size, whose rounding is larger than a sure token's entropy. `policy/entropy_avg` sums positive terms.
 """
 
 import argparse
