@@ -115,7 +115,7 @@ def _token_kl(
     if js:
         sums = backend.jensen_shannon.js_fwd(*rows, state)
         divergence = JensenShannonSums(*sums).divergence.clone()
-    return divergence.view(x.shape[:-1]), state, sums
+    return divergence.resize_(x.shape[:-1]), state, sums  # no view, which could not be modified in place
 
 
 @_token_kl.register_fake
@@ -159,7 +159,8 @@ def _token_kl_backward_fake(g, x, y, *arguments):
 def _token_kl_context(ctx, inputs, output):
     x, y, mask, ctx.temperature, row_temperature, ctx.js = inputs
     divergence, state, sums = output
-    ctx.save_for_backward(x, y, mask, row_temperature, divergence, state, sums)
+    kept = divergence.clone()  # the caller may modify the output
+    ctx.save_for_backward(x, y, mask, row_temperature, kept, state, sums)
     ctx.mark_non_differentiable(state, sums)
     ctx.set_materialize_grads(False)
 

@@ -68,7 +68,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
         ctx.options = inv_temperature, softcap, budget
         logprobs, entropy, lse, m, rest = tiles.statistics(hidden, *gather(weight, bias), targets, *ctx.options)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, m, rest)
+        kept = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -111,7 +112,8 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     loss = torch.zeros((), device=hidden.device)
-    logprobs, entropy, m, rest, dlogprobs, dentropy = torch.zeros(6, n, device=hidden.device)
+    new = [torch.zeros(n, device=hidden.device) for _ in range(6)]  # no views: they are handed out
+    logprobs, entropy, m, rest, dlogprobs, dentropy = new
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
@@ -151,12 +153,13 @@ class _LinearTokenLoss(torch.autograd.Function):
         form = _gradients_at_once if tiles.one_pass_rows(hidden, len(weight), needs, budget) else _gradients_in_two
         loss, gradients, upstream, statistics = form(needs, hidden, *head, targets, options, token_loss, per_token)
         dhidden, dweight, dbias = gradients.take()
-        logprobs, *statistics = statistics
+        logprobs, entropy, m, rest = statistics
         ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
-        ctx.save_for_backward(hidden, weight, bias, targets, *statistics, *upstream)
+        kept = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest, *upstream)
         ctx.options = options
-        ctx.mark_non_differentiable(logprobs, statistics[0])
-        return loss, logprobs, statistics[0]
+        ctx.mark_non_differentiable(logprobs, entropy)
+        return loss, logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable

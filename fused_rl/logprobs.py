@@ -77,7 +77,7 @@ def token_logprobs(
     Returns:
         `TokenLogprobs(logprobs, entropy, lse)`, each fp32 of the shape of the targets, (B, T - 1) for `shift`, each
         differentiable once with respect to the logits. entropy >= 0 and logprobs <= 0 exactly. Between forward and
-        backward, O(rows) are kept beyond the logits.
+        backward, O(rows) are kept beyond the logits; none of it is an output, so these may be modified in place.
 
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
@@ -198,7 +198,7 @@ def _forward(logits, targets, mask, temperature, row_temperature, softcap):
         _inverse(temperature, row_temperature),
         softcap,
     )
-    return tuple(o.view(targets.shape) for o in outputs)
+    return tuple(o.resize_(targets.shape) for o in outputs)  # no views, which could not be modified in place
 
 
 def _backward(dlogits, logits, per_row, temperature, row_temperature, softcap):
@@ -274,7 +274,8 @@ def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
 def _setup_context(ctx, inputs, output):
     logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap = inputs
     _, entropy, _, m, rest = output  # `RowStatistics`, as operators return them: a plain tuple
-    ctx.save_for_backward(logits, targets, mask, entropy, m, rest, row_temperature)
+    kept = entropy.clone()  # the caller may modify the output
+    ctx.save_for_backward(logits, targets, mask, kept, m, rest, row_temperature)
     ctx.mark_non_differentiable(m, rest)
     ctx.set_materialize_grads(False)
 

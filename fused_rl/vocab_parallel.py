@@ -154,7 +154,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             )
         logprobs = torch.where(astray, torch.nan, merged.logprobs)
         logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in (logprobs, merged.entropy, merged.lse))
-        ctx.save_for_backward(logits, targets, mask, entropy, merged.m.float(), merged.rest.float())
+        kept = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(logits, targets, mask, kept, merged.m.float(), merged.rest.float())
         ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
