@@ -297,7 +297,7 @@ def linear_token_logprobs(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
-            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature not positive.
+            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature out of range.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))

@@ -57,14 +57,15 @@ def token_logprobs(
 
     A row scores x = cap(logits) / temperature with cap(z) = softcap * tanh(z / softcap). -inf logits (banned tokens)
     are legal anywhere; a target there has log-probability -inf. A row that is -inf throughout returns (-inf, 0, -inf)
-    and gets a gradient of 0. NaN or +inf in an unmasked row makes its outputs NaN.
+    and gets a gradient of 0. NaN or +inf in an unmasked row makes its outputs NaN. Every finite logit counts as what it
+    is, however large; an output beyond fp32 is infinite.
 
     Args:
         logits: (..., V), bf16, fp16 or fp32. Rows may have any strides; only a last dimension whose stride is not 1
             is copied.
         targets: (...), integers in [0, V) wherever the mask is True.
-        temperature: a number > 0, or a tensor broadcastable to the outputs' shape, one > 0 per row (not
-            differentiated).
+        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to the outputs' shape, one per row
+            (not differentiated).
         mask: bool, of the outputs' shape, True where a row counts. Any other row is not read forward, returns 0 and
             gets a gradient of exactly 0, whatever its logits and target are.
         softcap: a number > 0, or None.
@@ -81,10 +82,10 @@ def token_logprobs(
 
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
-        ValueError: a shape, dtype or device that does not fit; a temperature or softcap that is not positive and
-            finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor (targets,
-            per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability is NaN, and
-            FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a synchronisation per call.
+        ValueError: a shape, dtype or device that does not fit; a temperature out of range, or a softcap that is not
+            positive and finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor (targets,
+            per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability and a
+            bad temperature's outputs are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a synchronisation per call.
     """
     check_row_arguments(logits, targets, temperature, mask, softcap, shift)
     if inplace:

@@ -112,7 +112,6 @@ def merge_logprobs(local, owns_target, inv_t, group):
     The maximum stays out of the sum: a rank that holds it adds its rest, the others add 1 + rest.
     """
     logprobs, entropy, lse, m, rest = (x.double() for x in local)
-    m = torch.where(lse == -torch.inf, -torch.inf, m)  # no column allowed here
     known = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     (m_all,) = _reduced([known], dist.ReduceOp.MAX, group)
     below = torch.where(m == -torch.inf, -torch.inf, (m - m_all) * inv_t)

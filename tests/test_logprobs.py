@@ -477,10 +477,7 @@ BAD = {
     "inplace: leaf": (LEAF, Y, {"inplace": True}, "overwrite a leaf"),
     "inplace: shared rows": ((LEAF * 1)[:, :1].expand(2, 3, 8), Y, {"inplace": True}, "do not overlap, got strides"),
 }  # fmt: skip
-BAD |= {
-    f"temperature: {t}": (X, Y, {"temperature": t}, f"finite number > 0, got {t}")
-    for t in (0, -1.0, torch.nan, torch.inf)
-}
+BAD |= {f"temperature: {t}": (X, Y, {"temperature": t}, f"got {t}") for t in (0, -1.0, torch.nan, torch.inf)}
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
