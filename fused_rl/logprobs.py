@@ -83,9 +83,10 @@ def token_logprobs(
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
         ValueError: a shape, dtype or device that does not fit; a temperature out of range, or a softcap that is not
-            positive and finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor (targets,
-            per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability and a
-            bad temperature's outputs are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a synchronisation per call.
+            positive and finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor
+            (targets, per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability
+            and a bad temperature's outputs are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same
+            checks, at the price of a synchronisation per call.
     """
     check_row_arguments(logits, targets, temperature, mask, softcap, shift)
     if inplace:
