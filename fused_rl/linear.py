@@ -203,6 +203,7 @@ def _check_head(hidden, weight, targets, bias):
         raise ValueError(
             "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or stand under autocast; got "
             + ", ".join(map(str, dtypes))
+            + "; cast the hidden states to the head's, hidden.to(weight.dtype)"
         )
     devices = {t.device for t in (*given, targets)}
     if len(devices) > 1:
