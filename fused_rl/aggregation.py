@@ -8,7 +8,7 @@ from torch import Tensor
 from fused_rl.checks import check_choice, check_mask, described
 from fused_rl.masked import at_least_fp32, masked_sum
 
-__all__ = ["LOSS_AGGS", "Batch", "Sequences", "aggregate"]
+__all__ = ["LOSS_AGGS", "Batch", "Sequences", "aggregate", "possible"]
 
 
 class Aggregation(NamedTuple):
@@ -127,6 +127,14 @@ class Batch:
     def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
         """(B, T) -> (): reduced once."""
         return masked_sum(losses * self.shares(loss_agg), self.mask) / self.denominator(loss_agg)
+
+
+def possible(mask, *policies):
+    """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
+    for logprobs in policies:
+        if logprobs is not None and logprobs.shape == mask.shape:  # the batch says what is wrong with other shapes
+            mask = mask & (logprobs.detach() != -torch.inf)
+    return mask
 
 
 def aggregate(

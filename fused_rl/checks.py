@@ -12,7 +12,15 @@ from torch import Tensor
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Within these logits / temperature and its gradient stay far from the ends of fp32.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
+
+
+_TEMPERATURE_RANGE = (
+    f"temperature must be a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} (0.01 comes close to the greedy "
+    "choice)"
+)
 
 
 def described(x: object) -> str:
@@ -65,7 +73,10 @@ def check_targets(targets: Tensor, of: str, shape: Collection[int], hint: str = 
 def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> None:
     """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
     if not isinstance(temperature, Tensor):
-        check_positive("temperature", temperature, "a small one, such as 0.01, comes close to the greedy choice")
+        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        # the numbers themselves: torch.compile(dynamic=True) makes a symbol of a module's float, and a variant of it
+        if not is_number or not 1e-6 <= temperature <= 1e6:
+            raise ValueError(f"{_TEMPERATURE_RANGE}, got {temperature!r}")
         return
     sizes = zip(reversed(temperature.shape), reversed(rows), strict=False)
     fits = temperature.dim() <= len(rows) and all(size in (1, row) for size, row in sizes)
@@ -109,11 +120,10 @@ def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int) -> Non
 def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None) -> None:
     if row_temperature is None:
         return
-    bad = ~((row_temperature > 0) & (row_temperature < math.inf))
+    bad = ~((row_temperature >= LEAST_TEMPERATURE) & (row_temperature <= MOST_TEMPERATURE))  # NaN too
     bad = bad if mask is None else bad & mask
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
-            f"temperature must be finite and > 0 in every row, got {row_temperature[at].item()} for "
-            f"logits[{', '.join(map(str, at))}]"
+            f"{_TEMPERATURE_RANGE}, got {row_temperature[at].item()} for logits[{', '.join(map(str, at))}]"
         )

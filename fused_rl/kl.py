@@ -31,12 +31,15 @@ def token_kl(
     With pi = softmax(logits / temperature) and ref = softmax(ref_logits / temperature): "reverse" is KL(pi || ref),
     "forward" KL(ref || pi), "jensen-shannon" the mean of KL(pi || mean) and KL(ref || mean), at most log 2. No value is
     negative; equal logits give exactly 0, and so do logits that differ by a constant when that difference is exact.
-    Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats.
+    Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats. A divergence that is small beside
+    the distance D = |max logits - max ref_logits| / temperature is right to 1e-7 D, and NaN where D is above 1e7 and it
+    is below D / 100: nothing of it is known.
 
     A column where both logits are -inf adds nothing. Where the second distribution of a KL is -inf and the first is
     not, that KL is inf, however small the probability; such a row gets a gradient of exactly 0, as no step along it
     would make the KL finite. A row that is -inf throughout is no distribution: KL(it || other) is 0, KL(other || it)
-    inf, without gradient. NaN or +inf in an unmasked row makes it NaN. Logits of -1e20 and below count as -inf.
+    inf, without gradient. NaN or +inf in an unmasked row makes it NaN, and so does a logit above 1e19, which is more
+    than differences can tell from a ban. Logits of -1e20 and below count as -inf.
 
     Args:
         logits: (..., V), bf16, fp16 or fp32, of the policy. Any strides; copied only when a stride of the last
@@ -44,15 +47,16 @@ def token_kl(
             16 bytes although V is a multiple of 16.
         ref_logits: like logits, same shape and device; detach it (or compute it under no_grad) to save its gradient.
         direction: "reverse", "forward" or "jensen-shannon".
-        temperature: a number > 0, or a tensor broadcastable to (...), one > 0 per row (not differentiated). It divides
-            both logits.
+        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to (...), one per row (not
+            differentiated). It divides both logits.
         mask: (...) bool, True where a row counts. Any other row is not read, returns 0 and gets a gradient of 0.
 
     Returns:
         (...) fp32, differentiable once with respect to logits, and to ref_logits where it requires grad.
 
     Raises:
-        ValueError: a direction, shape, dtype or device that does not fit; a temperature that is not positive.
+        ValueError: a direction, shape, dtype or device that does not fit; a temperature out of range (on a GPU one
+            per row is not looked at: its row is NaN).
     """
     check_choice("direction", direction, DIRECTIONS)
     check_logits_pair(logits, ref_logits, mask)
@@ -115,7 +119,7 @@ def _token_kl(
     if js:
         sums = backend.jensen_shannon.js_fwd(*rows, state)
         divergence = JensenShannonSums(*sums).divergence.clone()
-    return divergence.view(x.shape[:-1]), state, sums
+    return divergence.resize_(x.shape[:-1]), state, sums  # no view, which could not be modified in place
 
 
 @_token_kl.register_fake
@@ -159,7 +163,8 @@ def _token_kl_backward_fake(g, x, y, *arguments):
 def _token_kl_context(ctx, inputs, output):
     x, y, mask, ctx.temperature, row_temperature, ctx.js = inputs
     divergence, state, sums = output
-    ctx.save_for_backward(x, y, mask, row_temperature, divergence, state, sums)
+    kept = divergence.clone()  # the caller may modify the output
+    ctx.save_for_backward(x, y, mask, row_temperature, kept, state, sums)
     ctx.mark_non_differentiable(state, sums)
     ctx.set_materialize_grads(False)
 

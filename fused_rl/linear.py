@@ -68,7 +68,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
         ctx.options = inv_temperature, softcap, budget
         logprobs, entropy, lse, m, rest = tiles.statistics(hidden, *gather(weight, bias), targets, *ctx.options)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, m, rest)
+        kept = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -111,7 +112,8 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     loss = torch.zeros((), device=hidden.device)
-    logprobs, entropy, m, rest, dlogprobs, dentropy = torch.zeros(6, n, device=hidden.device)
+    new = [torch.zeros(n, device=hidden.device) for _ in range(6)]  # no views: they are handed out
+    logprobs, entropy, m, rest, dlogprobs, dentropy = new
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
@@ -151,12 +153,13 @@ class _LinearTokenLoss(torch.autograd.Function):
         form = _gradients_at_once if tiles.one_pass_rows(hidden, len(weight), needs, budget) else _gradients_in_two
         loss, gradients, upstream, statistics = form(needs, hidden, *head, targets, options, token_loss, per_token)
         dhidden, dweight, dbias = gradients.take()
-        logprobs, *statistics = statistics
+        logprobs, entropy, m, rest = statistics
         ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
-        ctx.save_for_backward(hidden, weight, bias, targets, *statistics, *upstream)
+        kept = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest, *upstream)
         ctx.options = options
-        ctx.mark_non_differentiable(logprobs, statistics[0])
-        return loss, logprobs, statistics[0]
+        ctx.mark_non_differentiable(logprobs, entropy)
+        return loss, logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -200,6 +203,7 @@ def _check_head(hidden, weight, targets, bias):
         raise ValueError(
             "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or stand under autocast; got "
             + ", ".join(map(str, dtypes))
+            + "; cast the hidden states to the head's, hidden.to(weight.dtype)"
         )
     devices = {t.device for t in (*given, targets)}
     if len(devices) > 1:
@@ -294,7 +298,7 @@ def linear_token_logprobs(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
-            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature not positive.
+            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature out of range.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))

@@ -49,7 +49,8 @@ class _LinearTokenKL(torch.autograd.Function):
             divergence.append(kl_rows)
             state.append(state_rows)
         divergence = torch.cat(divergence)
-        statistics = divergence, torch.cat(state, 1), torch.cat(sums, 1)
+        kept = divergence.clone()  # the caller may modify the output
+        statistics = kept, torch.cat(state, 1), torch.cat(sums, 1)
         ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics)
         ctx.options = inv_temperature, direction, budget
         return divergence

@@ -57,14 +57,15 @@ def token_logprobs(
 
     A row scores x = cap(logits) / temperature with cap(z) = softcap * tanh(z / softcap). -inf logits (banned tokens)
     are legal anywhere; a target there has log-probability -inf. A row that is -inf throughout returns (-inf, 0, -inf)
-    and gets a gradient of 0. NaN or +inf in an unmasked row makes its outputs NaN.
+    and gets a gradient of 0. NaN or +inf in an unmasked row makes its outputs NaN. Every finite logit counts as what it
+    is, however large; an output beyond fp32 is infinite.
 
     Args:
         logits: (..., V), bf16, fp16 or fp32. Rows may have any strides; only a last dimension whose stride is not 1
             is copied.
         targets: (...), integers in [0, V) wherever the mask is True.
-        temperature: a number > 0, or a tensor broadcastable to the outputs' shape, one > 0 per row (not
-            differentiated).
+        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to the outputs' shape, one per row
+            (not differentiated).
         mask: bool, of the outputs' shape, True where a row counts. Any other row is not read forward, returns 0 and
             gets a gradient of exactly 0, whatever its logits and target are.
         softcap: a number > 0, or None.
@@ -77,14 +78,15 @@ def token_logprobs(
     Returns:
         `TokenLogprobs(logprobs, entropy, lse)`, each fp32 of the shape of the targets, (B, T - 1) for `shift`, each
         differentiable once with respect to the logits. entropy >= 0 and logprobs <= 0 exactly. Between forward and
-        backward, O(rows) are kept beyond the logits.
+        backward, O(rows) are kept beyond the logits; none of it is an output, so these may be modified in place.
 
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
-        ValueError: a shape, dtype or device that does not fit; a temperature or softcap that is not positive and
-            finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor (targets,
-            per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability is NaN, and
-            FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a synchronisation per call.
+        ValueError: a shape, dtype or device that does not fit; a temperature out of range, or a softcap that is not
+            positive and finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor
+            (targets, per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability
+            and a bad temperature's outputs are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same
+            checks, at the price of a synchronisation per call.
     """
     check_row_arguments(logits, targets, temperature, mask, softcap, shift)
     if inplace:
@@ -198,7 +200,7 @@ def _forward(logits, targets, mask, temperature, row_temperature, softcap):
         _inverse(temperature, row_temperature),
         softcap,
     )
-    return tuple(o.view(targets.shape) for o in outputs)
+    return tuple(o.resize_(targets.shape) for o in outputs)  # no views, which could not be modified in place
 
 
 def _backward(dlogits, logits, per_row, temperature, row_temperature, softcap):
@@ -274,7 +276,8 @@ def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
 def _setup_context(ctx, inputs, output):
     logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap = inputs
     _, entropy, _, m, rest = output  # `RowStatistics`, as operators return them: a plain tuple
-    ctx.save_for_backward(logits, targets, mask, entropy, m, rest, row_temperature)
+    kept = entropy.clone()  # the caller may modify the output
+    ctx.save_for_backward(logits, targets, mask, kept, m, rest, row_temperature)
     ctx.mark_non_differentiable(m, rest)
     ctx.set_materialize_grads(False)
 

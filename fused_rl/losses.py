@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fused_rl.aggregation import Batch, aggregate
+from fused_rl.aggregation import Batch, aggregate, possible
 from fused_rl.checks import check_choice
 from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import check_token_level, resolve_options, surrogate_of
@@ -80,7 +80,8 @@ def policy_loss(
         policy_loss(logprobs, old_logprobs, advantages, mask, preset="grpo", kl_coef=0.04, ref_logprobs=ref)
 
     Where the mask is False no input has any effect, NaN included. The masks and weights below act on the surrogate; the
-    KL term and the entropy bonus stay on every token that counts, and no mask changes a denominator.
+    KL term and the entropy bonus stay on every token that counts, and no mask changes a denominator. A token that
+    counts with log-probability -inf, a banned one, makes the loss NaN or inf: mask it, or pass `skip_impossible=True`.
 
     Args:
         logprobs: (B, T) floating point, nats, of the policy.
@@ -119,6 +120,8 @@ def policy_loss(
     _check_needs(chosen, ref_logprobs, entropy)
 
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
+    if chosen.skip_impossible:
+        mask = possible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
     batch = Batch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
     logprobs, entropy = batch.tokens("logprobs", logprobs), batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
@@ -211,7 +214,8 @@ def policy_token_loss(
         token_loss, per_token = policy_token_loss(old_logprobs, advantages, mask, preset="dapo", num_tokens=n)
         loss, logprobs, entropy = linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
 
-    Arguments as `policy_loss`; its metrics come from `policy_loss` on the logprobs and entropy returned above.
+    Arguments as `policy_loss`; its metrics come from `policy_loss` on the logprobs and entropy returned above. With
+    `skip_impossible`, a token that only the policy itself gives no probability stays in what is counted here.
 
     Returns:
         The function of (logprobs, entropy, *per_token), and the tuple of (B, T) tensors it takes.
@@ -224,6 +228,8 @@ def policy_token_loss(
     chosen = resolve_options(preset, options)
     check_token_level(chosen)
     _check_needs(chosen, ref_logprobs, entropy=True)
+    if chosen.skip_impossible:
+        mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
     batch = Batch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
     old = batch.constant("old_logprobs", old_logprobs)
@@ -246,6 +252,9 @@ def policy_token_loss(
 
     def token_loss(logprobs, entropy, *tensors):
         given = dict(zip(per_token, tensors, strict=True))
+        if chosen.skip_impossible:
+            kept = logprobs.detach() != -torch.inf
+            logprobs, given["shares"] = torch.where(kept, logprobs, 0), torch.where(kept, given["shares"], 0)
         old = given.get("old", logprobs.detach())
         surrogate = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
         surrogate = surrogate * given.get("weights", 1) * entropy_gate(entropy, None, chosen)

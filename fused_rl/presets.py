@@ -54,6 +54,9 @@ class PolicyLossOptions:
     """Keep the surrogate of this fraction of the batch's tokens only, those of highest entropy (arXiv:2506.01939)."""
     entropy_threshold: float | None = None
     """The same by a fixed threshold in nats, which does not depend on the micro-batch."""
+    skip_impossible: bool = False
+    """Leave out tokens that a policy gives no probability (-inf): of loss, KL term, metrics and the denominators that
+    are counted here; those given stay. False: such a token makes the loss NaN or inf, as -inf - -inf does."""
 
     def __post_init__(self):
         check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)

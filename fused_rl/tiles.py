@@ -136,7 +136,7 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
     """`RowStatistics` of all rows."""
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device).logprob
-    outputs = torch.zeros(len(RowStatistics._fields), n, device=hidden.device, dtype=torch.float32)
+    outputs = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields]  # no views: they are handed out
     step = forward_rows(hidden, vocab, budget)
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     for rows in blocks(n, step):

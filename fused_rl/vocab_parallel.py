@@ -112,7 +112,6 @@ def merge_logprobs(local, owns_target, inv_t, group):
     The maximum stays out of the sum: a rank that holds it adds its rest, the others add 1 + rest.
     """
     logprobs, entropy, lse, m, rest = (x.double() for x in local)
-    m = torch.where(lse == -torch.inf, -torch.inf, m)  # no column allowed here
     known = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     (m_all,) = _reduced([known], dist.ReduceOp.MAX, group)
     below = torch.where(m == -torch.inf, -torch.inf, (m - m_all) * inv_t)
@@ -154,7 +153,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             )
         logprobs = torch.where(astray, torch.nan, merged.logprobs)
         logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in (logprobs, merged.entropy, merged.lse))
-        ctx.save_for_backward(logits, targets, mask, entropy, merged.m.float(), merged.rest.float())
+        kept = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(logits, targets, mask, kept, merged.m.float(), merged.rest.float())
         ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse

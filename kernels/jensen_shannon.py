@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.online import log1p
+from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     LOG2E,
     RUNTIME,
@@ -82,7 +82,7 @@ def js_kernel(
         tl.store(sums_ptr + AT_DIVERGENCE * N, 0.0)
         return
     if inv_t_ptr is not None:
-        inv_t = tl.load(inv_t_ptr + row)
+        inv_t = valid(tl.load(inv_t_ptr + row))
     x_ptr += row_offset(row, T, stride_xb, stride_xt, ALIGNED)
     y_ptr += row_offset(row, T, stride_yb, stride_yt, ALIGNED)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
@@ -98,7 +98,8 @@ def js_kernel(
     if full < V:
         x, y = load(x_ptr, y_ptr, full + cols, V, True)
         js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
-    tl.store(sums_ptr + AT_DIVERGENCE * N, tl.sum(js, 0))
+    divergence = tl.sum(js, 0)
+    tl.store(sums_ptr + AT_DIVERGENCE * N, tl.where(divergence < 0, 0.0, divergence))  # NaN is not < 0
     tl.store(sums_ptr + AT_P_A * N, tl.sum(p_sum, 0))
     tl.store(sums_ptr + AT_Q_B * N, tl.sum(q_sum, 0))
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
-from fused_rl.kernels.online import LN2, log1p
+from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
     AT_F,
@@ -57,6 +57,8 @@ from fused_rl.kernels.states import KLState
 
 FLOOR = tl.constexpr(-5e19)  # the maximum of nothing: exp2(BANNED - FLOOR) is 0
 NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, beyond every logit
+MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
+TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
 
 COLUMNS = 32  # of a thread per step, in 16-byte loads; each thread holds the state of its own columns
@@ -73,16 +75,32 @@ def total(v):
 
 
 @triton.jit
-def _scale(w, m, c, n, offset, k):
-    """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
-    return tl.where(w > 0, tl.exp2(difference(m, n, offset, True) * k - c * LOG2E), 0.0)
+def _exponent(m, c, n, offset, inv_t):
+    """(m - n - offset) / T - c, right to its own last bits, where its terms may be hundreds of nats."""
+    d = m - n
+    back = d - m
+    low = (m - (d - back)) - (n + back)
+    e = d - offset
+    back = e - d
+    low += (d - (e - back)) - (offset + back)
+    return tl.fma(low, inv_t, tl.fma(e, inv_t, -c))
 
 
 @triton.jit
-def _moved(own, w, scale, h, some):
-    """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`."""
+def _scale(w, m, c, n, offset, inv_t):
+    """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
+    return tl.where(w > 0, tl.exp2(_exponent(m, c, n, offset, inv_t) * LOG2E), 0.0)
+
+
+@triton.jit
+def _moved(own, w, scale, h, left, some):
+    """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
+
+    `left`: its mean beyond its c, a first moment that counts where h is large.
+    """
     near = w * scale * excess(-h)
-    return tl.where(tl.abs(h) < tl.where(some, 1.0, -1.0), near, own - w * scale * (1 + h))
+    far = tl.fma(-own, left, own) - w * scale * (1 + (h - left))
+    return tl.where(tl.abs(h) < tl.where(some, 1.0, -1.0), near, far)
 
 
 @triton.jit
@@ -103,7 +121,7 @@ def _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT: tl.c
     some = w_t > TINY
     c_t = tl.where(some, total(p * d) / w_t * inv_t, 0.0)
     w_t = tl.where(some, w_t, 0.0)  # NaN in f tells that this was NaN
-    scale = _scale(w_t, m_new, c_t, n_new, offset, k)
+    scale = _scale(w_t, m_new, c_t, n_new, offset, inv_t)
     u = tl.fma(d, inv_t, -c_t[None, :, None])
     left_t = tl.where(some, total(p * u) / w_t, 0.0)  # what fp32 leaves out of c_t
     near = tl.abs(u) < tl.where(some, 1.0, -1.0)[None, :, None]
@@ -113,7 +131,7 @@ def _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT: tl.c
     f_t = total(tl.where(near, 0.0, q)) + scale * total(p * tl.where(near, excess(u), u - 1))
 
     # both about their common mean
-    own = w * _scale(w, m, c, n_new, offset, k)
+    own = w * _scale(w, m, c, n_new, offset, inv_t)
     own_t = w_t * scale
     w = w * a
     w_new = w + w_t
@@ -121,9 +139,10 @@ def _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT: tl.c
     c_new = tl.where(some, c + (c_t - c) * (w_t / w_new), 0.0)
     left_new = tl.where(some, (w * ((c - c_new) + left) + w_t * ((c_t - c_new) + left_t)) / w_new, 0.0)
     w_new = tl.where(some, w_new, 0.0)
-    scale = _scale(w_new, m_new, c_new, n_new, offset, k)
+    scale = _scale(w_new, m_new, c_new, n_new, offset, inv_t)
     f = f * a_y + f_t
-    f += _moved(own, w, scale, c_new - c, some) + _moved(own_t, w_t, scale, c_new - c_t, some)
+    f += _moved(own, w, scale, c_new - c, left, some)
+    f += _moved(own_t, w_t, scale, c_new - c_t, left_t, some)
     return m_new, w_new, w_all, c_new, left_new, n_new, s, f, d_max
 
 
@@ -134,19 +153,19 @@ def _merge(m, w, w_all, c, left, n, s, f, d_max, offset, inv_t):
     m_row = tl.max(m, 0)
     n_row = tl.max(n, 0)
     a = tl.exp2((m - m_row) * k)
-    own = w * _scale(w, m, c, n_row, offset, k)
+    own = w * _scale(w, m, c, n_row, offset, inv_t)
     w = w * a
     w_row = tl.sum(w, 0)
     some = w_row > TINY
     c_row = tl.where(some, tl.sum(w * c, 0) / w_row, 0.0)
-    left = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
+    left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
     w_row = tl.where(some, w_row, 0.0)
-    scale = _scale(w_row, m_row, c_row, n_row, offset, k)
+    scale = _scale(w_row, m_row, c_row, n_row, offset, inv_t)
     a_y = tl.exp2((n - n_row) * k)
-    f = tl.sum(f * a_y + _moved(own, w, scale, c_row - c, some), 0)
+    f = tl.sum(f * a_y + _moved(own, w, scale, c_row - c, left, some), 0)
     w_all = tl.sum(w_all * a, 0)
     s = tl.sum(s * a_y, 0)
-    return m_row, w_row, w_all, c_row, left, n_row, s, f, tl.max(d_max, 0)
+    return m_row, w_row, w_all, c_row, left_row, n_row, s, f, tl.max(d_max, 0)
 
 
 @triton.jit
@@ -162,12 +181,20 @@ def _offset(x_ptr, y_ptr, V):
 
 
 @triton.jit
-def _divergence(m, w, c, n, f, offset, inv_t):
-    """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none."""
-    z = c * LOG2E - difference(m, n, offset, True) * (inv_t * LOG2E)
+def _divergence(m, w, c, left, n, f, offset, inv_t):
+    """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none.
+
+    F is about c, which fp32 leaves h = `left` short of the mean: about the mean, F / W is e^h (F / W + 1 - h) - 1.
+    """
+    z = -_exponent(m, c, n, offset, inv_t)
     r = tl.where(w > 0, f / w, 1.0)
-    far = z * LN2 + tl.log(tl.where(r > 0, r, 1.0))
-    return tl.where(w > 0, tl.where(z > 40, far, log1p(r * tl.exp2(tl.minimum(z, 40.0)))), 0.0)
+    far = z + left + tl.log(tl.where(r > 0, r, 1.0))
+    a = r * tl.exp2(tl.minimum(z + left, 30.0) * LOG2E)
+    series = -left * left * tl.fma(left, tl.fma(left, tl.fma(left, 1 / 30, 0.125), 1 / 3), 0.5)
+    short = tl.where(tl.abs(left) < 0.1, series, tl.exp(left) * (1 - left) - 1)
+    a += short
+    near = log1p(tl.where(a < 0, 0.0, a))  # NaN is not < 0
+    return tl.where(w > 0, tl.where(z > 28, far, near), 0.0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -196,7 +223,7 @@ def kl_fwd_kernel(
         tl.store(kl_ptr + row, 0.0)
         return
     if inv_t_ptr is not None:
-        inv_t = tl.load(inv_t_ptr + row)
+        inv_t = valid(tl.load(inv_t_ptr + row))
     x_ptr += row_offset(row, T, stride_xb, stride_xt, ALIGNED)
     y_ptr += row_offset(row, T, stride_yb, stride_yt, ALIGNED)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
@@ -223,13 +250,17 @@ def kl_fwd_kernel(
         x, y = load(x_ptr, y_ptr, full + cols, V, True)
         m, w, w_all, c, left, n, s, f, d_max = _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT)
     m, w, w_all, c, left, n, s, f, d_max = _merge(m, w, w_all, c, left, n, s, f, d_max, offset, inv_t)
-    kl = _divergence(m, w, c, n, f, offset, inv_t)
+    kl = _divergence(m, w, c, left, n, f, offset, inv_t)
+    distance = tl.abs(m - n) * inv_t
+    kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
     lone = d_max > -0.5 * BANNED  # Q bans a column that P does not, however little its mass
     nan = (w_all - w_all) + (s - s)  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
+    nan += tl.where(tl.maximum(m, n) > MOST, float("nan"), 0.0)
     tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
     # c / inv_t goes into the offset, so that c + left is small and keeps its bits for the gradient
     mean = offset + c / inv_t
-    c = tl.fma(offset - mean, inv_t, c) + left
+    moved = offset - mean
+    c = tl.fma(moved, inv_t, c) + tl.fma(difference(offset, mean, moved, True), inv_t, left)
     state_ptr += row
     tl.store(state_ptr + AT_M * N, m)
     tl.store(state_ptr + AT_W * N, w)
@@ -300,7 +331,7 @@ def kl_bwd_kernel(
         _store(dx_ptr, dy_ptr, zeros, zeros, full + cols, V, True)
         return
     if inv_t_ptr is not None:
-        inv_t = tl.load(inv_t_ptr + row)
+        inv_t = valid(tl.load(inv_t_ptr + row))
     g = tl.load(g_ptr + row) * inv_t
     none = tl.load(state_ptr + AT_W_ALL * N + row) == 0  # P bans everything
     g = tl.where((tl.load(divergence_ptr + row) == float("inf")) | none, 0.0, g)

@@ -21,7 +21,21 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.online import LN2, NAN, NEG, log1p, merge, reduce_lanes, start, step, tanh, widen
+from fused_rl.kernels.online import (
+    FAR,
+    LN2,
+    NAN,
+    exact_sum,
+    in_range,
+    log1p,
+    merge,
+    reduce_lanes,
+    start,
+    step,
+    tanh,
+    valid,
+    widen,
+)
 from fused_rl.kernels.states import RowStatistics
 
 THREADS = 128  # per program
@@ -136,19 +150,52 @@ def last_columns(row_ptr, head, streamed, vocab, softcap, LANES: tl.constexpr):
 def row_scale(inv_t_ptr, row, inv_t, scale, scale_low):
     """1 / temperature of a row, and log2(e) / temperature in two parts; the caller's where all rows share them."""
     if inv_t_ptr is not None:
-        inv_t = tl.load(inv_t_ptr + row)
+        inv_t = valid(tl.load(inv_t_ptr + row))
         scale = tl.fma(inv_t, 1.4426950216293335, 0.0)
         scale_low = tl.fma(inv_t, 1.4426950216293335, -scale) + inv_t * 1.925963033500011e-08
     return inv_t, scale, scale_low
 
 
 @triton.jit
-def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap):
+def load_columns(x_ptr, column, vocab, softcap):
+    x = tl.load(x_ptr + column, mask=column < vocab, other=0.0).to(tl.float32)
+    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+
+
+@triton.jit
+def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
+    """As `reduce_lanes`, from two more reads of the row: right for all logits, at the price of those reads."""
+    lane = tl.arange(0, LANES)
+    lane_m = tl.full((LANES,), float("-inf"), tl.float32)
+    for begin in tl.range(0, vocab, LANES, num_stages=1):
+        lane_m = tl.maximum(lane_m, load_columns(x_ptr, begin + lane, vocab, softcap))
+    m = tl.max(lane_m, 0)
+
+    # about the maximum; +inf and NaN become NaN in the sums
+    about = tl.where(m == float("-inf"), 0.0, m)
+    off = scale_low / scale
+    ties, rest, t = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    for begin in tl.range(0, vocab, LANES, num_stages=1):
+        x = load_columns(x_ptr, begin + lane, vocab, softcap)
+        d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
+        d = tl.fma(d, off, d)
+        p = tl.exp2(d)
+        ties += (x == m).to(tl.int32)
+        rest += tl.where(x == m, p - 1.0, p)  # NaN from inf - inf
+        t = tl.fma(p, -d, t)
+    more = tl.maximum(tl.sum(ties, 0) - 1, 0).to(tl.float32)
+    return m, exact_sum(rest) + more, -LN2 * exact_sum(t)
+
+
+@triton.jit
+def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES: tl.constexpr):
     """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
     logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr = outputs
     lane_m, lane_rest, lane_t = state
     m, rest, t = reduce_lanes(lane_m, lane_rest, lane_t, scale, scale_low)
-    banned = (m <= NEG) & (rest == rest)  # nothing but -inf
+    if in_range(m, rest, t, scale) == 0:
+        m, rest, t = wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES)
+    banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + row)
     known = (target >= 0) & (target < vocab)
     x = cap(tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32), softcap)
@@ -226,7 +273,7 @@ def logprob_fwd_kernel(
             m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
         x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
         state = step(m, rest, t, (x,), scale, 1)
-        store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap)
+        store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES)
 
 
 @triton.jit(
@@ -269,7 +316,7 @@ def logprob_merge_kernel(
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
     state = step(m, rest, t, (x,), scale, 1)
-    store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap)
+    store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES)
 
 
 @triton.jit
@@ -280,7 +327,7 @@ def gradient(x, m, scale, a, b, softcap):
     if b is None:
         g = tl.exp2(d) * a
     else:
-        d = tl.maximum(d, NEG, propagate_nan=NAN)  # 0 * -inf
+        d = tl.maximum(d, FAR, propagate_nan=NAN)  # 0 * -inf
         g = tl.exp2(d) * tl.fma(b, d, a)
     return g if softcap is None else g * uncap(y, softcap)
 
@@ -295,7 +342,7 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
     """The gradient of the target's logit x, with 1 - p = rest / (1 + rest) exactly where x is the maximum."""
     y = tl.minimum(cap(x, softcap), m, propagate_nan=NAN)
     p_m = 1.0 / (1.0 + rest)
-    s = tl.maximum((y - m) * inv_t, NEG, propagate_nan=NAN)
+    s = tl.maximum((y - m) * inv_t, FAR, propagate_nan=NAN)
     p = tl.where(y == m, p_m, tl.exp2(s * 1.4426950408889634) * p_m)
     one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)
     g = inv_t * (dlogprob * one_minus_p + p * (dlse - dentropy * (s - log1p(rest) + entropy)))

@@ -13,12 +13,16 @@ communication until the row's end. ref is off by delta = m * scale - ref, which 
 takes out again, so that a constant added to all logits cancels.
 
 An element of -inf adds nothing; a lane that saw nothing else has m = NEG. NaN reaches rest and stays there.
+
+Lanes are right while |ref| < 2^31: beyond, delta is more than the exponent of a sum holds. `in_range` tells; a row that
+is not is read again by `wide_row`, about its true maximum.
 """
 
 import triton
 import triton.language as tl
 
-NEG = tl.constexpr(-1.0e30)  # finite, also times any scale: no inf - inf. Logits below it count as banned (-inf)
+NEG = tl.constexpr(-1.0e30)  # finite, also times any scale: no inf - inf. Nothing below it becomes a lane's maximum
+FAR = tl.constexpr(-1.0e4)  # log2 units: 2^FAR is 0, and FAR times any upstream gradient finite
 LN2 = tl.constexpr(0.6931471805599453)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -83,7 +87,8 @@ def merge(m, rest, t, m2, rest2, t2, scale):
     new = tl.maximum(ref, ref2)
     rest, t = rescale(rest, t, ref - new)
     rest2, t2 = rescale(rest2, t2, ref2 - new)
-    d = tl.minimum(tl.fma(low, scale, -new), 1.0)  # the rounding of new, where both are NEG, is far from 0
+    # between equal maxima d is what rounded off new; where both are NEG that is anything
+    d = tl.minimum(tl.fma(low, scale, -new), tl.where(low > NEG, 100.0, 1.0))
     rest, t = add(rest + rest2, t + t2, d)
     return m, rest, t
 
@@ -112,6 +117,19 @@ def reduce_lanes(m, rest, t, scale, scale_low):
     off = scale_low / scale
     mean = tl.where(rest > 0, t / rest, 0.0)
     return top, tl.fma(off, t, rest), tl.fma(off, t + t * mean, t)
+
+
+@triton.jit
+def valid(inv_t):
+    """1 / temperature as it is, and NaN where a temperature per row is outside what `fused_rl.checks` allows."""
+    return tl.where((inv_t > 0.99e-6) & (inv_t < 1.01e6), inv_t, float("nan"))
+
+
+@triton.jit
+def in_range(m, rest, t, scale):
+    """Whether the lanes of a row held what they had to: its maximum, and sums that are finite."""
+    held = (m > NEG) & (tl.abs(m * scale) < 1073741824.0)  # 2^30: lanes of smaller maxima have room up to 2^31
+    return held & (rest - rest == 0) & (t - t == 0)
 
 
 @triton.jit

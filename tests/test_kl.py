@@ -427,8 +427,8 @@ def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
     ("change", "message"),
     [
         ({"direction": "js"}, "direction must be one of"),
-        ({"temperature": 0.0}, "temperature must be a finite number > 0"),
-        ({"temperature": torch.zeros(3)}, "temperature must be finite and > 0 in every row, got 0.0"),
+        ({"temperature": 0.0}, r"temperature must be a number from 1e-06 to 1e\+06"),
+        ({"temperature": torch.zeros(3)}, r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0 for logits"),
         ({"temperature": torch.ones(4)}, "temperature must be"),
         ({"mask": torch.ones(3)}, "mask must be a bool tensor"),
         ({"mask": torch.ones(2, dtype=torch.bool)}, r"mask must have the shape of the rows, \(3,\), got \(2,\)"),

@@ -470,17 +470,14 @@ BAD = {
     "softcap: 0": (X, Y, {"softcap": 0.0}, "softcap must be a finite number > 0, got 0.0; pass None"),
     "softcap: NaN": (X, Y, {"softcap": torch.nan}, "softcap must be a finite number > 0, got nan"),
     "temperature: per row, one bad": (X, Y, {"temperature": torch.tensor([[1.0, 2, 0], [1, 1, 1]])},
-                                      r"> 0 in every row, got 0.0 for logits\[0, 2\]"),
+                                      r"from 1e-06 to 1e\+06 .*, got 0.0 for logits\[0, 2\]"),
     "temperature: other shape": (X, Y, {"temperature": torch.ones(3, 3)}, r"broadcastable .* \(2, 3\), .* \(3, 3\)"),
     "temperature: other device": (X, Y, {"temperature": torch.ones(2, 3, device="meta")}, "temperature is on meta"),
     "temperature: with gradient": (X, Y, {"temperature": torch.ones(3, requires_grad=True)}, r"temperature.detach\(\)"),
     "inplace: leaf": (LEAF, Y, {"inplace": True}, "overwrite a leaf"),
     "inplace: shared rows": ((LEAF * 1)[:, :1].expand(2, 3, 8), Y, {"inplace": True}, "do not overlap, got strides"),
 }  # fmt: skip
-BAD |= {
-    f"temperature: {t}": (X, Y, {"temperature": t}, f"finite number > 0, got {t}")
-    for t in (0, -1.0, torch.nan, torch.inf)
-}
+BAD |= {f"temperature: {t}": (X, Y, {"temperature": t}, f"got {t}") for t in (0, -1.0, torch.nan, torch.inf)}
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)

@@ -71,6 +71,8 @@ class PolicyConfig(RunConfig):
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: NonNegativeFloat | None = None
     """See clip_low; inf is no upper bound."""
+    skip_impossible: bool | None = None
+    """Leave out tokens that a policy gives no probability (-inf), which make the loss NaN."""
     delta: Positive | None = None
     """Bound on the ratio where the advantage is negative, above 1 + clip_high (dual clip)."""
     sapo_temperature_pos: Positive | None = None

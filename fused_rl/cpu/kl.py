@@ -27,6 +27,8 @@ from fused_rl.kernels.states import JensenShannonSums, KLState
 
 # As in the kernels: the maximum of nothing, a mass that is none, log(p / q) where P has no mass.
 FLOOR, TINY, NONE = -5e19, 1e-30, -1e10
+MOST = 1e19  # of a logit
+TOO_FAR = 1e7  # nats, as in the kernels
 
 
 def kl_fwd(x, y, mask, inv_t):
@@ -143,6 +145,9 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, most, t):
     # mean / t goes into the offset, so that c is small and keeps its bits for the gradient
     offset = (mean / t).float().double()
     nan = (w_all - w_all) + (n_row - n_row)  # 0, or NaN where a logit is NaN or inf
+    nan = torch.where((m_row > MOST) | (n_row > MOST), torch.nan, nan)
+    distance = (m_row - n_row).abs() * t
+    nan = torch.where(some_row & (distance > TOO_FAR) & (kl < 0.01 * distance), torch.nan, nan)
     kl = torch.where(lone, torch.inf, kl) + nan
     state = KLState(
         m=m_row,

@@ -113,6 +113,7 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         "off_policy_threshold": 0.2,
         "top_entropy": 0.5,
         "entropy_threshold": None,  # not beside top_entropy
+        "skip_impossible": True,
     }
     assert changed.keys() == PolicyLossOptions.__dataclass_fields__.keys()
     given = {name: value for name, value in changed.items() if value is not None}

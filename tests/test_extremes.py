@@ -1,0 +1,166 @@
+"""Logits as large as fp32 holds, fills in place of -inf, temperatures at the ends of their range, rows far apart."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import reference, token_kl, token_logprobs
+
+VOCAB = 2100  # several elements in every lane of a kernel, several blocks of the CPU path, and a tail
+MOST, LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
+DIRECTIONS = ("reverse", "forward", "jensen-shannon")
+
+
+def filled(value, **at):
+    """A row of one value, but for others at the columns that the names say: c5=1.0."""
+    row = torch.full((VOCAB,), value)
+    for column, other in at.items():
+        row[int(column[1:])] = other
+    return row
+
+
+def noise(deviation=1.0, seed=0):
+    return deviation * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+ROWS = {
+    "a greedy temperature": (noise(3.0), 1e-6),
+    "a flat temperature": (noise(3.0), 1e6),
+    "ties at a greedy temperature": (filled(1.0, c3=5.0, c600=5.0), 1e-6),
+    "filled with -1e9": (filled(-1e9), 0.6),
+    "filled with -1e10": (filled(-1e10), 1.0),
+    "filled with -1e30": (filled(-1e30), 1e-6),
+    "filled with finfo.min": (filled(LEAST), 1.0),
+    "finfo.min, else -inf": (filled(-torch.inf, c3=LEAST), 1.0),
+    "all but two filled with -1e12": (filled(-1e12, c3=1.0, c600=2.0), 0.7),
+    "all but two filled with finfo.min": (filled(LEAST, c3=1.0, c600=2.0), 1.0),
+    "forced by finfo.max": (torch.where(filled(0.0, c3=1.0) > 0, MOST, noise()), 1.0),
+    "forced by finfo.max, another": (torch.where(filled(0.0, c9=1.0) > 0, MOST, noise()), 1.0),
+    "two near 3e38": (filled(1.0, c3=3e38, c600=3e38), 1.0),
+    "from -3e38 to 3e38": (filled(-3e38, c3=3e38), 1.0),
+    "spread over 1e9": (noise(1e9), 1.0),
+    "spread over 1e36": (noise(1e36), 1.0),
+    "two values next to each other at 7e8": (filled(7.4e8, c3=7.4e8 - 64), 1.0),
+}
+
+
+def logprobs_and_gradient(op, logits, temperature):
+    logits = logits.detach()[None].requires_grad_()
+    outputs = op(logits, torch.tensor([3], device=logits.device), temperature=temperature)
+    (gradient,) = torch.autograd.grad(outputs.logprobs.sum() + 0.3 * outputs.entropy.sum(), logits)
+    return *(o.detach() for o in outputs), gradient
+
+
+def assert_right(actual, exact):
+    """Log-probability and lse to an ulp of the largest, as fp32 rounds them; entropy and gradient as everywhere."""
+    logprobs, entropy, lse, gradient = actual
+    scale = exact[2].abs().clamp(min=1)
+    for a, e in ((logprobs, exact[0]), (lse, exact[2])):
+        rounded = e.float().double()  # inf where fp32 ends
+        assert torch.equal(a.double(), rounded) or (a.double() - e).abs() <= 1e-6 * scale.maximum(exact[0].abs())
+    assert (entropy.double() - exact[1]).abs() <= 2e-6 * exact[1] + 1e-12
+    assert (gradient.double() - exact[3]).abs().max() <= 2e-6 * exact[3].abs().max() + 1e-30
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_every_finite_logit_counts_as_what_it_is(backend, case):
+    row, temperature = ROWS[case]
+    exact = logprobs_and_gradient(reference.token_logprobs, row.double(), temperature)
+    assert_right(logprobs_and_gradient(token_logprobs, row.to(backend), temperature), exact)
+
+
+def test_rows_of_one_large_value(backend):
+    """Of 64 values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
+    values = torch.linspace(0.5e9, 1.5e9, 64).to(backend)
+    logits = values[:, None].expand(64, VOCAB)
+    outputs = token_logprobs(logits, torch.arange(64, device=backend))
+    uniform = torch.full((64,), VOCAB, dtype=torch.float64, device=backend).log()
+    assert (outputs.entropy - uniform).abs().max() <= 2e-6 * uniform[0]
+    assert (outputs.logprobs + uniform).abs().max() <= 2e-6 * uniform[0]
+
+
+def test_nan_and_inf_among_large_logits(backend):
+    rows = [filled(1e12, c5=torch.nan), filled(LEAST, c5=torch.nan), filled(1e12, c5=torch.inf)]
+    outputs = token_logprobs(torch.stack(rows).to(backend), torch.tensor([3, 3, 3], device=backend))
+    assert all(o.isnan().all() for o in outputs)
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e7, 1e29])
+def test_temperatures_out_of_range_are_refused_in_one_wording(backend, temperature):
+    logits, targets = torch.zeros(2, 8, device=backend), torch.zeros(2, dtype=torch.long, device=backend)
+    hidden = torch.zeros(2, 4, device=backend)
+    for given in (temperature, torch.full((2,), temperature, device=backend)):
+        calls = (
+            lambda t: token_logprobs(logits, targets, temperature=t),
+            lambda t: token_kl(logits, logits, temperature=t),
+            lambda t: fused_rl.linear_token_logprobs(hidden, hidden, targets, temperature=t),
+        )
+        for call in calls:
+            if isinstance(given, float) or backend == "cpu":
+                with pytest.raises(ValueError, match=r"temperature must be a number from 1e-06 to 1e\+06 .*, got"):
+                    call(given)
+
+
+def divergence(x, y, direction, temperature):
+    """fp64 by its definition: none of these rows is close to the other."""
+    logp, logq = (torch.log_softmax(z.double() / temperature, -1) for z in (x, y))
+    logp, logq = (logq, logp) if direction == "forward" else (logp, logq)
+    if direction != "jensen-shannon":
+        return (logp.exp() * (logp - logq)).sum(-1)
+    mean = torch.logaddexp(logp, logq) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    return ((logp.exp() * (logp - mean)).sum(-1) + (logq.exp() * (logq - mean)).sum(-1)) / 2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature):
+    """Heads that share a column with the other row, and heads that do not; one in the columns looked at first."""
+    generator = torch.Generator().manual_seed(0)
+    heights = (25, 60, 150, 300, 600, 1000)
+    x = temperature * torch.randn(3 * len(heights), VOCAB, generator=generator)
+    y = x + 0.5 * temperature * torch.randn(x.shape, generator=generator)
+    for i, height in enumerate(heights):
+        up = height * temperature
+        x[3 * i, 7] += up
+        y[3 * i, 900] += up
+        x[3 * i + 1, 900] += up
+        y[3 * i + 1, 900] += up
+        y[3 * i + 1, 1400] += up + 3 * temperature
+        x[3 * i + 2, [5, 1400]] += torch.tensor([up, up + 2 * temperature])
+        y[3 * i + 2, [1400, 1900]] += up
+    value = token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature).cpu().double()
+    exact = divergence(x, y, direction, temperature)
+    relative = (value - exact).abs() / exact
+    assert (relative <= 2e-6).all(), relative
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-4, 1e-2, 1e6])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperature):
+    """5e-6 of the value, or less than 1e-7 nats; Jensen-Shannon knows x - y to an fp32 ulp, over T."""
+    x = torch.stack([noise(3.0, seed) for seed in range(4)])
+    y = x + torch.stack([noise(0.5, 10 + seed) for seed in range(4)])
+    y[0, x[0].argmax()] = 15.0
+    value = token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature).cpu().double()
+    exact = divergence(x, y, direction, temperature)
+    blurred = min((2**-23 * 15 / temperature) ** 2 / 8, 0.1) if direction == "jensen-shannon" else 0.0
+    assert ((value - exact).abs() <= 5e-6 * exact + 1e-7 + blurred).all(), (value, exact)
+    assert (value >= 0).all()
+
+
+def test_divergence_of_logits_beyond_its_bound_is_nan(backend):
+    x = torch.stack([filled(0.0, c3=3e38), filled(0.0, c3=2e19)]).to(backend)
+    assert token_kl(x, torch.zeros_like(x)).isnan().all()
+
+
+@pytest.mark.parametrize("column", [3, 900])
+def test_a_forced_token_is_right_or_nan(backend, column):
+    """KL(forced || other) = -log q(forced), to 1e-7 of the distance between the rows; NaN where that says nothing."""
+    other = noise(seed=1)
+    exact = -torch.log_softmax(other.double(), -1)[column]
+    for height in (30, 100, 600, 1e4, 1e6, 1e8, 1e12, 1e18):
+        x = noise()
+        x[column] = height
+        value = token_kl(x[None].to(backend), other[None].to(backend)).cpu().double()
+        known = (value - exact).abs() <= 2e-6 * exact + 1e-7 * height
+        assert value.isnan() if height > 1e7 else known, (height, value)

@@ -1,0 +1,72 @@
+"""Tokens that a policy gives no probability, and that count all the same."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import policy_loss, policy_token_loss
+
+SHAPE = (3, 6)
+IMPOSSIBLE = [(0, 1), (1, 0), (2, 5)]  # in both policies; in the one that sampled; in the reference
+
+
+def inputs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, old, ref, advantages = -3 * torch.rand(4, *SHAPE, generator=generator)
+    mask = torch.rand(SHAPE, generator=generator) < 0.8
+    for at in IMPOSSIBLE:
+        mask[at] = True
+    kept = mask.clone()
+    for at, tensors in zip(IMPOSSIBLE, ((logprobs, old), (old,), (ref,)), strict=True):
+        kept[at] = False
+        for tensor in tensors:
+            tensor[at] = -torch.inf
+    return logprobs, old, ref, advantages + 1.5, mask, kept
+
+
+OPTIONS = {
+    "ppo": {"preset": "ppo"},
+    "grpo": {"preset": "grpo", "kl_coef": 0.1},
+    "gspo": {"preset": "gspo", "kl_coef": 0.1, "kl_estimator": "k3"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_skipped_tokens_are_as_masked_ones(options):
+    """Loss, metrics and gradient; what the caller counted stays, what is counted here follows the mask."""
+    logprobs, old, ref, advantages, mask, kept = inputs()
+    for denominators in ({}, {"num_tokens": 40, "num_sequences": 7}):
+
+        def run(logprobs, mask, denominators=denominators, **more):
+            logprobs = logprobs.clone().requires_grad_()
+            arguments = {"ref_logprobs": ref, **options, **denominators, **more}
+            loss, metrics = policy_loss(logprobs, old, advantages, mask, **arguments)
+            return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
+
+        loss, gradient, metrics = run(logprobs, mask, skip_impossible=True)
+        wanted_loss, wanted_gradient, wanted_metrics = run(logprobs, kept)
+        assert loss.isfinite() and torch.equal(loss, wanted_loss)
+        assert torch.equal(gradient, wanted_gradient) and (gradient[~kept] == 0).all()
+        assert metrics == wanted_metrics and all(value.isfinite() for value in metrics.values())
+        assert not run(logprobs, mask)[0].isfinite()  # as the docstring says
+
+
+def test_skipped_tokens_of_a_token_loss():
+    """The policy's own -inf comes from a banned logit and is known only inside; the caller's denominator is used."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(*SHAPE, 8, generator=generator), torch.randn(20, 8, generator=generator)
+    targets = torch.randint(20, SHAPE, generator=generator)
+    _, old, ref, advantages, mask, kept = inputs()
+    bias = torch.zeros(20)
+    bias[targets[0, 1]] = -torch.inf
+    kept &= targets != targets[0, 1]
+    gradients = []
+    for counted, more in ((mask, {"skip_impossible": True}), (kept, {})):
+        h = hidden.clone().requires_grad_()
+        token_loss, per_token = policy_token_loss(
+            old, advantages, counted, ref_logprobs=ref, kl_coef=0.1, num_tokens=15, **more
+        )
+        loss, *_ = fused_rl.linear_token_loss(h, weight, targets, token_loss, *per_token, bias=bias, mask=counted)
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, h)))
+    (loss, gradient), (wanted_loss, wanted_gradient) = gradients
+    assert torch.allclose(loss, wanted_loss) and torch.allclose(gradient, wanted_gradient, atol=1e-7)

@@ -1,0 +1,94 @@
+"""What a caller may do with an output: modify it in place while it carries a gradient, as in plain PyTorch."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import reference
+
+LEADING, VOCAB, WIDTH = (2, 5), 60, 8
+MODIFICATIONS = {
+    "[~mask] = 0": lambda output, mask: output.__setitem__(~mask, 0.0),
+    "+=": lambda output, mask: output.__iadd__(1.0),
+    "mul_": lambda output, mask: output.mul_(3.0),
+    "clamp_": lambda output, mask: output.clamp_(-3.5, 3.5),
+    "masked_fill_": lambda output, mask: output.masked_fill_(mask, 0.0),
+}
+
+
+def leaves(device, seed=0):
+    """logits, hidden, weight, and the targets and a mask."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (*LEADING, VOCAB), (*LEADING, WIDTH), (VOCAB, WIDTH)
+    inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    targets = torch.randint(VOCAB, LEADING, generator=generator).to(device)
+    return inputs, targets, (torch.rand(LEADING, generator=generator) < 0.6).to(device)
+
+
+def logprobs(module, logits, hidden, weight, targets, **options):
+    return module.token_logprobs(logits, targets, **options)
+
+
+def inplace_logprobs(module, logits, hidden, weight, targets):
+    return module.token_logprobs(logits * 1, targets, inplace=True)
+
+
+def linear_logprobs(module, logits, hidden, weight, targets, **options):
+    return module.linear_token_logprobs(hidden, weight, targets, **options)
+
+
+def divergence(module, logits, hidden, weight, targets, **options):
+    return [module.token_kl(logits, (logits + logits.sin()).detach(), **options)]
+
+
+def linear_divergence(module, logits, hidden, weight, targets, **options):
+    return [module.linear_token_kl(hidden, weight, hidden.sin().detach(), weight.sin().detach(), **options)]
+
+
+OPS = {
+    "token_logprobs": (logprobs, {}),
+    "token_logprobs shift": (logprobs, {"shift": True}),
+    "token_logprobs inplace": (inplace_logprobs, {}),
+    "linear_token_logprobs": (linear_logprobs, {}),
+    "token_kl": (divergence, {}),
+    "token_kl jensen-shannon": (divergence, {"direction": "jensen-shannon"}),
+    "linear_token_kl": (linear_divergence, {}),
+    "linear_token_kl jensen-shannon": (linear_divergence, {"direction": "jensen-shannon"}),
+}
+
+
+@pytest.mark.parametrize("modify", MODIFICATIONS.values(), ids=MODIFICATIONS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
+    """Every output, one after the other, in one graph: what was kept for the backward pass is none of them."""
+    function, options = OPS[op]
+    inputs, targets, mask = leaves(backend)
+
+    def gradients(module, dtype):
+        xs = [x.to(dtype).requires_grad_() for x in inputs]
+        outputs = function(module, *xs, targets, **options)
+        for output in outputs:
+            modify(output, mask[:, 1:] if "shift" in op else mask)
+        loss = sum((output * (i + 1)).sum() for i, output in enumerate(outputs))
+        return [d for d in torch.autograd.grad(loss, xs, allow_unused=True) if d is not None]
+
+    actual, expected = gradients(fused_rl, torch.float32), gradients(reference, torch.float64)
+    for d, exact in zip(actual, expected, strict=True):
+        assert (d.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
+def test_a_modified_output_of_a_token_loss(backend):
+    """The first backward pass has its gradients already; the second one recomputes them from what was kept."""
+    (_, hidden, weight), targets, mask = leaves(backend)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    tiles = (512, 1e-3)  # one, and a row at a time
+    for workspace_mb in tiles:
+        loss, logprobs, entropy = fused_rl.linear_token_loss(
+            hidden, weight, targets, lambda lp, h: -lp - 0.1 * h.square(), workspace_mb=workspace_mb
+        )
+        entropy[mask] = 0.0
+        logprobs.add_(1.0)
+        first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        second = torch.autograd.grad(loss, (hidden, weight))
+        for a, b in zip(first, second, strict=True):
+            assert (a - b).abs().max() <= 2e-6 * b.abs().max()
