@@ -172,7 +172,7 @@ def load_tokenizer(name: str, revision: str | None = None):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
         raise InputError(f"model={name!r}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) == 0:
