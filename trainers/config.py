@@ -343,7 +343,7 @@ def load_function(name: str, what: str):
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise InputError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
     return found
