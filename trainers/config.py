@@ -282,7 +282,7 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
     try:
         _check_names(config_class, argv)
         for path in _config_files(argv):
-            _refuse_repeated_keys(path)
+            _check_file(path)
     except InputError as error:
         parser.error(str(error))
     values = parser.parse_args(argv).as_dict()
@@ -325,15 +325,19 @@ def _config_files(argv: list[str]) -> list[Path]:
     return [Path(name) for name in after + joined if Path(name).is_file()]
 
 
-def _refuse_repeated_keys(path: Path) -> None:
-    """YAML takes the last of two equal keys without a word."""
+def _check_file(path: Path) -> None:
+    """Refuse what is no YAML of options: it takes the last of two equal keys without a word."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if node is not None and not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{path}: expected lines of `option: value`")
     seen = {}
-    for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
+    for key, _ in [] if node is None else node.value:
         line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise InputError(f"{path}, line {line}: expected the name of an option before the colon")
         if key.value in seen:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
@@ -350,7 +354,7 @@ def load_function(name: str, what: str):
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise InputError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
     return found

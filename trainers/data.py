@@ -124,6 +124,8 @@ def _read_object(text: str, where: str) -> dict:
         raise InputError(f"{where}, character {error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
         raise InputError(f"{where}: JSON nested too deeply to be read") from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise InputError(f"{where}: not JSON that can be read: {in_a_line(error)}") from error
     if not isinstance(row, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}")
     if "\\u" in text:  # only an escape can spell half a character
@@ -172,7 +174,7 @@ def load_tokenizer(name: str, revision: str | None = None):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
         raise InputError(f"model={name!r}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) == 0:
@@ -223,7 +225,8 @@ class Encoder:
         prompt, eos = self._encode_prompt(messages, rows.where(i)), self.tokenizer.eos_token_id
         if not self.chat:
             return prompt, [*self.tokenizer(text, add_special_tokens=False).input_ids, eos]
-        whole = self._template([*messages, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        turns = [*messages, {"role": "assistant", "content": text}]
+        whole = self._template(turns, rows.where(i), add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
             raise InputError(f"{rows.where(i)}: the chat template does not continue its own generation prompt")
         completion = whole[len(prompt) :]
@@ -249,7 +252,10 @@ class Encoder:
         return prompt
 
     def _encode_prompt(self, messages: list[dict], where: str) -> list[int]:
-        ids = self._template(messages, add_generation_prompt=True) if self.chat else self._raw(messages[-1]["content"])
+        if self.chat:
+            ids = self._template(messages, where, add_generation_prompt=True)
+        else:
+            ids = self._raw(messages[-1]["content"])
         if not ids:
             raise InputError(f"{where}: the prompt is empty, and a model needs a token to begin with")
         return ids
@@ -262,11 +268,16 @@ class Encoder:
             ids = ids[1:]
         return ids[:-1] if len(ids) > 1 and ids[-1] == eos and bos != eos else ids  # a prompt has not ended
 
-    def _template(self, messages: list[dict], *, add_generation_prompt: bool) -> list[int]:
+    def _template(self, messages: list[dict], where: str, *, add_generation_prompt: bool) -> list[int]:
         # The template writes the special tokens itself: transformers adds none when it tokenises the result.
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
+            roles = ", ".join(message["role"] for message in messages[:8])
+            what = f"the chat template does not take these messages ({roles})"
+            raise InputError(f"{where}: {what}: {in_a_line(error)}") from error
 
 
 def _are_messages(value) -> bool:

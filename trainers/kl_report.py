@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, engine
+from fused_rl.trainers import data, engine, models
 from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
@@ -128,10 +128,9 @@ def load(name: str, option: str):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     cuda = torch.cuda.is_available()
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if cuda else torch.float32)
-    except OSError as error:
-        raise InputError(f"{option}={name!r} is neither a local folder with a model nor on the Hub: {error}") from error
+    dtype = torch.bfloat16 if cuda else torch.float32
+    lm = models.read_whole(AutoModelForCausalLM, name, option=option, dtype=dtype)
+    models.check_causal(lm, name, option)
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
     return lm.to("cuda" if cuda else "cpu").eval()
 
@@ -150,6 +149,9 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
     encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
     count = min(config.num_prompts, len(rows))
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
+    for lm in (policy, reference, behaviour):
+        where = zip(encoded, map(rows.where, range(count)), strict=True)
+        models.check_fits(lm, tokenizer, where, config.max_new_tokens, "max_new_tokens")
     prompts = sum(([ids] * config.samples for ids in encoded), [])
 
     # Sampled by the behaviour policy, then scored by all three.

@@ -75,42 +75,51 @@ def _check_plain_head(lm) -> None:
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
 
-def read_whole(auto_class, name: str, **options) -> nn.Module:
-    """The model that `name` holds, every weight read and finite; refuses what transformers would draw at random."""
+def read_whole(auto_class, name: str, *, option: str = "model", **options) -> nn.Module:
+    """The model that `name` holds, every weight read and finite; refuses what transformers would draw at random.
+
+    Args:
+        auto_class: of transformers.
+        name: a Hub name or a local folder.
+        option: which option named it, for errors.
+        **options: of `from_pretrained`.
+    """
     try:
-        model, report = auto_class.from_pretrained(name, output_loading_info=True, **options)
+        reading = {"output_loading_info": True, "trust_remote_code": False, **options}
+        model, report = auto_class.from_pretrained(name, **reading)
     except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
-        raise InputError(f"model={name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
+        raise InputError(f"{option}={name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
     kind = type(model).__name__
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[what]:
             keys = sorted(map(str, report[what]))
             shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
-            raise InputError(f"model={name!r} has {len(keys)} {what.replace('_keys', '')} weights for {kind}: {shown}")
-    check_weights(model, name)
+            raise InputError(
+                f"{option}={name!r} has {len(keys)} {what.replace('_keys', '')} weights for {kind}: {shown}"
+            )
+    check_weights(model, name, option)
     return model
 
 
-def check_weights(model: nn.Module, name: str) -> None:
+def check_weights(model: nn.Module, name: str, option: str = "model") -> None:
     """Refuse weights that are not finite."""
     broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
     if broken:
         shown = ", ".join(broken[:5])
-        raise InputError(f"model={name!r}: {len(broken)} weights hold NaN or infinite values, among them {shown}")
+        raise InputError(f"{option}={name!r}: {len(broken)} weights hold NaN or infinite values, among them {shown}")
 
 
 @torch.no_grad()
-def check_causal(lm: nn.Module, name: str) -> None:
+def check_causal(lm: nn.Module, name: str, option: str = "model") -> None:
     """Refuse a model in which a token sees its successors: its log-probabilities are not those of generation."""
     if lm.config.is_encoder_decoder:
-        raise InputError(f"model={name!r} is an encoder-decoder ({lm.config.model_type}); a causal LM is needed")
+        raise InputError(f"{option}={name!r} is an encoder-decoder ({lm.config.model_type}); a causal LM is needed")
     training, ids = lm.training, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]) % lm.config.get_text_config().vocab_size
     logits = lm.eval()(input_ids=ids.to(lm.device), use_cache=False).logits[:, :3].float()
     lm.train(training)
     if (logits[0] - logits[1]).abs().max() > 0.02 * logits.std():  # rounding moves them less, a token seen far more
-        raise InputError(
-            f"model={name!r} ({lm.config.model_type}) is not causal: a token's logits change with the tokens after it"
-        )
+        what = f"({lm.config.model_type}) is not causal: a token's logits change with the tokens after it"
+        raise InputError(f"{option}={name!r} {what}")
 
 
 def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], more: int, remedy: str) -> None:

@@ -8,12 +8,15 @@
 | messages: several turns | ignored if there | a conversation; its last turn is the response |
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from fused_rl.trainers import data, engine
 from fused_rl.trainers.config import InputError
+
+LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
 
 
 @dataclass
@@ -66,8 +69,9 @@ class PairEncoder:
             sides = [(p, r if len(r) <= limit else [*r[: limit - 1], eos]) for p, r in sides]
         margin = rows.rows[i].get(self.config.margin_column)
         a_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-        if margin is not None and not (a_number and math.isfinite(margin)):
-            raise InputError(f"{rows.where(i)}: column {self.config.margin_column!r} must be a number, got {margin!r}")
+        if margin is not None and not (a_number and abs(margin) <= LARGEST_MARGIN):
+            column = self.config.margin_column
+            raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
         return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
 
     def _unusable(self, pair: Pair) -> str | None:

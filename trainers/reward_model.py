@@ -56,14 +56,15 @@ class RewardModel(nn.Module):
 
         name = str(name)
         try:
-            config = AutoConfig.from_pretrained(name, revision=options.get("revision"))
+            revision = options.get("revision")
+            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, JSON errors
             raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
         trained = has_score_head(config)
         if trained:
             _check_scalar(config, name)
         config.num_labels = 1
-        reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+        reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False, **options}
         try:
             classifier, report = _classifier_class(config).from_pretrained(name, config=config, dtype=dtype, **reading)
         except InputError:

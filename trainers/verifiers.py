@@ -6,6 +6,7 @@ do to a run, and what the limits are: docs/verifiers.md.
 
 import difflib
 import inspect
+import math
 import numbers
 import re
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fused_rl.trainers import engine, patience
-from fused_rl.trainers.config import InputError, load_function
+from fused_rl.trainers.config import InputError, in_a_line, load_function
 from fused_rl.trainers.patience import Expired, within
 from fused_rl.trainers.rollout import Incidents, Sample, Scorer, where
 from fused_rl.trainers.workers import Pool, WorkerError
@@ -74,10 +75,15 @@ def _load(spelled: str, answer_column: str | None) -> Scorer:
 
 
 def _number(spelled: str, text: str | None, default: float | None) -> float | None:
+    if text is None:
+        return default
     try:
-        return default if text is None else float(text)
+        number = float(text)
     except ValueError as error:
         raise InputError(f"verifier {spelled!r}: {text.strip()!r} is not a number") from error
+    if not math.isfinite(number):
+        raise InputError(f"verifier {spelled!r}: {text.strip()!r} is not a finite number")
+    return number
 
 
 def answer_of(row: dict, column: str | None) -> str:
@@ -191,7 +197,7 @@ class ReasoningGymVerifier:
         try:
             self.score(answer, row)
         except Exception as error:
-            place, what = row.get("__where__", "a row"), f"{type(error).__name__}: {error}"
+            place, what = row.get("__where__", "a row"), in_a_line(error)
             raise InputError(f"{place}: reasoning_gym:{dataset} cannot score the row's own answer: {what}") from error
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -205,7 +211,7 @@ class ReasoningGymVerifier:
         try:
             return self.score(sample.text, sample.row)
         except Exception as error:  # of the dataset's generator, on nonsense: a wrong answer, and told
-            self.broken.append(f"{where(sample)} raised {type(error).__name__}: {error}"[:200])
+            self.broken.append(f"{where(sample)} raised {in_a_line(error)}"[:200])
             return 0.0
 
     def take_incidents(self) -> Incidents:

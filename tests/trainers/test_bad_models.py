@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fused_rl.trainers import data, grpo, models, sft
+from fused_rl.trainers import data, grpo, models, reward_model, sft
 from fused_rl.trainers.config import InputError
 from tests.trainers import tiny
 from tests.trainers.test_runs import grpo_config, sft_config
@@ -119,6 +119,15 @@ def test_an_encoder_decoder_is_refused(tmp_path):
     transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
     with pytest.raises(InputError, match="t5"):
         load(tmp_path / "t5")
+
+
+@pytest.mark.parametrize("read", [load, lambda folder: reward_model.RewardModel.from_pretrained(folder)])
+def test_code_of_a_model_is_refused_and_nobody_is_asked(read, folder, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("asked whether to run the model's code"))
+    change_config(folder, model_type="mine", auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.M"))
+    (folder / "mine.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(InputError, match="contains custom code"):
+        read(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder):

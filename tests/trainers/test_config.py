@@ -88,6 +88,22 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, capsys):
     assert "c.yaml, line 3: key 'lr' stands on line 1 too" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- lr\n", "expected lines of `option: value`"),
+        ("lr\n", "expected lines of `option: value`"),
+        ("? [lr]\n: 2\n", "line 1: expected the name of an option before the colon"),
+    ],
+)
+def test_a_file_of_anything_but_options_is_named(text, expected, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        made("--config", str(tmp_path / "c.yaml"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "c.yaml" in line and expected in line
+
+
 def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
     from fused_rl.presets import PolicyLossOptions
 

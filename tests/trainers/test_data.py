@@ -40,6 +40,7 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
         ),
         ('{"prompt": [{"role": "user", "content": ["a"]}]}', r"column 'prompt' must be text or a list of messages"),
         ('{"prompt": [{"role": "assistant", "content": "a"}]}', r"line 1: .* the assistant's messages alone"),
+        ('{"prompt": ' + "9" * 5000 + "}", r"line 1: not JSON that can be read: ValueError: .*5000 digits"),
         ("\n\n", r"d\.jsonl has no rows"),
     ],
 )
@@ -151,6 +152,24 @@ def test_messages_and_system_prompts_need_a_template():
         Encoder(tokenizer).prompt(Rows([{"prompt": [{"role": "user", "content": "x"}]}], "x"), 0, "prompt")
     with pytest.raises(InputError, match="system_prompt needs"):
         Encoder(tokenizer, system_prompt="S")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must\\nalternate') }}", "roles must alternate"),
+        ("{% for m in messages %}", "endfor"),
+    ],
+)
+def test_a_chat_template_that_raises_is_a_line_with_the_row(template, reason):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    rows = Rows([{"prompt": "hi", "completion": "yo"}], "x.parquet")
+    with pytest.raises(
+        InputError, match=rf"x.parquet, row 1: the chat template does not take .*[(]user[)].*{reason}"
+    ) as error:
+        Encoder(tokenizer).pair(rows, 0, None, "completion")
+    assert "\n" not in str(error.value)
 
 
 def test_the_order_visits_every_row_once_per_epoch_and_continues_anywhere():

@@ -1,9 +1,11 @@
 """`fused-rl kl-report`: the worked example as it is printed, and two small models against their own enumeration."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers import kl_report
 
@@ -93,3 +95,19 @@ def test_bad_arguments_say_what_is_missing(models, tmp_path, capsys):
     with pytest.raises(SystemExit, match="reference='.*nowhere' is neither a local folder"):
         argv = ["--model", str(folder / "policy"), "--prompts", str(prompts)]
         kl_report.main([*argv, "--reference", str(tmp_path / "nowhere")])
+
+
+def test_a_model_that_a_run_would_refuse_is_refused(models, tmp_path):
+    """Weights that transformers would draw at random, and more tokens than positions."""
+    folder, prompts = models
+    argv = ["--model", str(folder / "policy"), "--prompts", str(prompts)]
+    lacking = shutil.copytree(folder / "policy", tmp_path / "lacking")
+    kept = load_file(lacking / "model.safetensors")
+    del kept["model.norm.weight"]
+    save_file(kept, lacking / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit, match="reference='.*lacking' has 1 missing weights .*: model.norm.weight"):
+        kl_report.main([*argv, "--reference", str(lacking)])
+    with pytest.raises(
+        SystemExit, match=r"line 1: up to \d+ tokens, but the model has \d+ positions; lower max_new_tokens"
+    ):
+        kl_report.main([*argv, "--reference", str(folder / "policy"), "--max_new_tokens", "100000"])

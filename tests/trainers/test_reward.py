@@ -249,6 +249,14 @@ BAD_ROWS = {
         {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
         "column 'margin' must be a number, got 'much'",
     ),
+    "a margin that fp32 does not hold": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39},
+        "column 'margin' must be a number, got 1e[+]39",
+    ),
+    "a margin that no float holds": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
+        "column 'margin' must be a number, got 1000",
+    ),
     "a prompt that has its answer": (
         {"prompt": [USER, ASSISTANT], "chosen": "b", "rejected": "c"},
         "column 'prompt' ends with the assistant's turn",
@@ -370,6 +378,7 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
         lm.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("z")] = math.inf
     lm.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("fused_rl.trainers.reward_model.check_weights", lambda model, name: None)  # it would refuse
     lines = (folder / "pairs.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))

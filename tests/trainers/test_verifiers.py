@@ -340,12 +340,19 @@ def other_arguments(prompts, completions, answers):
 NO_FUNCTION = 3
 
 
-@pytest.mark.parametrize("code", ["def f(:", "raise RuntimeError('a key is missing')", "import sys; sys.exit(0)"])
+@pytest.mark.parametrize("code", ["def f(:", "raise RuntimeError('a key\\nis missing')", "import sys; sys.exit(0)"])
 def test_a_module_that_does_not_import_is_named(code, tmp_path, monkeypatch):
     (tmp_path / "does_not_import.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(InputError, match="verifier 'does_not_import:f': (SyntaxError|RuntimeError|SystemExit): "):
+    with pytest.raises(InputError, match="'does_not_import:f': (SyntaxError|RuntimeError|SystemExit): ") as error:
         load_scorers("does_not_import:f")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spelled", ["nan*math", "inf*math", "math>=nan", "-inf*my:f"])
+def test_a_weight_or_threshold_that_is_not_finite_is_refused_before_anything_starts(spelled):
+    with pytest.raises(InputError, match="is not a finite number"):
+        load_scorers(spelled)
 
 
 def test_what_is_no_verifier_is_refused_before_the_run(tmp_path, monkeypatch):
