@@ -74,6 +74,7 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
     if config.resume and not (folder / "checkpoints").exists():
         done = f"; its trained model is {folder / 'model'}" if (folder / "model").exists() else ""
         raise InputError(f"resume: there is no checkpoint in {folder / 'checkpoints'}{done}")
+    lock.release()  # of a run before this one in the process: releasing may remove the folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.take(folder)

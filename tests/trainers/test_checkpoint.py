@@ -600,6 +600,12 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_run_that_was_refused_can_be_tried_again_in_the_same_process(files, tmp_path):
+    for _ in range(2):
+        with pytest.raises(InputError, match="nobody"):
+            sft.train(run_config((str(tmp_path / "nobody"), files[1]), tmp_path / "new"))
+
+
 def test_the_docs_name_every_option_that_may_change():
     told = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert [name for name in sorted(resume.MAY_CHANGE) if f"`{name}`" not in told] == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, preferences, reward
+from fused_rl.trainers import data, preferences, reward, reward_model
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
 from tests.distributed import run_distributed
@@ -382,6 +382,7 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
     lines = (folder / "pairs.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(reward_model, "check_weights", lambda *_: None)  # else the model would be refused
     steps, step = [], deepspeed.DeepSpeedEngine.step
     monkeypatch.setattr(deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args)))
     config = make_config(tmp_path, normalize_pairs=3)  # rows 1 to 3; the first epoch, two steps, meets row 7
