@@ -69,12 +69,13 @@ def test_every_finite_logit_counts_as_what_it_is(backend, case):
     assert_right(logprobs_and_gradient(token_logprobs, row.to(backend), temperature), exact)
 
 
-def test_rows_of_one_large_value(backend):
-    """Of 64 values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
-    values = torch.linspace(0.5e9, 1.5e9, 64).to(backend)
-    logits = values[:, None].expand(64, VOCAB)
-    outputs = token_logprobs(logits, torch.arange(64, device=backend))
-    uniform = torch.full((64,), VOCAB, dtype=torch.float64, device=backend).log()
+@pytest.mark.parametrize(("count", "vocab"), [(64, VOCAB), (8, 20000)])  # one segment of a row, and two
+def test_rows_of_one_large_value(backend, count, vocab):
+    """Of values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
+    values = torch.linspace(0.5e9, 1.5e9, count).to(backend)
+    logits = values[:, None].expand(count, vocab)
+    outputs = token_logprobs(logits, torch.arange(count, device=backend))
+    uniform = torch.full((count,), vocab, dtype=torch.float64, device=backend).log()
     assert (outputs.entropy - uniform).abs().max() <= 2e-6 * uniform[0]
     assert (outputs.logprobs + uniform).abs().max() <= 2e-6 * uniform[0]
 
@@ -155,12 +156,12 @@ def test_divergence_of_logits_beyond_its_bound_is_nan(backend):
 
 @pytest.mark.parametrize("column", [3, 900])
 def test_a_forced_token_is_right_or_nan(backend, column):
-    """KL(forced || other) = -log q(forced), to 1e-7 of the distance between the rows; NaN where that says nothing."""
+    """KL(forced || other) = -log q(forced), to 5e-8 of the distance between the rows; NaN where that says nothing."""
     other = noise(seed=1)
     exact = -torch.log_softmax(other.double(), -1)[column]
-    for height in (30, 100, 600, 1e4, 1e6, 1e8, 1e12, 1e18):
+    for height in (30, 100, 300, 600, 1000, 1e4, 1e6, 1e8, 1e12, 1e18):
         x = noise()
         x[column] = height
         value = token_kl(x[None].to(backend), other[None].to(backend)).cpu().double()
-        known = (value - exact).abs() <= 2e-6 * exact + 1e-7 * height
+        known = (value - exact).abs() <= 1e-6 * exact + 5e-8 * height
         assert value.isnan() if height > 1e7 else known, (height, value)
