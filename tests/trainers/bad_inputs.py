@@ -27,8 +27,6 @@ class Case(NamedTuple):
     spoil: Callable[[Path], None] | None = None
     begins: bool = False
     """The run has begun when it is refused: the folder is its own, and what was there has gone."""
-    known: str | None = None
-    """Why it is not refused as it should be."""
 
 
 def of(commands: str, title: str, message: str, *options: str, **fields) -> list[Case]:

@@ -52,10 +52,12 @@ def start(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # A port that is free now, for ranks to meet at.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    # A process of each rank, of which one gets the signal.
     processes = []
     for rank in range(ranks):
         told = {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}

@@ -67,7 +67,7 @@ def folder(good, tmp_path, monkeypatch):
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below; lists of bytes for files."""
+    """Every file and folder below, None for a folder."""
     paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
@@ -117,7 +117,7 @@ def test_a_bad_input_is_one_line_and_changes_nothing(group, case, folder, monkey
         assert not [name for name in begun if name.endswith((".tmp", ".lock")) or name == "run/model"]
         assert {name: content for name, content in after.items() if name not in begun} == before
     except BaseException:
-        tally(kind, "otherwise" if case.known is None else "known")
+        tally(kind, "otherwise")
         raise
     tally(kind, "one clear line")
 
