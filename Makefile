@@ -54,6 +54,11 @@ test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
 test-slow: $(VENV)/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
+# The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
+.PHONY: test-faults
+test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults
+	$(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
+
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 10 minutes
 	$(ALL_CORES) $(BIN)/python -m bench

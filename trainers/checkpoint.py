@@ -288,7 +288,7 @@ def damage(checkpoint: Path) -> str | None:
             raise ValueError
     except FileNotFoundError:
         return f"{checkpoint / 'manifest.json'} is missing"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{checkpoint / 'manifest.json'} is not what was written"
     problems = []
     for name in sorted(files)[rank() :: world_size()]:

@@ -289,9 +289,9 @@ def read_metrics(path: Path) -> list[dict]:
 def _entry(line: bytes) -> dict | None:
     try:
         entry = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
         return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def _kept(path: Path, start: int) -> list[dict]:

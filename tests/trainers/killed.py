@@ -1,0 +1,123 @@
+"""Runs in processes of their own that get a signal at a chosen file operation, so that a moment can be repeated.
+
+Processes fork from one that has imported everything: a run takes a second and not ten.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from fused_rl.trainers import cli
+
+OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir")
+# Of other libraries alone: this one must be that of the test.
+PRELOADED = ["deepspeed", "transformers", "datasets", "matplotlib.pyplot", "torch.utils.tensorboard", "sympy", "peft"]
+PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto", "jsonargparse"]
+PRELOADED += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "docstring_parser", "rich.progress"]
+NEVER = -1
+
+
+class Moment(NamedTuple):
+    """When a process gets a signal: some time after its nth file operation in `run` on a path that has `at` in it."""
+
+    nth: int = NEVER
+    at: str = ""
+    delay: float = 0.0
+    """Seconds: into what C code writes, or between two operations."""
+    signal: int = signal.SIGKILL
+    rank: int = 0
+
+
+UNDISTURBED = Moment()
+
+
+def start(
+    command: str,
+    argv: list[str],
+    folder: Path,
+    moment: Moment = UNDISTURBED,
+    *,
+    ranks: int = 1,
+    judge: Path | None = None,
+):
+    """The processes of a run, one for each rank, with `folder` as the current one; what they print is in `log`.
+
+    `judge` stands in for math-verify. The operations of each rank are counted in `operations-<rank>`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # A port that is free now, for ranks to meet at.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    # A process of each rank, of which one gets the signal.
+    processes = []
+    for rank in range(ranks):
+        told = {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        its_own = moment if rank == moment.rank else UNDISTURBED
+        arguments = (command, argv, folder, its_own, told, judge)
+        processes.append(context.Process(target=_run, args=arguments, daemon=True))
+        processes[-1].start()
+    return processes
+
+
+def run(*args, **options) -> list[int]:
+    """The exit statuses of a run that has ended, by rank."""
+    processes = start(*args, **options)
+    for process in processes:
+        process.join(300)
+        process.kill()  # one that hangs is a failure, and must not outlive the test
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _run(command: str, argv: list[str], folder: Path, moment: Moment, told: dict[str, str], judge: Path | None) -> None:
+    """In the new process."""
+    os.setsid()  # a terminal's Ctrl-C goes to a whole group
+    os.chdir(folder)
+    sys.path.append(str(folder))
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(told, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    if judge is not None:
+        from fused_rl.trainers.verifiers import MathVerifier
+
+        MathVerifier.judge = judge
+    count = _watch(moment)
+    try:
+        importlib.import_module(cli.COMMANDS[command]).main(argv)
+    finally:
+        Path(f"operations-{told.get('RANK', 0)}").write_text(str(count()))
+
+
+def _watch(moment: Moment):
+    """Have the signal sent at its moment; returns what counts the operations so far."""
+    seen, matching = 0, 0
+
+    def strike():
+        if moment.signal == signal.SIGINT:
+            os.killpg(0, signal.SIGINT)
+        else:
+            os.kill(os.getpid(), moment.signal)
+
+    def hook(event, args):
+        nonlocal seen, matching
+        if event not in OPERATIONS or not args or not isinstance(args[0], (str, os.PathLike)):
+            return
+        path = os.fspath(args[0])
+        if isinstance(path, bytes) or not f"/{path}".partition("/run/")[1]:
+            return
+        seen, matching = seen + 1, matching + (moment.at in path)
+        if matching == moment.nth and moment.at in path:
+            threading.Timer(moment.delay, strike).start() if moment.delay else strike()
+
+    sys.addaudithook(hook)
+    return lambda: seen

@@ -1,0 +1,399 @@
+"""A saboteur: bad inputs, kills at random moments, damaged files. `make test-faults`; counts stand at the end."""
+
+import functools
+import importlib
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import cli, engine, verifiers
+from tests.trainers import tiny
+from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
+from tests.trainers.killed import Moment, run
+
+pytestmark = pytest.mark.slow
+
+TRAIN = shlex.split("--model model --output_dir run --overwrite --steps 1 --zero_stage 0 --save_every 0 --eval_size 2")
+GOOD = {
+    "sft": [*TRAIN, *shlex.split("--dataset rows.jsonl --completion_column answer --batch_size 2")],
+    "grpo": [
+        *TRAIN,
+        *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 2 --group_size 2"),
+        *shlex.split("--minibatches 1 --max_new_tokens 4"),
+    ],
+    "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
+    "kl-report": shlex.split("--model model --reference model --prompts rows.jsonl --samples 1 --max_new_tokens 4"),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """What a case starts from."""
+    folder = tmp_path_factory.mktemp("good")
+    tiny.model_folder(folder / "model")
+    tiny.jsonl(folder / "rows.jsonl", tiny.sums(12))
+    pairs = [{"prompt": f"{i}=", "chosen": f"{i} a", "rejected": f"{i + 1} bc"} for i in range(12)]
+    tiny.jsonl(folder / "pairs.jsonl", pairs)
+    (folder / "judges.py").write_text(JUDGES)
+    for name, code in MODULES.items():
+        (folder / f"{name}.py").write_bytes(code.encode("utf-8", "surrogateescape"))
+
+    # A run that has ended, as far as `--overwrite` looks.
+    for name in ("checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"):
+        path = folder / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("kept")
+    (folder / "run" / "checkpoints" / "latest").write_text("step-1")
+    return folder
+
+
+@pytest.fixture
+def folder(good, tmp_path, monkeypatch):
+    """A copy of it, as the current folder, without a Hub; the process group stays, which DeepSpeed joins only once."""
+    folder = Path(shutil.copytree(good, tmp_path / "folder"))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(good))
+    monkeypatch.setattr(engine, "teardown", lambda orderly: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, None for a folder."""
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def answer(command: str, argv: list[str], capfd) -> tuple[object, str, str]:
+    """(exit status, what an error said, what else was printed) of a command in this process."""
+    capfd.readouterr()
+    status, told = 0, ""
+    try:
+        importlib.import_module(cli.COMMANDS[command]).main(argv)
+    except SystemExit as stopped:
+        status, told = (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
+    out, err = capfd.readouterr()
+    return status, "\n".join(part for part in (err.strip(), told) if part), out
+
+
+def assert_one_line(case: Case, argv: list[str], capfd) -> None:
+    """The command ends with a status and one line, which says what is expected."""
+    status, told, out = answer(case.command, argv, capfd)
+    assert status not in (0, None), f"exit status {status}: {told or out}"
+    assert re.search(case.message, told), told
+    assert "\n" not in told and len(told) < 1000, told
+    assert told.startswith(f"fused-rl {case.command}: error: "), told
+    assert "Traceback" not in out and "usage:" not in out, out
+
+
+def named_cases():
+    for group, cases in CASES.items():
+        for case in cases:
+            yield pytest.param(group, case, id=f"{group}, {case.command}: {case.title}"[:80])
+
+
+@pytest.mark.parametrize(("group", "case"), named_cases())
+def test_a_bad_input_is_one_line_and_changes_nothing(group, case, folder, monkeypatch, capfd, tally):
+    if case.begins:
+        shutil.rmtree(folder / "run")
+    if case.spoil is not None:
+        case.spoil(folder)
+    if "sleeps" in case.title:
+        monkeypatch.setattr(verifiers, "FUNCTION_TIMEOUT", 0.3)
+    before = contents(folder)
+    kind = f"bad input, {group}"
+    try:
+        assert_one_line(case, [*GOOD[case.command], *case.options], capfd)
+        after = contents(folder)
+        begun = [name for name in after if case.begins and name.split("/")[0] == "run"]
+        assert not [name for name in begun if name.endswith((".tmp", ".lock")) or name == "run/model"]
+        assert {name: content for name, content in after.items() if name not in begun} == before
+    except BaseException:
+        tally(kind, "otherwise")
+        raise
+    tally(kind, "one clear line")
+
+
+# Kills.
+
+SEED = int(os.environ["FUSED_RL_FAULT_SEED"])
+LONG = shlex.split("--steps 3 --save_every 1 --eval_every 2 --keep_checkpoints 9 --eval_size 2")
+RUNS = {
+    "sft": [*GOOD["sft"], *LONG],
+    "grpo": [*GOOD["grpo"], *LONG, "--minibatches", "2", "--eval_samples", "1"],
+    "reward": [*GOOD["reward"], *LONG, "--zero_stage", "2"],
+}
+AIMED = {
+    "sft": [Moment(1, "step-2.tmp"), Moment(1, "latest", 0.001), Moment(1, "model.tmp", 0.02)],
+    "grpo": [Moment(3, "metrics.jsonl"), Moment(2, "step-1.tmp", 0.01), Moment(1, "run/model", 0.01)],
+    "reward": [Moment(4, "latest"), Moment(1, "evaluation.json"), Moment(1, "curves.png")],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(good, tmp_path_factory):
+    """`whole(command, ranks)` is the folder of a run that nothing interrupted; each is made once."""
+
+    @functools.cache
+    def make(command: str, ranks: int = 1, *options: str, judge: Path | None = None) -> Path:
+        folder = Path(shutil.copytree(good, tmp_path_factory.mktemp(f"whole-{command}") / "folder"))
+        assert run(command, [*RUNS[command], *options], folder, ranks=ranks, judge=judge) == [0] * ranks, log_of(folder)
+        return folder
+
+    return make
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "log").read_text()
+
+
+def argv_to_go_on(command: str, folder: Path, *options: str) -> list[str]:
+    """`--resume` where there is a checkpoint, else the run again."""
+    argv = [*RUNS[command], *options]
+    if (folder / "run" / "checkpoints" / "latest").exists():
+        return [*argv, "--overwrite", "false", "--resume"]
+    return argv
+
+
+def assert_equal_runs(folder: Path, expected: Path) -> None:
+    """The same files, and in them the same weights, metrics and samples, bit for bit."""
+    a, b = folder / "run", expected / "run"
+    weights, expected_weights = tiny.weights(a / "model"), tiny.weights(b / "model")
+    assert weights.keys() == expected_weights.keys()
+    for name in weights:
+        assert torch.equal(weights[name], expected_weights[name]), name
+    assert tiny.untimed(tiny.read_metrics(a)) == tiny.untimed(tiny.read_metrics(b))
+    assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
+    names = [{str(p.relative_to(of)) for p in of.rglob("*") if "tensorboard" not in p.parts} for of in (a, b)]
+    assert names[0] == names[1]
+
+
+def moments_of(command: str, operations: int) -> list[list[Moment]]:
+    """Per run the moments at which it is killed, one attempt after the other."""
+    dice = random.Random(f"{SEED} {command}")
+
+    def anywhere() -> Moment:
+        return Moment(dice.randint(1, operations), delay=dice.choice([0, dice.uniform(0, 0.05)]))
+
+    return [*([moment] for moment in AIMED[command]), [anywhere()], [anywhere()], [anywhere(), anywhere()]]
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_killed_run_goes_on_bit_for_bit(command, whole, good, tmp_path, tally):
+    expected = whole(command)
+    failures = []
+    for number, moments in enumerate(moments_of(command, int((expected / "operations-0").read_text()))):
+        folder = Path(shutil.copytree(good, tmp_path / str(number)))
+        shutil.rmtree(folder / "run")
+        statuses = [run(command, argv_to_go_on(command, folder), folder, moment)[0] for moment in moments]
+        statuses += run(command, argv_to_go_on(command, folder), folder) if statuses[-1] else []
+        try:
+            assert statuses[-1] == 0 and set(statuses[:-1]) <= {-signal.SIGKILL}, log_of(folder)
+            assert_equal_runs(folder, expected)
+        except AssertionError as error:
+            failures.append((moments, error))
+        outcome = "goes on otherwise" if failures and failures[-1][0] is moments else "goes on bit for bit"
+        tally(f"kill -9 (FUSED_RL_FAULT_SEED={SEED})", outcome)
+    assert not failures
+
+
+@pytest.mark.parametrize(("rank", "stage"), [(0, 2), (1, 3)])
+def test_two_ranks_of_which_one_is_told_to_stop(rank, stage, whole, good, tmp_path, tally):
+    options = ("--zero_stage", str(stage), "--stage3_param_persistence_threshold", "0")
+    expected = whole("sft", 2, *options)
+    folder = Path(shutil.copytree(good, tmp_path / "folder"))
+    shutil.rmtree(folder / "run")
+    moment = Moment(1, "step-1.tmp", signal=signal.SIGTERM, rank=rank)
+    assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2) == [130, 130], log_of(folder)
+    assert re.search("stopped after step [12]; continue with --resume", log_of(folder))
+    assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(folder)
+    assert_equal_runs(folder, expected)
+    tally("SIGTERM to one of two ranks", "goes on bit for bit")
+
+
+JUDGE = """
+import time
+
+def load():
+    return judge
+
+def judge(response, answer):
+    time.sleep(0.02)
+    return len(response.encode()) % 2
+"""
+
+
+def test_ctrl_c_while_answers_are_judged(whole, good, tmp_path, tally):
+    """The terminal sends it to the whole group; the judge gives a score of 1 where a dead one would be 0."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    judge, options = tmp_path / "judge.py", ("--verifiers", "math", "--group_size", "8", "--steps", "8")
+    expected, dice = whole("grpo", 1, *options, judge=judge), random.Random(SEED)
+    for number in range(3):
+        folder = Path(shutil.copytree(good, tmp_path / str(number)))
+        shutil.rmtree(folder / "run")
+        moment = Moment(1, "latest", delay=dice.uniform(0, 0.3), signal=signal.SIGINT)  # in a step from 2 to 4
+        assert run("grpo", argv_to_go_on("grpo", folder, *options), folder, moment, judge=judge) == [130], log_of(
+            folder
+        )
+        assert "stopping after this step" in log_of(folder) and "Traceback" not in log_of(folder)
+        assert run("grpo", argv_to_go_on("grpo", folder, *options), folder, judge=judge) == [0], log_of(folder)
+        assert_equal_runs(folder, expected)
+        assert 0 < tiny.read_metrics(folder / "run")[-1]["reward"] < 1
+        tally("Ctrl-C while answers are judged", "goes on bit for bit")
+
+
+# Damage.
+
+
+def damages(content: bytes):
+    """(what was done, the damaged bytes, None for a file that has gone)."""
+    flipped = bytearray(content)
+    flipped[random.Random(f"{SEED} {len(content)}").randrange(len(content))] ^= 1 << 3
+    yield "a bit flipped", bytes(flipped)
+    yield "cut", content[: len(content) // 2]
+    yield "emptied", b""
+    yield "lengthened", content + b"\0"
+    yield "nested without end", b"[" * 100_000
+    yield "deleted", None
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_damaged_file_of_a_checkpoint_is_named(command, whole, folder, capfd, tally):
+    shutil.rmtree(folder / "run")
+    shutil.copytree(whole(command) / "run", folder / "run")
+    argv = [*RUNS[command], "--overwrite", "false", "--resume"]
+    before, failures = contents(folder), []
+    for path in [path for path in (folder / "run" / "checkpoints" / "step-3").rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        for what, damaged in damages(content):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            named = rf"resume: \S*{re.escape(path.name)}:? .*--resume_from step-2"
+            try:
+                assert_one_line(Case(command, what, named), argv, capfd)
+            except AssertionError as error:
+                failures.append((path.name, what, error))
+            path.write_bytes(content)
+            outcome = "otherwise" if failures and failures[-1][:2] == (path.name, what) else "one clear line"
+            tally("damaged file of a checkpoint", outcome)
+    assert not failures and contents(folder) == before
+
+
+LATEST = {
+    "empty": b"",
+    "blank": b"\n",
+    "binary": b"\xff\xfe\x00",
+    "NULs": bytes(8),
+    "a step that is not there": b"step-9",
+    "half a name": b"step-",
+    "a name and more": b"step-3 step-2",
+    "a path": b"../../model",
+    "an absolute path": b"/etc",
+    "long": b"step-" + b"9" * 5000,
+    "digits of another script": "step-\u0663".encode(),
+    "a folder": "folder",
+    "a link to nothing": "link",
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("shape", LATEST)
+def test_a_latest_that_names_nothing_is_one_line(shape, whole, folder, capfd, tally):
+    shutil.rmtree(folder / "run")
+    shutil.copytree(whole("sft") / "run", folder / "run")
+    latest, content = folder / "run" / "checkpoints" / "latest", LATEST[shape]
+    latest.unlink()
+    if shape == "a folder":
+        latest.mkdir()
+    elif shape == "a link to nothing":
+        latest.symlink_to("nowhere")
+    elif content is not None:
+        latest.write_bytes(content)
+    before = contents(folder)
+    named = "resume: run/checkpoints/latest .*the newest whole checkpoint is step-3: continue .*--resume_from step-3"
+    argv = [*RUNS["sft"], "--overwrite", "false", "--resume"]
+    assert_one_line(Case("sft", shape, named), argv, capfd)
+    assert contents(folder) == before
+    tally("damaged latest", "one clear line")
+
+
+LINES = [b"3", b"[]", b"null", b'{"step": 1, "lr": \xff}', bytes(20), b'{"loss": 1}', b'{"step": "x"}', b"\r"]
+LINES += [b'{"step": 1, "l', b'{"step": NaN}', b'{"step": 1e999}', b'{"step": null}', b"[" * 100_000, b'{"step": true}']
+LINES += [b"9" * 5000]
+
+
+@pytest.mark.parametrize("bad", LINES, ids=lambda bad: str(bad[:16]))
+def test_a_damaged_line_of_the_metrics_costs_that_line(bad, whole, folder, capfd, tally):
+    expected = whole("sft")
+    shutil.rmtree(folder / "run")
+    shutil.copytree(expected / "run", folder / "run")
+    path = folder / "run" / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + bad + b"\n" + b"".join(others))
+    status, told, out = answer("sft", [*RUNS["sft"], "--overwrite", "false", "--resume_from", "step-2"], capfd)
+    assert status in (0, None) and not told, told
+    assert "metrics.jsonl, line 2 is damaged and left out" in out
+    assert_equal_runs(folder, expected)
+    tally("damaged line of the metrics", "that line lost, and told")
+
+
+def test_files_beside_the_checkpoints_may_go(whole, folder, capfd, tally):
+    expected = whole("sft")
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "tensorboard", "curves.png", "model"):
+        shutil.rmtree(folder / "run")
+        shutil.copytree(expected / "run", folder / "run")
+        path = folder / "run" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        status, told, _ = answer("sft", [*RUNS["sft"], "--overwrite", "false", "--resume_from", "step-2"], capfd)
+        assert status in (0, None) and not told, told
+        for key, weight in tiny.weights(expected / "run" / "model").items():
+            assert torch.equal(weight, tiny.weights(folder / "run" / "model")[key])
+        tally("file beside the checkpoints gone", "goes on")
+
+
+RESUMED = [
+    ("sft", ["--seed", "2"], "seed 1 -> 2"),
+    (
+        "sft",
+        ["--batch_size", "4", "--max_length", "99"],
+        "batch_size 2 -> 4, .*max_length|max_length .*batch_size 2 -> 4",
+    ),
+    ("sft", ["--steps", "2"], "steps=2, but .*step-3 has done 3"),
+    ("sft", ["--zero_stage", "2"], "zero_stage 0 -> 2"),
+    ("sft", ["--lora_rank", "2"], "lora_rank 0 -> 2"),
+    ("sft", ["--dataset", "pairs.jsonl"], "dataset rows.jsonl -> pairs.jsonl"),
+    ("sft", ["--eval_size", "4"], "there are 8 rows to train on, and the checkpoint's run had 10"),
+    ("grpo", ["--temperature", "0.5"], "temperature 1.0 -> 0.5"),
+    ("grpo", ["--minibatches", "1"], "minibatches 2 -> 1"),
+    ("grpo", ["--verifiers", "judges:few"], "verifiers judges:even -> judges:few"),
+    ("grpo", ["--preset", "dapo"], "preset grpo -> dapo"),
+    ("reward", ["--centering", "1"], "centering 0.0 -> 1.0"),
+    ("reward", ["--zero_stage", "3"], "zero_stage 2 -> 3"),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "named"), RESUMED, ids=lambda value: str(value)[:40])
+def test_a_run_of_other_options_is_not_resumed(command, options, named, whole, folder, capfd, tally):
+    shutil.rmtree(folder / "run")
+    shutil.copytree(whole(command) / "run", folder / "run")
+    before, argv = contents(folder), [*RUNS[command], "--overwrite", "false", "--resume", *options]
+    assert_one_line(Case(command, "", f"resume: .*({named})"), argv, capfd)
+    assert contents(folder) == before
+    tally("resumed with other options", "one clear line")
+
+
+@pytest.mark.parametrize("command", ["grpo", "reward"])
+def test_a_run_of_another_trainer_is_not_resumed(command, whole, folder, capfd, tally):
+    shutil.rmtree(folder / "run")
+    shutil.copytree(whole("sft") / "run", folder / "run")
+    before, argv = contents(folder), [*RUNS[command], "--overwrite", "false", "--resume"]
+    assert_one_line(Case(command, "", f"resume: .*command sft -> {command}"), argv, capfd)
+    assert contents(folder) == before
+    tally("resumed with other options", "one clear line")
