@@ -53,6 +53,7 @@ def run(
         orderly = True
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
+        print(f"{prog}: stopped at once; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     finally:
         if not config.dry_run:  # which has set nothing up

@@ -28,7 +28,7 @@ FIXED = frozenset(
         *("clip_low", "clip_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
         *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "mask_truncated"),
         *("kl_coef", "kl_estimator", "entropy_coef", "rollout_correction", "rollout_low", "rollout_high"),
-        *("off_policy_threshold", "top_entropy", "entropy_threshold"),
+        *("off_policy_threshold", "top_entropy", "entropy_threshold", "skip_impossible"),
         # PPO: what tokens earn, the critic, and the optimizer's form.
         *("gamma", "gae_lambda", "gae_alpha", "value_gae_lambda", "whiten_advantages", "whiten_rewards", "kl_in"),
         *("kl_target", "kl_horizon", "missing_eos_score", "missing_eos_penalty", "target_kl", "stop_token"),

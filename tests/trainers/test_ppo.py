@@ -9,7 +9,7 @@ import fused_rl
 from fused_rl.trainers import credit, data, ppo
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.critic import Critic, Watch
-from fused_rl.trainers.rollout import Prompt, Response, roll_out
+from fused_rl.trainers.rollout import Prompt, Response, Sampling, roll_out
 from tests.trainers import tiny
 
 EOS = 3
@@ -173,7 +173,7 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
     responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
     sampler = types.SimpleNamespace(sample=lambda prompts, sampling: responses)
     scorers = ppo.load_scorers(config, tokenizer, torch.device("cpu"))
-    rollout = roll_out(sampler, scorers, prompts, None, tokenizer, torch.device("cpu"))
+    rollout = roll_out(sampler, scorers, prompts, Sampling(1.0, 5, (EOS,)), tokenizer, torch.device("cpu"))
     exact = RewardModel.from_pretrained(reward)
     for prompt, response, score in zip(prompts, responses, rollout.rewards, strict=True):
         ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all

@@ -340,14 +340,14 @@ def test_a_scorer_that_does_not_apply_gives_nothing(files):
 
 
 def test_a_score_that_is_not_finite_names_scorer_and_row(files):
-    with pytest.raises(InputError, match="scorer '.*:not_a_number' returned nan as the score of row 0"):
+    with pytest.raises(InputError, match="scorer '.*:not_a_number' returned nan .float. as the score of row 0"):
         step_with(files, [Response([90, 3], "stop")] * 2, verifiers=f"{__name__}:not_a_number")
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys):
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [*tiny.sums(9), {"question": "1+1" * 40, "answer": "#### 2"}])
     ppo.train(config_of((files[0], rows, files[2]), tmp_path / "run", eval_size=0, steps=1, max_prompt_length=40))
-    assert "dropped 1 of 10 prompts over max_prompt_length" in capsys.readouterr().out
+    assert "dropped 1 of 10 rows longer than max_prompt_length" in capsys.readouterr().out
 
 
 def other_tokenizer(folder, model):

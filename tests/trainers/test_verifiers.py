@@ -137,7 +137,7 @@ def rolled_out(scorers, texts, rows):
     tokenizer = tiny.tokenizer()
     prompts = [Prompt([7, 8], row) for row in rows]
     device = torch.device("cpu")
-    return roll_out(Said(tokenizer, texts), scorers, prompts, Sampling(1.0, 1, (3,)), tokenizer, device)
+    return roll_out(Said(tokenizer, texts), scorers, prompts, Sampling(1.0, 1000, (3,)), tokenizer, device)
 
 
 def test_timeouts_and_restarts_are_metrics_and_a_line(fake_math, tmp_path, capsys):
