@@ -9,9 +9,9 @@ if not (_Path(__path__[0]) / "kernels").is_dir():
 from fused_rl.advantages import ADVANTAGES, gae, group_advantages, response_advantages
 from fused_rl.estimators import kl_estimate
 from fused_rl.kl import token_kl
-from fused_rl.linear import LinearTokenLoss, linear_token_logprobs, linear_token_loss
+from fused_rl.linear import linear_token_logprobs, linear_token_loss
 from fused_rl.linear_kl import linear_token_kl
-from fused_rl.logprobs import TokenLogprobs, token_logprobs
+from fused_rl.logprobs import token_logprobs
 from fused_rl.losses import (
     entropy_bonus,
     importance_ratio,
@@ -22,6 +22,7 @@ from fused_rl.losses import (
 )
 from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
 from fused_rl.optim import tf_adam_epsilon
+from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.presets import PRESETS, PolicyLossOptions, Preset
 from fused_rl.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
 

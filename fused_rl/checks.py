@@ -51,8 +51,8 @@ def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str
         raise ValueError(f"{name} must have the shape of {of}, {tuple(shape)}, got {tuple(x.shape)}{hint}")
 
 
-def check_logits(name: str, logits: Tensor) -> None:
-    if not isinstance(logits, Tensor) or logits.dtype not in LOGITS_DTYPES:
+def check_logits(name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LOGITS_DTYPES) -> None:
+    if not isinstance(logits, Tensor) or logits.dtype not in dtypes:
         raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first")
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")

@@ -25,21 +25,13 @@ from fused_rl.checks import (
     values_are_checked,
 )
 from fused_rl.cpu.compiled import in_huge_pages
-from fused_rl.logprobs import TokenLogprobs
+from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
 # On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three GEMMs for 24 to 512);
 # a GPU wants blocks of a thousand rows or more, which for 128k to 150k tokens of vocabulary take 300 MB.
 WORKSPACE_MB = 512
-
-
-class LinearTokenLoss(NamedTuple):
-    """Outputs of `linear_token_loss`: the loss () fp32, and detached, of the targets' shape, fp32, 0 where masked."""
-
-    loss: Tensor
-    logprobs: Tensor
-    entropy: Tensor
 
 
 def gather(*parameters):

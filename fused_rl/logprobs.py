@@ -11,15 +11,16 @@ public function, so that `torch.compile` sees two opaque calls with known shapes
 """
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
+from fused_rl import reference
 from fused_rl.backend import backend_of
 from fused_rl.checks import (
+    LOGITS_DTYPES,
     check_logits,
     check_mask,
     check_positive,
@@ -31,16 +32,9 @@ from fused_rl.checks import (
     values_are_checked,
 )
 from fused_rl.kernels.states import RowStatistics
+from fused_rl.outputs import TokenLogprobs
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
-
-
-class TokenLogprobs(NamedTuple):
-    """Per-row outputs of `token_logprobs`, each fp32, in nats, of the shape of the targets, 0 where masked."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    lse: Tensor
 
 
 def token_logprobs(
@@ -62,7 +56,8 @@ def token_logprobs(
 
     Args:
         logits: (..., V), bf16, fp16 or fp32. Rows may have any strides; only a last dimension whose stride is not 1
-            is copied.
+            is copied. fp64 logits are taken too, through `fused_rl.reference`: outputs and gradient are fp64, several
+            times the logits' memory is held, and `inplace` has no effect.
         targets: (...), integers in [0, V) wherever the mask is True.
         temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to the outputs' shape, one per row
             (not differentiated).
@@ -76,9 +71,10 @@ def token_logprobs(
             counter; reading the logits yields the gradient. No effect without a gradient. Not under torch.compile.
 
     Returns:
-        `TokenLogprobs(logprobs, entropy, lse)`, each fp32 of the shape of the targets, (B, T - 1) for `shift`, each
-        differentiable once with respect to the logits. entropy >= 0 and logprobs <= 0 exactly. Between forward and
-        backward, O(rows) are kept beyond the logits; none of it is an output, so these may be modified in place.
+        `TokenLogprobs(logprobs, entropy, lse)`, each fp32 (of fp64 logits fp64) of the shape of the targets, (B, T - 1)
+        for `shift`, each differentiable once with respect to the logits. entropy >= 0 and logprobs <= 0 exactly.
+        Between forward and backward, O(rows) are kept beyond the logits; none of it is an output, so these may be
+        modified in place.
 
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
@@ -88,7 +84,9 @@ def token_logprobs(
             and a bad temperature's outputs are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same
             checks, at the price of a synchronisation per call.
     """
-    check_row_arguments(logits, targets, temperature, mask, softcap, shift)
+    check_row_arguments(logits, targets, temperature, mask, softcap, shift, (*LOGITS_DTYPES, torch.float64))
+    if logits.dtype == torch.float64:
+        return _in_fp64(logits, targets, temperature, mask, softcap, shift)
     if inplace:
         _check_inplace(logits)
     rows = _outputs_shape(targets, shift)
@@ -105,6 +103,17 @@ def token_logprobs(
     return TokenLogprobs(logprobs, entropy, lse)
 
 
+def _in_fp64(logits, targets, temperature, mask, softcap, shift) -> TokenLogprobs:
+    """The reference, whose arguments are checked as those of the operators."""
+    if values_are_checked(logits.device):
+        check_target_values(targets[:, 1:] if shift else targets, mask, logits.shape[-1])
+    number, per_row = split_temperature(temperature, _outputs_shape(targets, shift), logits.device)
+    if per_row is not None and values_are_checked(logits.device):
+        check_temperature_values(per_row, mask)
+    temperature = number if per_row is None else per_row
+    return reference.token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap, shift=shift)
+
+
 def check_row_arguments(
     logits: Tensor,
     targets: Tensor,
@@ -112,9 +121,10 @@ def check_row_arguments(
     mask: Tensor | None,
     softcap: float | None,
     shift: bool = False,
+    dtypes: tuple[torch.dtype, ...] = LOGITS_DTYPES,
 ) -> None:
     """What can be told of `token_logprobs`'s arguments without reading a tensor."""
-    check_logits("logits", logits)
+    check_logits("logits", logits, dtypes)
     if shift and logits.dim() != 3:
         raise ValueError(f"shift=True takes logits (B, T, V), got {tuple(logits.shape)}; add the batch dimension")
     hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""

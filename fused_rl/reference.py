@@ -7,8 +7,7 @@ import math
 
 import torch
 
-from fused_rl.linear import LinearTokenLoss
-from fused_rl.logprobs import TokenLogprobs
+from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 
 __all__ = [
     "gae",

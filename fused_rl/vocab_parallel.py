@@ -14,7 +14,8 @@ from fused_rl.backend import backend_of
 from fused_rl.checks import check_choice, check_temperature_values, split_temperature
 from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics
 from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
-from fused_rl.logprobs import TokenLogprobs, check_row_arguments, unit_stride
+from fused_rl.logprobs import check_row_arguments, unit_stride
+from fused_rl.outputs import TokenLogprobs
 from fused_rl.tiles import in_columns
 
 __all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]

@@ -43,7 +43,7 @@ def careless_answer(entry: dict, rng: random.Random) -> str:
     return str(int(entry["answer"]) + sum(rng.random() < MISCOUNTS for _ in range(subtractions)))
 
 
-def build_model(folder: Path, texts: list[str], seed: int) -> str:
+def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> str:
     """A small Llama with random weights and a tokenizer trained on the problems, in the Hub format."""
     import tokenizers
     import transformers
@@ -67,7 +67,7 @@ def build_model(folder: Path, texts: list[str], seed: int) -> str:
         vocab_size=len(fast),
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         rope_parameters={"rope_type": "default", "rope_theta": 10.0},  # no two tokens are far apart

@@ -34,7 +34,10 @@ def run(folder: Path, seed: int) -> list[dict]:
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
     pairs = demo_reward.make_pairs(problems, seed)
     pairs["train"] += miscounts(problems[: demo.NUM_TRAIN])
-    paths = {"model": folder / "init", "output_dir": folder / "reward", "steps": 800, "lr": 2e-3}
+    # Four layers: with the policy's two, sums that are one off are told apart too rarely to teach it.
+    texts = [entry["question"] + entry["answer"] for entry in problems]
+    untrained = demo.build_model(folder / "judge", texts, seed, layers=4)
+    paths = {"model": untrained, "output_dir": folder / "reward"}
     for split, option in (("train", "dataset"), ("eval", "eval_dataset")):
         paths[option] = write_rows(data / f"pairs-{split}.jsonl", pairs[split])
     reward.train(parse(reward.RewardConfig, arguments("demo_reward.yaml", seed, paths), "fused-rl reward"))

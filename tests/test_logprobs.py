@@ -444,11 +444,35 @@ def test_function_transforms_raise(backend):
         entropy(torch.autograd.forward_ad.make_dual(logits, logits))
 
 
+def test_fp64_logits_keep_their_digits():
+    """Outputs and gradients are fp64, by the definition; every option means what it means in fp32."""
+    made = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 11, dtype=torch.float64, generator=made, requires_grad=True)
+    targets = torch.randint(0, 11, (2, 5), generator=made)
+    mask, temperature = torch.rand(2, 4, generator=made) > 0.3, torch.rand(2, 1, generator=made) + 0.5
+    options = {"mask": mask, "temperature": temperature, "softcap": 2.0, "shift": True}
+
+    def outputs(x):
+        return torch.stack(token_logprobs(x, targets, **options))
+
+    found = outputs(logits)
+    x = 2 * torch.tanh(logits[:, :-1] / 2) / temperature.double()[..., None]
+    logp = x.log_softmax(-1)
+    chosen = logp.gather(-1, targets[:, 1:, None])[..., 0]
+    exact = torch.stack([chosen, -(logp.exp() * logp).sum(-1), x.logsumexp(-1)]) * mask
+    torch.testing.assert_close(found, exact, atol=1e-13, rtol=0)
+    assert torch.autograd.gradcheck(outputs, logits)
+    narrow = torch.stack(token_logprobs(logits.detach().float(), targets, **options))
+    torch.testing.assert_close(narrow.double(), exact, atol=2e-6, rtol=0)
+
+
 X, Y = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long)
 LEAF = torch.zeros(2, 3, 8, requires_grad=True)
 BAD = {
     "logits: not a tensor": ([[0.0]], Y, {}, r"bf16, fp16 or fp32 tensor, got list"),
-    "logits: fp64": (X.double(), Y, {}, r"bf16, fp16 or fp32 tensor, got torch.float64 \(2, 3, 8\); convert"),
+    "logits: complex": (X.cfloat(), Y, {}, r"bf16, fp16 or fp32 tensor, got torch.complex64 \(2, 3, 8\); convert"),
+    "fp64: targets outside": (X.double(), Y + 8, {}, r"outside the vocabulary of 8"),
+    "fp64: temperature": (X.double(), Y, {"temperature": torch.zeros(2, 3)}, r"got 0.0 for logits\[0, 0\]"),
     "logits: integers": (X.long(), Y, {}, "got torch.int64"),
     "logits: no dimension": (torch.tensor(1.0), Y, {}, r"\(\.\.\., V\) with V >= 1, got \(\)"),
     "logits: no vocabulary": (torch.zeros(2, 3, 0), Y, {}, r"V >= 1, got \(2, 3, 0\)"),
