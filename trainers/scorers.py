@@ -44,7 +44,9 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
         loaded.append(scorer)
     if len({scorer.name for scorer in loaded}) < len(loaded):
         raise InputError(f"verifiers: {config.verifiers!r} names a reward model twice; for a weight: 2*reward_model:…")
-    return loaded + (verifiers.load_scorers(others, config.answer_column) if others else [])
+    if loaded and not others:
+        return loaded
+    return loaded + verifiers.load_scorers(others, config.answer_column)
 
 
 def _load_reward_model(spelled: str, config: PolicyConfig, tokenizer, device) -> RewardModelScorer:

@@ -193,3 +193,8 @@ def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
     for explained in [-1.0] * 9 + [0.1] + [-1.0] * 9 + [float("nan")]:
         watch.look(None, explained)
     assert capsys.readouterr().out == ""
+
+
+def test_no_scorer_at_all_is_refused(folders):
+    with pytest.raises(InputError, match=r"verifier '': expected \[weight\*\]name"):
+        ppo.load_scorers(config_of(folders, verifiers=""), data.load_tokenizer(folders[0]), torch.device("cpu"))
