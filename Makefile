@@ -43,7 +43,7 @@ demo-reward: $(VENV)/installed  ## train a reward model on preference pairs, on 
 	$(BIN)/python -m fused_rl.recipes.demo_reward
 
 .PHONY: demo-ppo
-demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, on 2 CPU cores
+demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, on 2 CPU cores: about 7 minutes
 	$(BIN)/python -m fused_rl.recipes.demo_ppo
 
 .PHONY: test
