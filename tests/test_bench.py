@@ -442,10 +442,10 @@ def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
 
 def test_peak_memory_counts_what_is_held_at_once():
     size = 32 << 20
-    x = torch.ones(size, dtype=torch.uint8)  # written, so that reading it makes no page of it resident
+    x = torch.ones(size, dtype=torch.uint8)
     assert machine.peak_extra_bytes(lambda: x + 1, "cpu") == pytest.approx(size, rel=0.1)
     assert machine.peak_extra_bytes(lambda: (x + 1).float(), "cpu") == pytest.approx(5 * size, rel=0.1)
-    assert machine.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].sum(), "cpu") < 1.5 * size
+    assert machine.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].max(), "cpu") < 1.5 * size
 
 
 def test_slope_of_a_power():
