@@ -1,0 +1,94 @@
+"""Replacing attributes of a host library by ours, and putting back every one of them."""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+
+from packaging.specifiers import SpecifierSet
+
+
+class Patch:
+    """What an integration replaces in its host: `apply()` replaces, `remove()` puts back, and a `with` does both.
+
+    A host's modules import each other's functions by name, so that one function stands in many places. Every module of
+    the host that holds the original, under whatever name, gets the replacement; a module that is imported later copies
+    the replacement, and is found again by `remove`.
+
+    Args:
+        host: the distribution, as pip knows it, and the package that is imported.
+        versions: the versions that the integration was tested with, e.g. `">=1.16,<1.17"`.
+        replacements: `{"package.module.attribute": replacement}`, asked for at each `apply`; it may import the host.
+    """
+
+    def __init__(self, host: str, versions: str, replacements: Callable[[], Mapping[str, object]]):
+        self.host = host
+        self.versions = SpecifierSet(versions)
+        self._replacements = replacements
+        self._pairs: list[tuple[object, object]] = []  # (original, ours) of what is replaced now
+
+    @property
+    def applied(self) -> bool:
+        """Whether the host is patched now."""
+        return bool(self._pairs)
+
+    def check_version(self) -> None:
+        """Refuse a host that is absent, or of a version that the integration does not know."""
+        try:
+            version = importlib.metadata.version(self.host)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(f"{self.host} is not installed; install {self.host}{self.versions}") from None
+        if not self.versions.contains(version, prereleases=True):
+            raise ImportError(
+                f"{self.host} {version} is not a version that this integration knows ({self.versions}); "
+                f"install {self.host}{self.versions}, or a fused_rl that knows {version}"
+            )
+
+    def apply(self) -> "Applied":
+        """Replace everything, or nothing if it is replaced already. The result restores when used in a `with`."""
+        if self.applied:
+            return Applied(self, owner=False)
+        self.check_version()
+        pairs = []
+        for name, ours in self._replacements().items():
+            module, _, attribute = name.rpartition(".")
+            original = vars(importlib.import_module(module)).get(attribute)
+            if original is None:
+                raise ImportError(f"{self.host} has no {name}: its version is known, but its files are not as released")
+            pairs.append((original, ours))
+        for original, ours in pairs:
+            self._exchange(original, ours)
+        self._pairs = pairs
+        return Applied(self, owner=True)
+
+    def remove(self) -> None:
+        """Put back every attribute that was replaced; nothing if the host is not patched."""
+        for original, ours in self._pairs:
+            self._exchange(ours, original)
+        self._pairs = []
+
+    def _exchange(self, old: object, new: object) -> None:
+        """In every imported module of the host, each attribute that is `old` becomes `new`."""
+        package = self.host.replace("-", "_")
+        for name, module in list(sys.modules.items()):
+            if module is None or name.partition(".")[0] != package:
+                continue
+            # `vars`, not `getattr`: a lazy module would import what it is asked for.
+            found = [attribute for attribute, value in vars(module).items() if value is old]
+            for attribute in found:
+                setattr(module, attribute, new)
+
+
+class Applied:
+    """A patch in force: leaving the `with` removes it, unless it was in force before."""
+
+    def __init__(self, patch: Patch, owner: bool):
+        self._patch = patch
+        self._owner = owner
+
+    def __enter__(self) -> "Applied":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._owner:
+            self._patch.remove()
