@@ -1,0 +1,360 @@
+"""transformers: the loss of causal language models, in its `Trainer` or in any loop that reads `model(...).loss`.
+
+    Trainer(model, args, compute_loss_func=causal_lm_loss)  # from the logits, without an fp32 copy or softmax of them
+    patch(model)  # from hidden states and LM head: the logits never exist
+
+`patch` lets the model's own forward run. Only two things in it are replaced while it runs with labels: the LM head
+returns `UnformedLogits`, which know what the forward then does to logits (a soft cap, a scale, a cast), and the
+model's `loss_function` makes the loss of them. What the backbone does, how an auxiliary loss is added, what is
+returned: all that stays the model's. A forward that does anything else to its logits is refused by the operation's
+name, so there is no list of known architectures to fall behind, and no model whose loss is silently another one.
+"""
+
+import contextlib
+import functools
+import inspect
+import numbers
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.linear import WORKSPACE_MB, linear_token_loss
+from fused_rl.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["causal_lm_loss", "patch", "unpatch"]
+
+_INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
+_IGNORED = -100  # transformers' label of a token that does not count
+_HOST = Patch("transformers", ">=5.17,<6", dict)  # nothing of the package is replaced: for its check of versions
+
+
+def causal_lm_loss(
+    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, ignore_index: int = _IGNORED
+) -> Tensor:
+    """The mean negative log-likelihood in nats of the labels, from logits: `Trainer(compute_loss_func=causal_lm_loss)`.
+
+    Args:
+        outputs: what the model returned; its `logits` (B, T, V) at t score the label at t + 1.
+        labels: (B, T) int64, the input ids, `ignore_index` where a token does not count.
+        num_items_in_batch: labels that count in the whole batch, over micro-batches and processes, as `Trainer` passes
+            it; None means those of this call.
+        ignore_index: the label of a token that does not count.
+
+    Returns:
+        A scalar fp32 (fp64 for fp64 logits), differentiable once with respect to the logits.
+
+    Raises:
+        ValueError: no labels; an auxiliary loss beside the logits, whose coefficient only the model knows; shapes that
+            do not fit.
+    """
+    if labels is None:
+        raise ValueError("causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them")
+    by_name = isinstance(outputs, dict)
+    if by_name and outputs.get("aux_loss") is not None:
+        raise ValueError(
+            "the model returned an aux_loss, which it weighs itself where it gets the labels, and compute_loss_func "
+            "takes them away: use patch(model) instead of compute_loss_func, or output_router_logits=False"
+        )
+    logits = outputs["logits"] if by_name else outputs[0]
+    labels = labels.to(logits.device)
+    mask = labels[:, 1:] != ignore_index
+    logprobs = token_logprobs(logits, labels, mask=mask, shift=True).logprobs
+    return -logprobs.sum() / _count(mask, num_items_in_batch)
+
+
+def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
+    """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
+
+    Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
+    checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label smoothing,
+    `compute_loss_func`) form logits as before. Of a call with labels, `outputs.logits` are formed when they are used
+    under `torch.no_grad()`, as by `compute_metrics`; in a training step using them is an error.
+
+    Args:
+        model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
+            after peft does. Its class, config and weights stay as they are. A model patched twice is patched once.
+        workspace_mb: MiB for tiles of logits, as in `fused_rl.linear_token_loss`.
+
+    Returns:
+        What a `with` statement takes: on leaving it, the model is as before.
+
+    Raises:
+        ImportError: a version of transformers that this was not tested with.
+        TypeError: not a causal LM of transformers.
+        ValueError: a loss that is not `ForCausalLMLoss`, tensor parallelism, an LM head that is not a plain
+            `nn.Linear` (LoRA on it, quantization), a forward that was replaced.
+        RuntimeError: later, in a forward that does something else to its logits than scale, cap or cast them.
+    """
+    _HOST.check_version()
+    model = _base(model)
+    forward = vars(model).get(_ATTRIBUTE)
+    if forward is not None:
+        return Applied(forward, owner=False)
+    if "forward" in vars(model):
+        raise ValueError(
+            f"the forward of this {type(model).__name__} was replaced already, by accelerate's mixed precision or by "
+            "another patch; call patch(model) before Trainer or accelerate get the model"
+        )
+    forward = _FusedForward(model, workspace_mb)
+    _linears(model)
+    setattr(model, _ATTRIBUTE, forward)
+    model.forward = forward
+    return Applied(forward, owner=True)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give a model its own forward back; nothing if it is not patched."""
+    forward = vars(_base(model)).get(_ATTRIBUTE)
+    if forward is not None:
+        forward.remove()
+
+
+_ATTRIBUTE = "fused_rl_forward"  # by which a patched model is known, also when accelerate has wrapped its forward
+
+
+class _FusedForward:
+    """A model's forward with the LM head and the loss function replaced while it runs; pickles with the model."""
+
+    def __init__(self, model: "PreTrainedModel", workspace_mb: float):
+        self.model = model
+        self.workspace_mb = workspace_mb
+        self.active = True
+        if "labels" not in self.__signature__.parameters:
+            raise TypeError(f"{type(model).__name__}.forward takes no labels; patch takes a causal language model")
+        _check_loss_function(model)
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # `Trainer` reads from it which columns the model takes
+        return inspect.signature(functools.partial(type(self.model).forward, self.model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.model).forward
+        labels = self.__signature__.bind(*args, **kwargs).arguments.get("labels")
+        if labels is None or not self.active:
+            return forward(self.model, *args, **kwargs)
+        _check_loss_function(self.model)
+        losses = []
+        with contextlib.ExitStack() as stack:
+            for linear in _linears(self.model):
+                stack.enter_context(_attribute(linear, "forward", functools.partial(UnformedLogits, linear)))
+            loss_function = functools.partial(_loss_function, losses, self.workspace_mb)
+            stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
+            outputs = forward(self.model, *args, **kwargs)
+        if not losses:
+            raise RuntimeError(
+                f"{type(self.model).__name__}.forward did not give the logits of its LM head to its loss_function: "
+                f"there is nothing to fuse; {_INSTEAD}"
+            )
+        return outputs
+
+    def remove(self) -> None:
+        """Take it off the model; where accelerate has wrapped it, it stays inside and does nothing."""
+        self.active = False
+        vars(self.model).pop(_ATTRIBUTE, None)
+        if vars(self.model).get("forward") is self:
+            del self.model.forward
+
+
+class UnformedLogits:
+    """Logits `cap(head(hidden))` times a scale, (B, T, V), of which only hidden states and head exist.
+
+    They take what models do to logits on the way to the loss: a number as factor or divisor, tanh, a cast. Any other
+    use forms them where no gradient is recorded, and is an error where one is.
+    """
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, *, scale: float = 1.0, inside: float | None = None):
+        self.head = head
+        self.hidden = hidden  # (B, T, H)
+        self.scale = scale
+        self.inside = inside  # scale * tanh(inside * z); None: scale * z
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    def __mul__(self, factor: object) -> "UnformedLogits":
+        if not isinstance(factor, numbers.Real):
+            self._refuse("a product with a tensor")
+        return UnformedLogits(self.head, self.hidden, scale=self.scale * factor, inside=self.inside)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: object) -> "UnformedLogits":
+        if not isinstance(divisor, numbers.Real):
+            self._refuse("a quotient with a tensor")
+        return self * (1 / divisor)
+
+    def tanh(self) -> "UnformedLogits":
+        if self.inside is not None:
+            self._refuse("a second tanh")
+        return UnformedLogits(self.head, self.hidden, inside=self.scale)
+
+    def to(self, *_: object, **__: object) -> "UnformedLogits":
+        return self  # the loss is fp32 in any case, and on the device of the hidden states
+
+    def float(self) -> "UnformedLogits":
+        return self
+
+    def contiguous(self) -> "UnformedLogits":
+        return self
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self._formed("indexing")[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols of Python, such as those of copying
+            raise AttributeError(name)
+        return getattr(self._formed(name), name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.tanh:
+            return args[0].tanh()
+        name = torch.overrides.resolve_name(function) or function.__name__
+        args, kwargs = tree_map_only(cls, lambda logits: logits._formed(name), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise RuntimeError(
+            f"these logits were not formed, and {operation} needs them. On the way to the loss a patched model may "
+            f"only scale, cap (tanh) and cast its logits, and after a training step there are none; {_INSTEAD}"
+        )
+
+    def _formed(self, operation: str) -> Tensor:
+        if torch.is_grad_enabled():
+            self._refuse(operation)
+        logits = nn.functional.linear(self.hidden, self.head.weight, self.head.bias)
+        if self.inside is not None:
+            logits = (logits * self.inside).tanh()
+        return logits * self.scale
+
+    def negative_logprobs(self, targets: Tensor, mask: Tensor, weight: Tensor, workspace_mb: float) -> Tensor:
+        """() fp32: the sum over the mask of -log p(target) * weight; `targets` and `mask` (B, T), `weight` ()."""
+        temperature, softcap = 1 / self.scale, None
+        if self.inside is not None:
+            # scale * tanh(inside * z) = cap(z) * scale * inside with cap(z) = tanh(inside * z) / inside
+            temperature, softcap = 1 / (self.scale * self.inside), 1 / self.inside
+        # here and not earlier: DeepSpeed gathers a partitioned weight at this access
+        weight_VH, bias_V = self.head.weight, self.head.bias
+        loss = linear_token_loss(
+            self.hidden,
+            weight_VH,
+            targets,
+            _weighted,
+            weight.expand(targets.shape),
+            bias=bias_V,
+            temperature=temperature,
+            mask=mask,
+            softcap=softcap,
+            workspace_mb=workspace_mb,
+        )
+        return loss.loss
+
+
+def _weighted(logprobs, _, weight):
+    return -logprobs * weight
+
+
+def _loss_function(
+    losses,
+    workspace_mb,
+    logits,
+    labels,
+    vocab_size,
+    num_items_in_batch=None,
+    ignore_index=_IGNORED,
+    shift_labels=None,
+    **_,
+):
+    """`ForCausalLMLoss` of logits that were not formed; leaves a trace in `losses`."""
+    if not isinstance(logits, UnformedLogits):
+        raise RuntimeError(f"the forward does more to its logits than scale, cap and cast them; {_INSTEAD}")
+    if vocab_size != logits.shape[-1]:
+        raise ValueError(f"the model's vocab_size is {vocab_size}, and its LM head has {logits.shape[-1]} rows")
+    targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+    targets = targets.to(logits.device)
+    mask = targets != ignore_index
+    count = torch.as_tensor(_count(mask, num_items_in_batch), device=logits.device)
+    loss = logits.negative_logprobs(targets, mask, 1 / count, workspace_mb)
+    losses.append(loss)
+    return loss
+
+
+def _count(mask: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
+    if num_items_in_batch is None:
+        return mask.sum()
+    return num_items_in_batch.to(mask.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+
+
+def _base(model: nn.Module) -> "PreTrainedModel":
+    """The causal LM inside a peft model, or the model itself."""
+    import transformers
+
+    peft = sys.modules.get("peft")  # no peft model exists before its module is imported
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(
+            f"patch takes a causal language model of transformers, before anything wraps it; got {type(model).__name__}"
+        )
+    return model
+
+
+def _check_loss_function(model: "PreTrainedModel") -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        name = getattr(model.loss_function, "__name__", repr(model.loss_function))
+        raise ValueError(f"the loss of {type(model).__name__} is {name}; patch knows transformers' ForCausalLMLoss")
+
+
+def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
+    """The modules that may serve as LM head: one, or with peft's `modules_to_save` the original and its copies."""
+    head = model.get_output_embeddings()
+    peft = sys.modules.get("peft")
+    heads = [head]
+    if peft is not None and isinstance(head, peft.utils.ModulesToSaveWrapper):
+        heads = [head.original_module, *head.modules_to_save.values()]
+    for linear in heads:
+        if type(linear) is not nn.Linear or "forward" in vars(linear):
+            kind = f"{type(linear).__module__}.{type(linear).__name__}"
+            raise ValueError(
+                f"the LM head of {type(model).__name__} is a {kind}, and patch needs an nn.Linear with its own "
+                "forward: keep lm_head out of LoRA's target_modules (modules_to_save is fine), out of quantization "
+                f"and out of offloading; {_INSTEAD}"
+            )
+    if model.tp_size is not None and model.tp_size > 1:
+        raise ValueError("the model is tensor parallel, so its LM head is in parts; " + _INSTEAD)
+    return heads
+
+
+@contextlib.contextmanager
+def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """An attribute of the instance, for a while."""
+    held = vars(owner)
+    missing = object()
+    before = held.get(name, missing)
+    held[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del held[name]
+        else:
+            held[name] = before
