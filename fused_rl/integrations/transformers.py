@@ -75,8 +75,8 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
     checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label smoothing,
-    `compute_loss_func`) form logits as before. Of a call with labels, `outputs.logits` are formed when they are used
-    under `torch.no_grad()`, as by `compute_metrics`; in a training step using them is an error.
+    `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`, `outputs.logits` are formed
+    when something uses them, such as `compute_metrics`; to use those of a training step is an error.
 
     Args:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
@@ -163,71 +163,70 @@ class _FusedForward:
             del self.model.forward
 
 
-class UnformedLogits:
+class UnformedLogits(Tensor):
     """Logits `cap(head(hidden))` times a scale, (B, T, V), of which only hidden states and head exist.
 
     They take what models do to logits on the way to the loss: a number as factor or divisor, tanh, a cast. Any other
-    use forms them where no gradient is recorded, and is an error where one is.
+    use is an error in a training step; of a forward under `torch.no_grad()` it forms them, in fp32.
     """
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, *, scale: float = 1.0, inside: float | None = None):
+    @staticmethod
+    def __new__(cls, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None):
+        shape = (*hidden.shape[:-1], head.out_features)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None):
+        super().__init__()
+        device = hidden.device.type
+        self.recorded = torch.is_grad_enabled()  # of a forward whose backward may follow
+        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.head = head
         self.hidden = hidden  # (B, T, H)
         self.scale = scale
         self.inside = inside  # scale * tanh(inside * z); None: scale * z
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
-
     def __mul__(self, factor: object) -> "UnformedLogits":
         if not isinstance(factor, numbers.Real):
             self._refuse("a product with a tensor")
-        return UnformedLogits(self.head, self.hidden, scale=self.scale * factor, inside=self.inside)
-
-    __rmul__ = __mul__
+        return UnformedLogits(self.head, self.hidden, self.scale * factor, self.inside)
 
     def __truediv__(self, divisor: object) -> "UnformedLogits":
         if not isinstance(divisor, numbers.Real):
             self._refuse("a quotient with a tensor")
-        return self * (1 / divisor)
+        return UnformedLogits(self.head, self.hidden, self.scale / divisor, self.inside)
+
+    __rmul__ = __imul__ = __mul__
+    __itruediv__ = __truediv__
 
     def tanh(self) -> "UnformedLogits":
         if self.inside is not None:
             self._refuse("a second tanh")
         return UnformedLogits(self.head, self.hidden, inside=self.scale)
 
-    def to(self, *_: object, **__: object) -> "UnformedLogits":
+    def _same(self, *_: object, **__: object) -> "UnformedLogits":
         return self  # the loss is fp32 in any case, and on the device of the hidden states
 
-    def float(self) -> "UnformedLogits":
-        return self
+    to = float = contiguous = _same
 
-    def contiguous(self) -> "UnformedLogits":
-        return self
-
-    def __getitem__(self, index: object) -> Tensor:
-        return self._formed("indexing")[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols of Python, such as those of copying
-            raise AttributeError(name)
-        return getattr(self._formed(name), name)
+    def __repr__(self, **_: object) -> str:
+        return f"UnformedLogits(shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         if function is torch.tanh:
             return args[0].tanh()
-        name = torch.overrides.resolve_name(function) or function.__name__
-        args, kwargs = tree_map_only(cls, lambda logits: logits._formed(name), (args, kwargs or {}))
+        return cls._formed_first(function, torch.overrides.resolve_name(function), args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return cls._formed_first(operator, str(operator), args, kwargs or {})
+
+    @classmethod
+    def _formed_first(cls, function, name, args, kwargs):
+        args, kwargs = tree_map_only(cls, lambda logits: logits._formed(name), (args, kwargs))
         return function(*args, **kwargs)
 
     def _refuse(self, operation: str) -> NoReturn:
@@ -236,39 +235,53 @@ class UnformedLogits:
             f"only scale, cap (tanh) and cast its logits, and after a training step there are none; {_INSTEAD}"
         )
 
-    def _formed(self, operation: str) -> Tensor:
-        if torch.is_grad_enabled():
+    def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
+        if self.recorded:
             self._refuse(operation)
-        logits = nn.functional.linear(self.hidden, self.head.weight, self.head.bias)
+        with torch.no_grad(), torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None):
+            logits = nn.functional.linear(self.hidden, self.head.weight, self.head.bias).float()
         if self.inside is not None:
-            logits = (logits * self.inside).tanh()
-        return logits * self.scale
+            logits = logits.mul_(self.inside).tanh_()
+        return logits.mul_(self.scale)
 
-    def negative_logprobs(self, targets: Tensor, mask: Tensor, weight: Tensor, workspace_mb: float) -> Tensor:
-        """() fp32: the sum over the mask of -log p(target) * weight; `targets` and `mask` (B, T), `weight` ()."""
+    def negative_logprobs(self, targets: Tensor, mask: Tensor, share: Tensor, workspace_mb: float) -> Tensor:
+        """() fp32: the sum over the mask of -log p(target), times `share` (); `targets` and `mask` (B, T)."""
         temperature, softcap = 1 / self.scale, None
         if self.inside is not None:
             # scale * tanh(inside * z) = cap(z) * scale * inside with cap(z) = tanh(inside * z) / inside
             temperature, softcap = 1 / (self.scale * self.inside), 1 / self.inside
+        # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:
+        # there the share is taken after the gradients are formed. Elsewhere it goes in, and saves them a rounding.
+        late = (self.autocast or self.hidden.dtype) == torch.float16
         # here and not earlier: DeepSpeed gathers a partitioned weight at this access
-        weight_VH, bias_V = self.head.weight, self.head.bias
+        head, bias = self.head.weight, self.head.bias
         loss = linear_token_loss(
             self.hidden,
-            weight_VH,
+            head,
             targets,
             _weighted,
-            weight.expand(targets.shape),
-            bias=bias_V,
+            (torch.ones_like(share) if late else share).expand(targets.shape),
+            bias=bias,
             temperature=temperature,
             mask=mask,
             softcap=softcap,
             workspace_mb=workspace_mb,
-        )
-        return loss.loss
+        ).loss
+        return loss * share if late else loss
 
 
-def _weighted(logprobs, _, weight):
-    return -logprobs * weight
+_METADATA = {
+    Tensor.shape.__get__,
+    Tensor.dtype.__get__,
+    Tensor.device.__get__,
+    Tensor.requires_grad.__get__,
+    Tensor.size,
+    Tensor.dim,
+}
+
+
+def _weighted(logprobs, _, shares):
+    return -logprobs * shares
 
 
 def _loss_function(
