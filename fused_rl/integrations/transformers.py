@@ -75,8 +75,8 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
     checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label smoothing,
-    `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`, `outputs.logits` are formed
-    when something uses them, such as `compute_metrics`; to use those of a training step is an error.
+    `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`, `outputs.logits` are
+    formed when something uses them, such as `compute_metrics`; to use those of a training step is an error.
 
     Args:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
