@@ -57,12 +57,14 @@ def causal_lm_loss(
     """
     if labels is None:
         raise ValueError("causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them")
+    # what the model returned: a ModelOutput, or with return_dict=False a tuple
     by_name = isinstance(outputs, dict)
     if by_name and outputs.get("aux_loss") is not None:
         raise ValueError(
             "the model returned an aux_loss, which it weighs itself where it gets the labels, and compute_loss_func "
             "takes them away: use patch(model) instead of compute_loss_func, or output_router_logits=False"
         )
+    # the loss, over one denominator
     logits = outputs["logits"] if by_name else outputs[0]
     labels = labels.to(logits.device)
     mask = labels[:, 1:] != ignore_index
@@ -95,6 +97,7 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
     """
     _HOST.check_version()
     model = _base(model)
+    # once, and only over the model's own forward
     forward = vars(model).get(_ATTRIBUTE)
     if forward is not None:
         return Applied(forward, owner=False)
@@ -103,6 +106,7 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
             f"the forward of this {type(model).__name__} was replaced already, by accelerate's mixed precision or by "
             "another patch; call patch(model) before Trainer or accelerate get the model"
         )
+    # everything is checked before anything is replaced
     forward = _FusedForward(model, workspace_mb)
     _linears(model)
     setattr(model, _ATTRIBUTE, forward)

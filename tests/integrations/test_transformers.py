@@ -199,7 +199,7 @@ def two_processes(rank, world, folder, way):
 @pytest.mark.parametrize("way", ["fused", "logits"])
 def test_two_processes_are_one(way, tmp_path, monkeypatch):
     """The labels of both count in the denominator, and their gradients add up: those of the whole batch in one."""
-    ranks = run_distributed(two_processes, 2, str(tmp_path), way)
+    ranks = run_distributed(two_processes, 2, str(tmp_path), way, timeout=500)
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "seed": 0}
     whole = train(tiny_models.model("qwen2-tied"), tmp_path, **options)
     for gradients, logs in ranks:
@@ -356,6 +356,26 @@ def test_a_forward_that_does_anything_else_is_refused(change, operation):
         model(**batch())
     assert "forward" not in vars(model.lm_head) and "_loss_function" not in vars(model)
     with pytest.raises(RuntimeError, match="compute_loss_func"), torch.no_grad():
+        model(**batch())
+
+
+@pytest.mark.parametrize("loss_function", [True, False])
+def test_a_forward_past_its_head_or_its_loss_function_is_refused(loss_function):
+    """Where nothing would be fused, and nobody would notice."""
+
+    class Past(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = torch.nn.functional.linear(self.model(input_ids).last_hidden_state, self.lm_head.weight)
+            if loss_function:
+                loss = self.loss_function(logits, labels, self.vocab_size)
+            else:
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = Past(tiny_models.config("llama"))
+    assert model(**batch()).loss.isfinite()
+    patch(model)
+    with pytest.raises(RuntimeError, match="logits.*use Trainer.compute_loss_func=causal_lm_loss"):
         model(**batch())
 
 
