@@ -1,0 +1,129 @@
+"""`fused_rl.integrations` inside the trainers of others."""
+
+import pytest
+import torch
+
+from tests.integrations import trl_runs
+from tests.integrations.trl_runs import Cell
+
+# TRL's trainers: whole runs, patched against unpatched
+
+FP32 = 1e-5  # what the integration promises
+OFF_POLICY = {"num_iterations": 2, "beta": 0.04}  # the second step's ratios are not 1, and the reference has a say
+GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+DPO_LOSSES = ["hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"]
+DPO_LOSSES += ["discopop", "sft", "sigmoid_norm"]
+DIVERGENCES = ["forward_kl", "js_divergence", "alpha_divergence"]
+HEADS = ["tied", "llama", "bias", "gemma2", "cohere", "granite"]
+
+CELLS = [
+    *(Cell("GRPO", {"loss_type": loss_type, **OFF_POLICY}) for loss_type in GRPO_LOSSES),
+    Cell("GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence", **OFF_POLICY}),
+    Cell("GRPO", {"top_entropy_quantile": 0.3, **OFF_POLICY}),
+    Cell("GRPO", {"entropy_coef": 0.1, "num_iterations": 2}),  # the entropy has a gradient
+    Cell("GRPO", {"temperature": 0.7, "entropy_coef": 0.1, **OFF_POLICY}, model="gemma2"),
+    Cell("RLOO", {"temperature": 0.7}),
+    Cell("RLOO", {"beta": 0.0, "num_iterations": 2}, model="tied"),
+    Cell("DPO"),
+    Cell("DPO", {"use_weighting": True}),  # reads log_sum_sq_probs
+    Cell("DPO", lora=True),  # the reference is the model without its adapter
+    Cell("KTO"),
+    Cell("KTO", {"loss_type": "apo_zero_unpaired"}, model="tied"),
+    Cell("SFT"),
+    Cell("SFT", {"loss_type": "dft"}),
+    *(Cell("SFT", model=head) for head in HEADS),
+    Cell("SFT", {"gradient_checkpointing": True}, lora=True),
+    Cell("Distillation", {"beta": 0.0}),
+    Cell("Distillation", {"beta": 0.5}, model="gemma2"),
+    Cell("Distillation", {"beta": 1.0, "temperature": 0.7}, model="bias"),
+]
+ACCUMULATED = [
+    Cell("GRPO", {"loss_type": "dapo", "entropy_coef": 0.1, **OFF_POLICY}, model="tied"),
+    Cell("RLOO"),
+    Cell("DPO", {"use_weighting": True}),
+    Cell("KTO"),
+    Cell("SFT"),
+    Cell("Distillation", {"beta": 0.5}),
+]
+MORE_CELLS = [
+    Cell("GRPO", {"loss_type": "luspo", "importance_sampling_level": "sequence", **OFF_POLICY}),
+    Cell("GRPO", {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}),
+    Cell("GRPO", {"top_entropy_quantile": 0.3, "entropy_coef": 0.1, **OFF_POLICY}),
+    Cell("GRPO", {"off_policy_mask_threshold": 0.1, **OFF_POLICY}),
+    Cell("GRPO", {"delta": 1.1, "use_bias_correction_kl": False, **OFF_POLICY}),
+    Cell("GRPO", {"cast_lm_head_to_fp32": True, **OFF_POLICY}),
+    Cell("GRPO", {"mask_truncated_completions": True, **OFF_POLICY}),
+    Cell("GRPO", {"entropy_coef": 0.1, **OFF_POLICY}, lora=True),
+    *(Cell("GRPO", {"entropy_coef": 0.1, **OFF_POLICY}, model=head) for head in HEADS),
+    *(Cell("DPO", {"loss_type": [loss_type]}) for loss_type in DPO_LOSSES),
+    *(Cell("DPO", {"loss_type": [loss_type], "label_smoothing": 0.1}) for loss_type in ("exo_pair", "robust")),
+    *(Cell("DPO", {"f_divergence_type": divergence}) for divergence in DIVERGENCES),
+    Cell("DPO", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
+    Cell("DPO", {"precompute_ref_log_probs": True}),
+    Cell("DPO", {"ld_alpha": 0.5}),
+    *(Cell("DPO", {"use_weighting": True}, model=head) for head in HEADS),
+    *(Cell("KTO", model=head) for head in HEADS),
+    Cell("SFT", {"label_smoothing_factor": 0.1}),
+    Cell("SFT", {"assistant_only_loss": False, "completion_only_loss": False}),
+    *(Cell("Distillation", {"beta": beta, "temperature": 0.7}) for beta in (0.0, 0.1, 0.5, 1.0)),
+    *(Cell("Distillation", {"beta": 0.5}, model=head) for head in HEADS),
+]
+# The optional outputs that a trainer reads: all of them must come from here.
+OUTPUTS = {
+    "GRPO": {"log_probs", "entropy"},
+    "RLOO": {"log_probs", "entropy"},
+    "DPO": {"log_probs", "entropy", "mean_logits", "is_top1"},
+    "KTO": {"log_probs", "entropy", "mean_logits"},
+    "SFT": {"log_probs", "entropy", "is_top1"},
+    "Distillation": {"divergence"},
+}
+
+
+def check_cell(cell, folder, **how):
+    """A patched run equals the unpatched one, and had all its primitives from here."""
+    theirs = trl_runs.train(cell, "host", folder, **how)
+    ours = trl_runs.train(cell, "ours", folder, **how)
+    assert OUTPUTS[cell.trainer] <= ours.served.keys()
+    assert ours.served == theirs.host and not ours.host, "TRL's own primitive was called"
+    differences = trl_runs.differences(ours, theirs)
+    assert max(differences.values()) <= FP32, differences
+
+
+@pytest.fixture(autouse=True)
+def quiet_trl(request):
+    if "trl" in request.node.name:
+        pytest.importorskip("trl")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_trl_run(cell, tmp_path):
+    check_cell(cell, tmp_path)
+
+
+@pytest.mark.parametrize("cell", ACCUMULATED, ids=str)
+def test_trl_run_with_gradient_accumulation(cell, tmp_path):
+    check_cell(cell, tmp_path, gradient_accumulation_steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("cell", MORE_CELLS, ids=str)
+def test_trl_every_option(cell, accumulation, tmp_path):
+    check_cell(cell, tmp_path, gradient_accumulation_steps=accumulation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_trl_every_run_with_gradient_accumulation(cell, tmp_path):
+    check_cell(cell, tmp_path, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trl_reward_is_untouched(accumulation, tmp_path):
+    """A reward model has no vocabulary: patched and unpatched runs are the same to the last bit."""
+    runs = [
+        trl_runs.train(Cell("Reward"), primitive, tmp_path, gradient_accumulation_steps=accumulation)
+        for primitive in ("host", "ours")
+    ]
+    assert max(trl_runs.differences(*runs).values()) == 0
+    assert not runs[1].served and not runs[1].host
