@@ -11,10 +11,9 @@ from tests.integrations.trl_runs import Cell
 FP32 = 1e-5  # what the integration promises
 OFF_POLICY = {"num_iterations": 2, "beta": 0.04}  # the second step's ratios are not 1, and the reference has a say
 GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
-DPO_LOSSES = ["hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"]
+DPO_LOSSES = ["hinge", "ipo", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down"]
 DPO_LOSSES += ["discopop", "sft", "sigmoid_norm"]
-DIVERGENCES = ["forward_kl", "js_divergence", "alpha_divergence"]
-HEADS = ["tied", "llama", "bias", "gemma2", "cohere", "granite"]
+HEADS = ["tied", "bias", "gemma2", "cohere", "granite"]
 
 CELLS = [
     *(Cell("GRPO", {"loss_type": loss_type, **OFF_POLICY}) for loss_type in GRPO_LOSSES),
@@ -23,7 +22,7 @@ CELLS = [
     Cell("GRPO", {"entropy_coef": 0.1, "num_iterations": 2}),  # the entropy has a gradient
     Cell("GRPO", {"temperature": 0.7, "entropy_coef": 0.1, **OFF_POLICY}, model="gemma2"),
     Cell("RLOO", {"temperature": 0.7}),
-    Cell("RLOO", {"beta": 0.0, "num_iterations": 2}, model="tied"),
+    Cell("RLOO", {"num_iterations": 2}, model="tied"),
     Cell("DPO"),
     Cell("DPO", {"use_weighting": True}),  # reads log_sum_sq_probs
     Cell("DPO", lora=True),  # the reference is the model without its adapter
@@ -57,7 +56,7 @@ MORE_CELLS = [
     *(Cell("GRPO", {"entropy_coef": 0.1, **OFF_POLICY}, model=head) for head in HEADS),
     *(Cell("DPO", {"loss_type": [loss_type]}) for loss_type in DPO_LOSSES),
     *(Cell("DPO", {"loss_type": [loss_type], "label_smoothing": 0.1}) for loss_type in ("exo_pair", "robust")),
-    *(Cell("DPO", {"f_divergence_type": divergence}) for divergence in DIVERGENCES),
+    Cell("DPO", {"f_divergence_type": "js_divergence"}),
     Cell("DPO", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
     Cell("DPO", {"precompute_ref_log_probs": True}),
     Cell("DPO", {"ld_alpha": 0.5}),
@@ -65,8 +64,26 @@ MORE_CELLS = [
     *(Cell("KTO", model=head) for head in HEADS),
     Cell("SFT", {"label_smoothing_factor": 0.1}),
     Cell("SFT", {"assistant_only_loss": False, "completion_only_loss": False}),
-    *(Cell("Distillation", {"beta": beta, "temperature": 0.7}) for beta in (0.0, 0.1, 0.5, 1.0)),
+    *(Cell("Distillation", {"beta": beta, "temperature": 0.7}) for beta in (0.0, 0.5, 1.0)),
     *(Cell("Distillation", {"beta": 0.5}, model=head) for head in HEADS),
+]
+# Exponentials and squares of whole responses' log-probabilities: TRL's own fp32 gradients are off by more than 1e-5.
+ILL_CONDITIONED = [
+    Cell("DPO", {"loss_type": ["sppo_hard"]}),
+    Cell("DPO", {"f_divergence_type": "forward_kl"}),
+    Cell("DPO", {"f_divergence_type": "alpha_divergence"}),
+]
+BF16 = {"dtype": torch.bfloat16}
+AUTOCAST = {"bf16": True}
+LOW_PRECISION = [
+    (Cell("GRPO", {"beta": 0.1, "entropy_coef": 0.1}), AUTOCAST),
+    (Cell("GRPO", {"temperature": 0.7, "loss_type": "cispo"}, model="tied"), BF16),
+    (Cell("RLOO"), BF16),
+    (Cell("DPO", {"use_weighting": True}), BF16),
+    (Cell("KTO"), AUTOCAST),
+    (Cell("SFT", {"loss_type": "dft"}, model="gemma2"), BF16),
+    (Cell("SFT", model="cohere"), AUTOCAST),
+    (Cell("Distillation", {"beta": 0.5}), BF16),
 ]
 # The optional outputs that a trainer reads: all of them must come from here.
 OUTPUTS = {
@@ -89,41 +106,89 @@ def check_cell(cell, folder, **how):
     assert max(differences.values()) <= FP32, differences
 
 
-@pytest.fixture(autouse=True)
-def quiet_trl(request):
-    if "trl" in request.node.name:
-        pytest.importorskip("trl")
+@pytest.fixture
+def trl():
+    return pytest.importorskip("trl")
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_trl_run(cell, tmp_path):
+def test_trl_run(cell, trl, tmp_path):
     check_cell(cell, tmp_path)
 
 
 @pytest.mark.parametrize("cell", ACCUMULATED, ids=str)
-def test_trl_run_with_gradient_accumulation(cell, tmp_path):
+def test_trl_run_with_gradient_accumulation(cell, trl, tmp_path):
     check_cell(cell, tmp_path, gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("cell", MORE_CELLS, ids=str)
-def test_trl_every_option(cell, accumulation, tmp_path):
+def test_trl_every_option(cell, accumulation, trl, tmp_path):
     check_cell(cell, tmp_path, gradient_accumulation_steps=accumulation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_trl_every_run_with_gradient_accumulation(cell, tmp_path):
+def test_trl_every_run_with_gradient_accumulation(cell, trl, tmp_path):
     check_cell(cell, tmp_path, gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_trl_reward_is_untouched(accumulation, tmp_path):
+@pytest.mark.parametrize("cell", ILL_CONDITIONED, ids=str)
+def test_trl_run_is_as_near_to_fp64_as_trl(cell, accumulation, trl, tmp_path):
+    primitives = ("exact", "host", "ours")
+    how = {"max_steps": 1, "gradient_accumulation_steps": accumulation}
+    exact, theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in primitives)
+    allowed = trl_runs.differences(theirs, exact)
+    found = trl_runs.differences(ours, exact)
+    assert all(found[kind] <= max(FP32, allowed[kind]) for kind in found), (found, allowed)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trl_reward_is_untouched(accumulation, trl, tmp_path):
     """A reward model has no vocabulary: patched and unpatched runs are the same to the last bit."""
-    runs = [
-        trl_runs.train(Cell("Reward"), primitive, tmp_path, gradient_accumulation_steps=accumulation)
-        for primitive in ("host", "ours")
-    ]
-    assert max(trl_runs.differences(*runs).values()) == 0
-    assert not runs[1].served and not runs[1].host
+    cell, how = Cell("Reward"), {"gradient_accumulation_steps": accumulation}
+    theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in ("host", "ours"))
+    assert max(trl_runs.differences(ours, theirs).values()) == 0
+    assert not ours.served and not ours.host
+
+
+def test_trl_mixture_that_is_not_even_is_trls_own(trl, tmp_path):
+    cell = Cell("Distillation", {"beta": 0.1})
+    theirs, ours = (trl_runs.train(cell, primitive, tmp_path) for primitive in ("host", "ours"))
+    assert max(trl_runs.differences(ours, theirs).values()) == 0
+    assert ours.host == theirs.host == {"divergence": 2}
+
+
+def worse(ours, theirs, *, ignored=()):
+    """Errors that exceed TRL's: by a tenth, the rounding of the rest of the model, and by what fp32 leaves."""
+    return {k: (e, theirs[k]) for k, e in ours.items() if k not in ignored and not e <= 1.1 * theirs[k] + 2e-6}
+
+
+def check_low_precision(cell, how, folder):
+    """In bf16, tokens and gradients are as near to an exact head's, and loss and metrics to an fp64 run's, as TRL's."""
+    how = {"max_steps": 1, "scripted": True, **how}
+    exact, theirs, ours = (trl_runs.train(cell, primitive, folder, **how) for primitive in ("exact", "host", "ours"))
+    assert ours.served == theirs.host and not ours.host
+    assert not worse(trl_runs.token_errors(ours, exact), trl_runs.token_errors(theirs, exact))
+    # Of an exact head on the same bf16 hidden states.
+    assert trl_runs.errors(ours, exact)["gradients"] <= 1.1 * trl_runs.errors(theirs, exact)["gradients"]
+    # Of the whole run in fp64; the mean logits of both are as good as the hidden states, whose errors cancel by chance.
+    exact = trl_runs.train(cell, "exact", folder, **{**how, "bf16": False, "dtype": torch.float64})
+    ignored = {"logits/chosen", "logits/rejected"}
+    assert not worse(trl_runs.errors(ours, exact), trl_runs.errors(theirs, exact), ignored=ignored)
+
+
+@pytest.mark.parametrize(("cell", "how"), LOW_PRECISION, ids=lambda x: x if isinstance(x, str) else str(x))
+def test_trl_run_in_bf16(cell, how, trl, tmp_path):
+    check_low_precision(cell, how, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("how", [BF16, AUTOCAST], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("cell", ACCUMULATED + [Cell("SFT", model=head) for head in HEADS], ids=str)
+def test_trl_every_run_in_bf16(cell, how, accumulation, trl, tmp_path):
+    check_low_precision(cell, {**how, "gradient_accumulation_steps": accumulation}, tmp_path)

@@ -12,7 +12,7 @@ import os
 import random
 import tempfile
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -23,6 +23,8 @@ from tests.trainers import tiny
 
 VOCAB_PRIMITIVE = "_ChunkedLogProbFunction"
 DIVERGENCE_PRIMITIVE = "ChunkedDivergenceFunction"
+HEAD_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+DIVERGENCE_OUTPUTS = ("divergence", "entropy")
 # What a clock says is no metric.
 TIMED = ("step_time", "runtime", "per_second", "total_flos")
 # Silences TRL's telemetry, and takes the CPU twins: the interpreted kernels are tested op by op.
@@ -48,7 +50,8 @@ class Cell:
 class Run:
     """What a run computed: losses of micro-batches, metrics of steps, gradients of steps, the parameters at its end.
 
-    `served` and `host` count calls of the primitive that stood in TRL's place, by its outputs, and of TRL's own.
+    `served` and `host` count calls of the primitive that stood in TRL's place, by its outputs, and of TRL's own;
+    `outputs` holds what the first returned, by name.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -57,6 +60,7 @@ class Run:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     served: Counter = field(default_factory=Counter)
     host: Counter = field(default_factory=Counter)
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 def _short(value):
@@ -223,8 +227,8 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, callbacks=
     return trainer
 
 
-def record(trainer) -> Run:
-    """Trains, and returns everything that the run computed."""
+def record(trainer, checkpoint=None) -> Run:
+    """Trains, from a checkpoint if there is one, and returns everything that the run computed."""
     import transformers
 
     run = Run()
@@ -244,7 +248,7 @@ def record(trainer) -> Run:
     trainer.add_callback(Gradients())
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.training_step = recorded_step
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     run.metrics = [untimed(logged) for logged in trainer.state.log_history]
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     run.parameters = {name: parameter.detach().clone() for name, parameter in named}
@@ -256,46 +260,52 @@ def untimed(logged: dict) -> dict:
     return {name: value for name, value in logged.items() if not any(word in name for word in TIMED)}
 
 
-def train(cell: Cell, primitive: str, folder, **how) -> Run:
+def train(cell: Cell, primitive: str, folder, *, checkpoint=None, **how) -> Run:
     """A cell's run with `primitive` in the place of TRL's: "host", "ours" or "exact"."""
-    with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host):
-        run = record(build(cell, folder, **how))
-    run.served, run.host = served, host
+    with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host, outputs):
+        run = record(build(cell, folder, **how), checkpoint)
+    run.served, run.host, run.outputs = served, host, dict(outputs)
     return run
 
 
 @contextlib.contextmanager
 def _standing(primitive: str):
-    """Puts a primitive into TRL and counts: calls of what stands there, and of TRL's own."""
+    """Puts a primitive into TRL; counts its calls and those of TRL's own, and collects what it returns."""
     from trl.kernels import chunked_divergence, chunked_logprob
     from trl.trainer import distillation_trainer, utils
 
-    served, host = Counter(), Counter()
+    served, host, outputs = Counter(), Counter(), defaultdict(list)
     with contextlib.ExitStack() as stack:
         for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
-            counted = staticmethod(_counting(function.forward, host))
-            stack.enter_context(mock.patch.object(function, "forward", counted))
+            watched = staticmethod(_watched(function.forward, host))
+            stack.enter_context(mock.patch.object(function, "forward", watched))
         if primitive == "ours":
             from fused_rl.integrations import trl as integration
 
             stack.enter_context(integration.patch())
         for module, name in ((utils, VOCAB_PRIMITIVE), (distillation_trainer, DIVERGENCE_PRIMITIVE)):
             standing = getattr(trl_exact, name) if primitive == "exact" else getattr(module, name)
-            proxy = types.SimpleNamespace(apply=_counting(standing.apply, served))
+            proxy = types.SimpleNamespace(apply=_watched(standing.apply, served, outputs))
             stack.enter_context(mock.patch.object(module, name, proxy))
-        yield served, host
+        yield served, host, outputs
 
 
-def _counting(function, counter):
-    """`function`, counted under the optional outputs that a call asks for."""
+def _watched(function, counter, outputs=None):
+    """`function`, counted under the outputs that a call asks for, which `outputs` collects."""
 
     @functools.wraps(function)
-    def counted(*args, **kwargs):
-        asked = args[-1] if isinstance(args[-1], tuple) else ("divergence",)
-        counter.update(asked)
-        return function(*args, **kwargs)
+    def watched(*args, **kwargs):
+        is_head = isinstance(args[-1], tuple)
+        counter.update(args[-1] if is_head else ("divergence",))
+        returned = function(*args, **kwargs)
+        if outputs is not None:
+            named = zip(HEAD_OUTPUTS if is_head else DIVERGENCE_OUTPUTS, returned, strict=True)
+            for name, output in named:
+                if output is not None:
+                    outputs[name].append(output.detach().double())
+        return returned
 
-    return counted
+    return watched
 
 
 def differences(run: Run, reference: Run) -> dict[str, float]:
@@ -338,16 +348,23 @@ def _of_tensors(tensors: dict, reference: dict) -> dict[str, float]:
 
 
 def errors(run: Run, exact: Run) -> dict[str, float]:
-    """Errors of a run's first step against the exact one: of the loss, of each metric, and of all gradients together.
+    """A run of one step against the exact one: the error of its loss, its metrics, and of its gradients as one vector.
 
-    The gradients' error is the norm of the difference over the norm, all parameters as one vector: single small
-    tensors carry the rounding of the rest of the model, which both runs have.
+    The gradients' error is the norm of the difference over the norm, of all parameters together: single small tensors
+    carry the rounding of the rest of the model, which every run has.
     """
-    metrics = run.metrics[0].items()
-    found = {name: _of_number(value, exact.metrics[0][name]) for name, value in metrics}
-    found["loss of a micro-batch"] = _of_number(run.losses[0], exact.losses[0])
+    found = {name: _of_number(value, exact.metrics[0][name]) for name, value in run.metrics[0].items()}
     theirs, ours = exact.grads[0], run.grads[0]
     difference = [(ours[name].double() - theirs[name].double()).norm() for name in theirs]
     size = [theirs[name].double().norm() for name in theirs]
     found["gradients"] = (torch.stack(difference).norm() / torch.stack(size).norm()).item()
+    return found
+
+
+def token_errors(run: Run, exact: Run) -> dict[str, float]:
+    """The root mean square error over all tokens of each output, of runs of one step whose hidden states are equal."""
+    found = {}
+    for name, outputs in run.outputs.items():
+        difference = torch.cat(outputs) - torch.cat(exact.outputs[name])
+        found[name] = difference.square().mean().sqrt().item()
     return found
