@@ -95,8 +95,10 @@ class Gradients:
         if self.weight is not None:
             add_mm(self.weight[columns], factor.t(), hidden, rows.start == 0, self.unrounded)
         if self.bias is not None:
-            part = dlogits.sum(0, dtype=torch.float32)
-            self.bias[columns].copy_(part) if rows.start == 0 else self.bias[columns].add_(part)
+            if rows.start == 0:
+                self.bias[columns].zero_()
+            for some in blocks(len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))):  # it takes an fp32 copy
+                self.bias[columns].add_(dlogits[some].sum(0, dtype=torch.float32))
 
     def take(self):
         """Hands over the gradients in their dtypes, each fp32 sum freed before the next is rounded."""
