@@ -1,9 +1,16 @@
 """`fused_rl.integrations` inside the trainers of others."""
 
+import os
+import pickle
+import subprocess
+import sys
+from unittest import mock
+
 import pytest
 import torch
 
-from tests.integrations import trl_runs
+from fused_rl.integrations import trl as trl_integration
+from tests.integrations import trl_ranks, trl_runs
 from tests.integrations.trl_runs import Cell
 
 # TRL's trainers: whole runs, patched against unpatched
@@ -192,3 +199,85 @@ def test_trl_run_in_bf16(cell, how, trl, tmp_path):
 @pytest.mark.parametrize("cell", ACCUMULATED + [Cell("SFT", model=head) for head in HEADS], ids=str)
 def test_trl_every_run_in_bf16(cell, how, accumulation, trl, tmp_path):
     check_low_precision(cell, {**how, "gradient_accumulation_steps": accumulation}, tmp_path)
+
+
+def ranks(run, primitive, folder):
+    """What rank 0 of two saw."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "tests.integrations.trl_ranks", run, primitive, str(folder)]
+    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = torch.load(folder / f"{primitive}.pt", weights_only=False)
+    return trl_runs.Run(**saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", trl_ranks.RUNS)
+def test_trl_on_two_processes(run, trl, tmp_path):
+    """DDP, and ZeRO-3, which gathers the head around the primitive: how far the parameters move shows the gradients."""
+    theirs, ours = (ranks(run, primitive, tmp_path) for primitive in ("host", "ours"))
+    assert ours.served and ours.served == theirs.host and not ours.host
+    assert max(trl_runs.differences(ours, theirs).values()) <= FP32
+
+
+RESUMED = [Cell("SFT"), Cell("DPO"), Cell("GRPO", OFF_POLICY)]
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim_args": "momentum=0.9"}
+
+
+def interrupted(cell, primitive, folder):
+    """The checkpoint that a run leaves which dies after two of its four steps."""
+    with pytest.raises(trl_runs.Interrupted):
+        trl_runs.train(cell, primitive, folder, interrupted=True, **SAVING)
+    return str(folder / "checkpoint-2")
+
+
+def resumed(cell, primitive, folder, checkpoint):
+    return trl_runs.train(cell, primitive, folder, checkpoint=checkpoint, **SAVING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", RESUMED, ids=str)
+def test_trl_saves_and_resumes_as_before(cell, trl, tmp_path):
+    """Patched as unpatched: a resumed run is the uninterrupted one, and either reads the other's checkpoints."""
+    folders = {primitive: tmp_path / primitive for primitive in ("host", "ours")}
+    whole = {primitive: trl_runs.train(cell, primitive, tmp_path / "whole", **SAVING) for primitive in folders}
+    left = {primitive: interrupted(cell, primitive, folder) for primitive, folder in folders.items()}
+    for primitive in folders:
+        ends = {writer: resumed(cell, primitive, tmp_path / "rest", left[writer]) for writer in folders}
+        own, other = ends[primitive], ends["host" if primitive == "ours" else "ours"]
+        assert moved(own, whole[primitive]) == 0, "resuming is not exact"
+        assert moved(other, own) <= FP32
+    assert moved(whole["ours"], whole["host"]) <= FP32
+
+
+def moved(run, reference):
+    return max(trl_runs.of_tensors(run.parameters, reference.parameters).values())
+
+
+def pickled(thing):
+    """Its pickle, or the error that pickling it raises."""
+    try:
+        return pickle.dumps(thing)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("cell", [Cell("SFT"), Cell("GRPO", {"beta": 0.1})], ids=str)
+def test_trl_pickles_as_before(cell, trl, tmp_path):
+    """What is pickled while TRL is patched, and what is not, is the same as unpatched, and loads without the patch."""
+    with mock.patch.dict(os.environ, trl_runs.ENVIRONMENT):
+        theirs = trl_runs.build(cell, tmp_path)
+        with trl_integration.patch():
+            ours = trl_runs.build(cell, tmp_path)
+            pickles = [pickled(thing) for thing in (ours, ours.model, ours.args, ours.data_collator)]
+    before = [pickled(thing) for thing in (theirs, theirs.model, theirs.args, theirs.data_collator)]
+    assert [type(p) for p in pickles] == [type(p) for p in before]
+    for ours_pickled, theirs_pickled in zip(pickles, before, strict=True):
+        if isinstance(ours_pickled, str):
+            assert ours_pickled == theirs_pickled
+            continue
+        assert b"fused_rl" not in ours_pickled, "cannot be loaded where fused_rl is not installed"
+        pickle.loads(ours_pickled)
+    weights = pickle.loads(pickles[1]).state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in theirs.model.state_dict().items())

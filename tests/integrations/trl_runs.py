@@ -25,6 +25,7 @@ VOCAB_PRIMITIVE = "_ChunkedLogProbFunction"
 DIVERGENCE_PRIMITIVE = "ChunkedDivergenceFunction"
 HEAD_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 DIVERGENCE_OUTPUTS = ("divergence", "entropy")
+MOVED = 0.02  # the policy from its reference
 # What a clock says is no metric.
 TIMED = ("step_time", "runtime", "per_second", "total_flos")
 # Silences TRL's telemetry, and takes the CPU twins: the interpreted kernels are tested op by op.
@@ -191,7 +192,7 @@ def _scripted(trainer):
     return generate
 
 
-def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, callbacks=(), **arguments):
+def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, **arguments):
     """The trainer of a cell, with every setting that could differ between two runs fixed."""
     import transformers
     import trl
@@ -202,7 +203,7 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, callbacks=
     # SGD carries a difference of gradients on as it is; Adam would turn noise around zero into whole steps.
     optimizer = {"optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
     options = {**steps, **fixed, **optimizer, "gradient_checkpointing": False, **cell.options, **arguments}
-    given = {"train_dataset": dataset(cell.trainer), "processing_class": _tokenizer(), "callbacks": list(callbacks)}
+    given = {"train_dataset": dataset(cell.trainer), "processing_class": _tokenizer()}
     if cell.trainer in ("GRPO", "RLOO", "Distillation"):
         options.setdefault("max_completion_length", 10)
     if cell.trainer in ("GRPO", "RLOO"):
@@ -216,7 +217,7 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, callbacks=
         import peft
 
         given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = load(cell.model, dtype, moved=0.02)
+    model = load(cell.model, dtype, moved=MOVED)
     if cell.trainer == "Reward":
         classifier = transformers.AutoModelForSequenceClassification
         model = classifier.from_pretrained(_folder(cell.model), num_labels=1, dtype=dtype)
@@ -225,6 +226,21 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, callbacks=
     if scripted and cell.trainer in ("GRPO", "RLOO", "Distillation"):
         trainer._generate_single_turn = _scripted(trainer)
     return trainer
+
+
+class Interrupted(Exception):
+    """Raised by a run that was asked to die."""
+
+
+def interrupt(trainer) -> None:
+    """Lets the run die once its first checkpoint is written."""
+    import transformers
+
+    class Interrupt(transformers.TrainerCallback):
+        def on_save(self, *_, **__):
+            raise Interrupted
+
+    trainer.add_callback(Interrupt())
 
 
 def record(trainer, checkpoint=None) -> Run:
@@ -250,9 +266,18 @@ def record(trainer, checkpoint=None) -> Run:
     trainer.training_step = recorded_step
     trainer.train(resume_from_checkpoint=checkpoint)
     run.metrics = [untimed(logged) for logged in trainer.state.log_history]
-    named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    run.parameters = {name: parameter.detach().clone() for name, parameter in named}
+    run.parameters = _whole_parameters(trainer)
     return run
+
+
+def _whole_parameters(trainer) -> dict[str, torch.Tensor]:
+    named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+    if not trainer.is_deepspeed_enabled:
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
 def untimed(logged: dict) -> dict:
@@ -260,10 +285,13 @@ def untimed(logged: dict) -> dict:
     return {name: value for name, value in logged.items() if not any(word in name for word in TIMED)}
 
 
-def train(cell: Cell, primitive: str, folder, *, checkpoint=None, **how) -> Run:
+def train(cell: Cell, primitive: str, folder, *, checkpoint=None, interrupted=False, **how) -> Run:
     """A cell's run with `primitive` in the place of TRL's: "host", "ours" or "exact"."""
     with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host, outputs):
-        run = record(build(cell, folder, **how), checkpoint)
+        trainer = build(cell, folder, **how)
+        if interrupted:
+            interrupt(trainer)
+        run = record(trainer, checkpoint)
     run.served, run.host, run.outputs = served, host, dict(outputs)
     return run
 
@@ -317,8 +345,8 @@ def differences(run: Run, reference: Run) -> dict[str, float]:
     assert len(run.losses) == len(reference.losses) and len(run.grads) == len(reference.grads)
     losses = [_of_number(*pair) for pair in zip(run.losses, reference.losses, strict=True)]
     metrics = [_of_metrics(*pair) for pair in zip(run.metrics, reference.metrics, strict=True)]
-    grads = [max(_of_tensors(*pair).values()) for pair in zip(run.grads, reference.grads, strict=True)]
-    parameters = _of_tensors(run.parameters, reference.parameters).values()
+    grads = [max(of_tensors(*pair).values(), default=0.0) for pair in zip(run.grads, reference.grads, strict=True)]
+    parameters = of_tensors(run.parameters, reference.parameters).values()
     return {"loss": max(losses), "metrics": max(metrics), "gradients": max(grads), "parameters": max(parameters)}
 
 
@@ -336,7 +364,7 @@ def _of_metrics(logged: dict, reference: dict) -> float:
     return max(_of_number(logged[name], reference[name]) for name in reference)
 
 
-def _of_tensors(tensors: dict, reference: dict) -> dict[str, float]:
+def of_tensors(tensors: dict, reference: dict) -> dict[str, float]:
     """The difference of each tensor; of all zeros, absolute."""
     assert tensors.keys() == reference.keys()
     found = {}
