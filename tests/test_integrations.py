@@ -29,7 +29,7 @@ CELLS = [
     Cell("GRPO", {"entropy_coef": 0.1, "num_iterations": 2}),  # the entropy has a gradient
     Cell("GRPO", {"temperature": 0.7, "entropy_coef": 0.1, **OFF_POLICY}, model="gemma2"),
     Cell("RLOO", {"temperature": 0.7}),
-    Cell("RLOO", {"num_iterations": 2}, model="tied"),
+    Cell("RLOO", {"num_iterations": 2}),
     Cell("DPO"),
     Cell("DPO", {"use_weighting": True}),  # reads log_sum_sq_probs
     Cell("DPO", lora=True),  # the reference is the model without its adapter
@@ -181,7 +181,10 @@ def check_low_precision(cell, how, folder):
     assert ours.served == theirs.host and not ours.host
     assert not worse(trl_runs.token_errors(ours, exact), trl_runs.token_errors(theirs, exact))
     # Of an exact head on the same bf16 hidden states.
-    assert trl_runs.errors(ours, exact)["gradients"] <= 1.1 * trl_runs.errors(theirs, exact)["gradients"]
+    gradients = ({"gradients": trl_runs.errors(run, exact)["gradients"]} for run in (ours, theirs))
+    assert not worse(*gradients)
+    if cell.model == "bias":
+        return  # TRL rounds product and sum, we the sum alone: over other roundings a mean's error is chance
     # Of the whole run in fp64; the mean logits of both are as good as the hidden states, whose errors cancel by chance.
     exact = trl_runs.train(cell, "exact", folder, **{**how, "bf16": False, "dtype": torch.float64})
     ignored = {"logits/chosen", "logits/rejected"}
@@ -215,7 +218,7 @@ def ranks(run, primitive, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", trl_ranks.RUNS)
 def test_trl_on_two_processes(run, trl, tmp_path):
-    """DDP, and ZeRO-3, which gathers the head around the primitive: how far the parameters move shows the gradients."""
+    """DDP, and ZeRO-3, which gathers the head around the primitive: where parameters end shows their gradients."""
     theirs, ours = (ranks(run, primitive, tmp_path) for primitive in ("host", "ours"))
     assert ours.served and ours.served == theirs.host and not ours.host
     assert max(trl_runs.differences(ours, theirs).values()) <= FP32
