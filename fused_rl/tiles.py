@@ -17,6 +17,7 @@ from fused_rl.kernels.states import RowStatistics
 # that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.
 _ONE_PASS_ROWS = 512
 _PARTIAL_BYTES = 16 << 20  # at most, of one product on its way into an fp32 sum
+_PRODUCT = 2048  # rows and columns of a 16-bit factor that are fp32 at once, where its products are not to be rounded
 CPU_ROWS_BYTES = 16 << 20  # what the row functions of `fused_rl.cpu` take at most for a tile
 
 
@@ -45,13 +46,21 @@ def logits_tile(hidden, weight, bias, buffer):  # (n, H), (v, H), (v,) | None ->
     return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
-def add_mm(total, a, b, first):
-    """total (n, k) = or += a (n, m) @ b (m, k). An fp32 total of low-precision factors gets rounded partials."""
+def add_mm(total, a, b, first, unrounded=False):
+    """total (n, k) = or += a (n, m) @ b (m, k). On a CPU an fp32 total of 16-bit factors gets partials rounded to them,
+    or at the price of fp32 products `unrounded` ones."""
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
         return
     if total.device.type == "cuda" and torch.version.hip is None:  # no other device adds 16-bit products to fp32
         torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
+        return
+    if unrounded:
+        if first:
+            total.zero_()
+        for rows in blocks(total.shape[0], _PRODUCT):
+            for inner in blocks(a.shape[1], _PRODUCT):
+                total[rows].addmm_(a[rows, inner].float(), b[inner].float())
         return
     row_bytes = b.shape[1] * b.element_size()
     for rows in blocks(total.shape[0], max(1, _PARTIAL_BYTES // row_bytes)):
@@ -60,35 +69,44 @@ def add_mm(total, a, b, first):
 
 
 class Gradients:
-    """Gradients of hidden, weight, bias (None where not asked for), summed over tiles of the gradient of the logits."""
+    """Gradients of hidden, weight, bias (None where not asked for), summed over tiles of the gradient of the logits.
 
-    def __init__(self, needs, hidden, weight, bias, tile):
+    They come in the dtype of `hidden`, or in `dtypes`, one for each: those of parameters that were cast for the GEMMs.
+    Then no product is rounded before it is summed.
+    """
+
+    def __init__(self, needs, hidden, weight, bias, tile, dtypes=None):
         n, vocab = hidden.shape[0], weight.shape[0]
+        self.unrounded = dtypes is not None
+        self.dtypes = dtypes or (hidden.dtype,) * 3
         # what several tiles add to is kept in fp32; without rows no tile comes, and the gradients stay zero
-        row_sum = torch.float32 if tile[1] < vocab else hidden.dtype
-        column_sum = torch.float32 if tile[0] < n else hidden.dtype
+        several = tile[1] < vocab, tile[0] < n
+        pairs = zip(several, self.dtypes[:2], strict=True)
+        sums = [torch.float32 if adds or dtype != hidden.dtype else dtype for adds, dtype in pairs]
         new = torch.empty_like if n else torch.zeros_like
-        self.dtype = hidden.dtype
-        self.hidden = new(hidden, dtype=row_sum) if needs[0] else None
-        self.weight = in_huge_pages(new(weight, dtype=column_sum)) if needs[1] else None
-        self.bias = new(bias, dtype=column_sum) if needs[2] else None
+        self.hidden = new(hidden, dtype=sums[0]) if needs[0] else None
+        self.weight = in_huge_pages(new(weight, dtype=sums[1])) if needs[1] else None
+        self.bias = new(bias, dtype=torch.float32) if needs[2] else None
 
     def add(self, dlogits, hidden, weight, rows, columns):  # (n, v), (n, H), (v, H) of one tile
+        factor = dlogits.to(hidden.dtype)  # of logits in fp32, such a gradient
         if self.hidden is not None:
-            add_mm(self.hidden[rows], dlogits, weight, first=columns.start == 0)
+            add_mm(self.hidden[rows], factor, weight, columns.start == 0, self.unrounded)
         if self.weight is not None:
-            add_mm(self.weight[columns], dlogits.t(), hidden, first=rows.start == 0)
+            add_mm(self.weight[columns], factor.t(), hidden, rows.start == 0, self.unrounded)
         if self.bias is not None:
-            part = dlogits.sum(0)
-            self.bias[columns].copy_(part) if rows.start == 0 else self.bias[columns].add_(part)
+            if rows.start == 0:
+                self.bias[columns].zero_()
+            for some in blocks(len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))):  # it takes an fp32 copy
+                self.bias[columns].add_(dlogits[some].sum(0, dtype=torch.float32))
 
     def take(self):
-        """Hands over the gradients in the inputs' dtype, each fp32 sum freed before the next is rounded."""
+        """Hands over the gradients in their dtypes, each fp32 sum freed before the next is rounded."""
         hidden, self.hidden = self.hidden, None
-        hidden = None if hidden is None else hidden.to(self.dtype)
+        hidden = None if hidden is None else hidden.to(self.dtypes[0])
         weight, self.weight = self.weight, None
-        weight = None if weight is None else weight.to(self.dtype)
-        return hidden, weight, None if self.bias is None else self.bias.to(self.dtype)
+        weight = None if weight is None else weight.to(self.dtypes[1])
+        return hidden, weight, None if self.bias is None else self.bias.to(self.dtypes[2])
 
 
 def sum_bytes(n, width, size):
@@ -132,8 +150,8 @@ def one_pass_rows(hidden, vocab, needs, budget):
     return rows if rows >= _ONE_PASS_ROWS else 0
 
 
-def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
-    """`RowStatistics` of all rows."""
+def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, visit=None):
+    """`RowStatistics` of all rows; `visit(rows, logits)` sees every tile, whole rows of it."""
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device).logprob
     outputs = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields]  # no views: they are handed out
@@ -144,6 +162,8 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget):
         block = backend.logprob_fwd(logits, targets[rows], None, at(inv_temperature, rows), softcap)
         for whole, part in zip(outputs, block, strict=True):
             whole[rows] = part
+        if visit is not None:
+            visit(rows, logits)
     return RowStatistics(*outputs)
 
 
@@ -161,12 +181,14 @@ def in_columns(dlogprobs, dlse, targets, columns):
     return torch.where(here, dlogprobs, 0), torch.where(here, dlse, dlse - dlogprobs), local
 
 
-def recomputed(needs, upstream, hidden, weight, bias, targets, statistics, inv_temperature, softcap, budget):
+def recomputed(
+    needs, upstream, hidden, weight, bias, targets, statistics, inv_temperature, softcap, budget, dtypes=None
+):
     """Gradients of hidden, weight, bias from those of (logprobs, entropy, lse), over recomputed tiles of logits."""
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device).logprob
     tile = backward_tile(hidden, vocab, needs, budget)
-    gradients = Gradients(needs, hidden, weight, bias, tile)
+    gradients = Gradients(needs, hidden, weight, bias, tile, dtypes)
     buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
     # each tile: its logits again, in their place their gradient, and from that the parameters'

@@ -32,6 +32,12 @@ class Patch:
         """Whether the host is patched now."""
         return bool(self._pairs)
 
+    def original(self, name: str) -> object:
+        """The host's own `package.module.attribute`, patched or not: for what a replacement does not serve."""
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        return next((original for original, ours in self._pairs if ours is found), found)
+
     def check_version(self) -> None:
         """Refuse a host that is absent, or of a version that the integration does not know."""
         try:

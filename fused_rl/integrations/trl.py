@@ -1,0 +1,213 @@
+"""TRL's trainers on our log-probabilities, entropies and divergences: `patch()`, and `unpatch()` to go back.
+
+TRL's trainers keep their losses, masks, auxiliary losses and metrics. What is replaced is what turns hidden states or
+logits into numbers per token:
+
+    trl.kernels.chunked_logprob.ChunkedLogProbFunction             GRPO, RLOO, DPO, KTO, SFT
+    trl.kernels.chunked_divergence.ChunkedDivergenceFunction       distillation
+    trl.trainer.utils.selective_log_softmax, entropy_from_logits,
+        selective_log_softmax_and_entropy                          the experimental trainers
+
+Each has TRL's signature and meaning. What an op here does not serve, TRL's own function does; the functions `_serves*`
+say what that is.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fused_rl.checks import LEAST_TEMPERATURE, LOGITS_DTYPES, MOST_TEMPERATURE, check_target_values, values_are_checked
+from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.trl_divergence import DIRECTIONS, HeadDivergence, Pair, Scale
+from fused_rl.integrations.trl_head import Head, HeadLogprobs
+from fused_rl.logprobs import token_logprobs
+
+__all__ = ["patch", "unpatch"]
+
+VERSIONS = ">=1.16,<1.17"
+_UTILS = "trl.trainer.utils"
+_LOGPROB = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
+_DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
+_OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
+
+
+def patch() -> Applied:
+    """Put fused_rl's log-probabilities, entropies and divergences into TRL, until `unpatch()`.
+
+    Call it before or after importing TRL's trainers, and before training; `with patch():` undoes itself, also when it
+    raises. Patching twice is patching once. A function that your own code imported from TRL by name stays what it was.
+
+    Raises:
+        ImportError: TRL is not installed, or is of a version that this integration does not know.
+    """
+    return _PATCH.apply()
+
+
+def unpatch() -> None:
+    """Put back every attribute that `patch()` replaced; nothing if TRL is not patched."""
+    _PATCH.remove()
+
+
+def _replacements() -> dict[str, object]:
+    return {
+        _LOGPROB: ChunkedLogProbFunction,
+        _DIVERGENCE: ChunkedDivergenceFunction,
+        f"{_UTILS}.selective_log_softmax": selective_log_softmax,
+        f"{_UTILS}.entropy_from_logits": entropy_from_logits,
+        f"{_UTILS}.selective_log_softmax_and_entropy": selective_log_softmax_and_entropy,
+    }
+
+
+_PATCH = Patch("trl", VERSIONS, _replacements)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _serves_temperature(temperature) -> bool:
+    is_number = isinstance(temperature, (int, float))
+    return is_number and LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
+
+
+def _serves_head(hidden: Tensor, scale: float, softcap: float | None) -> bool:
+    """CPU and CUDA, products in fp32, bf16 or fp16, scales and caps that leave the order of logits as it is."""
+    fits = hidden.device.type in ("cpu", "cuda") and _compute_dtype(hidden) in LOGITS_DTYPES
+    numbers = (scale, 1.0 if softcap is None else softcap)
+    return fits and all(isinstance(x, (int, float)) and 0 < x < math.inf for x in numbers)
+
+
+class ChunkedLogProbFunction:
+    """In the place of TRL's autograd function of this name, of which its trainers use `apply` alone."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> tuple[Tensor | None, ...]:
+        """log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1 of hidden (N, H) under the head, (N,) each.
+
+        `chunk_size`, the width of TRL's tiles, has no effect: tiles here follow from a budget in bytes.
+        """
+        served = _serves_head(hidden, logit_scale, final_logit_softcapping) and set(outputs) <= _OUTPUTS
+        if not served or not _serves_temperature(temperature / logit_scale):
+            return _PATCH.original(_LOGPROB).apply(
+                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+            )
+        from trl.trainer.utils import maybe_gather_lm_head_ctx  # a ZeRO-3 head; in the forward pass TRL has done it
+
+        if values_are_checked(hidden.device):
+            check_target_values(targets, None, weight.shape[0])
+        # scale * z / T and cap(scale * z) as a temperature and a cap of z
+        softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
+        head = Head(logit_scale / temperature, softcap, tuple(outputs), _compute_dtype(hidden))
+        return HeadLogprobs.apply(hidden, weight, bias, targets.long(), head, maybe_gather_lm_head_ctx)
+
+
+class ChunkedDivergenceFunction:
+    """In the place of TRL's autograd function of this name, of which its trainer uses `apply` alone."""
+
+    @staticmethod
+    def apply(
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Divergence of student and teacher, and the student's entropy (no gradient), (N,) each."""
+        served = beta in DIRECTIONS and _serves_temperature(temperature)
+        served &= _serves_head(student_hidden, student_logit_scale, student_final_logit_softcapping)
+        served &= _serves_head(teacher_hidden, teacher_logit_scale, teacher_final_logit_softcapping)
+        if not served:
+            return _PATCH.original(_DIVERGENCE).apply(
+                student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta,
+                temperature, student_logit_scale, student_final_logit_softcapping, teacher_logit_scale,
+                teacher_final_logit_softcapping,
+            )  # fmt: skip
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+        pair = Pair(
+            DIRECTIONS[beta],
+            1 / temperature,
+            Scale(student_logit_scale, student_final_logit_softcapping, _compute_dtype(student_hidden)),
+            Scale(teacher_logit_scale, teacher_final_logit_softcapping, _compute_dtype(teacher_hidden)),
+        )
+        student, teacher = (
+            (student_hidden, student_weight, student_bias),
+            (teacher_hidden, teacher_weight, teacher_bias),
+        )
+        return HeadDivergence.apply(*student, *teacher, pair, maybe_gather_lm_head_ctx)
+
+
+def _serves_logits(logits: Tensor, index: Tensor | None, temperature: float) -> bool:
+    """CPU and CUDA, floating point, one target per row or K of them."""
+    fits = logits.device.type in ("cpu", "cuda") and logits.dtype in (*LOGITS_DTYPES, torch.float64)
+    fits = fits and logits.dim() > 0 and logits.shape[-1] > 0 and _serves_temperature(temperature)
+    rows = logits.shape[:-1]
+    return fits and (index is None or rows in (index.shape, index.shape[:-1]))
+
+
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    """TRL's: log-probabilities of index (...) or (..., K) of logits (..., V), 0 where row_mask is; as `index`.
+
+    fp32, and of fp64 logits fp64, as TRL's kernel on GPUs returns them; TRL on a CPU rounds to the dtype of the logits.
+    """
+    if not _serves_logits(logits, index, temperature):
+        return _PATCH.original(f"{_UTILS}.selective_log_softmax")(logits, index, temperature, row_mask)
+    if index.dim() == logits.dim() - 1:
+        mask = None if row_mask is None else row_mask != 0
+        return token_logprobs(logits, index, temperature=temperature, mask=mask).logprobs
+    found = _several(logits, index.long(), temperature)
+    return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
+
+
+def _several(logits: Tensor, index: Tensor, temperature: float) -> Tensor:
+    """(..., V), (..., K) -> (..., K), each from the row's maximum: differences of logits keep their digits."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()  # gradients add up before they are rounded
+    top = logits.detach().argmax(-1)
+    of_top = token_logprobs(logits, top, temperature=temperature).logprobs
+    distance = logits.gather(-1, index) - logits.gather(-1, top[..., None])
+    return of_top[..., None] + distance / temperature
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    """TRL's: entropy in nats of each row of logits (..., V), fp32, of fp64 logits fp64; `chunk_size` has no effect."""
+    if not _serves_logits(logits, None, 1.0):
+        return _PATCH.original(f"{_UTILS}.entropy_from_logits")(logits, chunk_size)
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return token_logprobs(logits, targets).entropy
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """TRL's: log-probabilities of index (...) and entropies of logits (..., V), in one pass; 0 where row_mask is."""
+    if not _serves_logits(logits, index, temperature) or index.shape != logits.shape[:-1]:
+        theirs = _PATCH.original(f"{_UTILS}.selective_log_softmax_and_entropy")
+        return theirs(logits, index, entropy_requires_grad, temperature, row_mask)
+    mask = None if row_mask is None else row_mask != 0
+    logprobs, entropy, _ = token_logprobs(logits, index, temperature=temperature, mask=mask)
+    return logprobs, entropy if entropy_requires_grad else entropy.detach()

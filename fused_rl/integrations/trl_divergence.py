@@ -1,0 +1,150 @@
+"""TRL's chunked divergence of a student's and a teacher's head on our KL and Jensen-Shannon row functions.
+
+As `fused_rl.linear_kl`, and beyond it what TRL's function has: logits in fp32 from 16-bit products, a scale and a soft
+cap for each head, and the student's entropy beside the divergence.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_rl import tiles
+from fused_rl.backend import backend_of
+from fused_rl.kernels.states import JensenShannonSums
+from fused_rl.linear import WORKSPACE_MB
+
+# TRL's beta -> `fused_rl.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and their even mixture's
+DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
+_TILES = 4  # of one size at once: both heads' logits in fp32, one gradient in fp32 and in the products' dtype
+_COLUMNS = 4096  # of a head that are fp32 at once, on a CPU
+
+
+class Scale(NamedTuple):
+    """How a head's products become logits: cap(scale * product)."""
+
+    scale: float
+    softcap: float | None
+    dtype: torch.dtype  # of the products' factors
+
+
+class Pair(NamedTuple):
+    direction: str
+    inv_temperature: float
+    student: Scale
+    teacher: Scale
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Scale, buffer: Tensor) -> Tensor:
+    """(n, H), (V, H), (V,) | None -> logits (n, V) fp32 in the storage of `buffer`."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    out = buffer[: n * vocab].view(n, vocab)
+    if hidden.dtype == torch.float32:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.device.type == "cuda" and torch.version.hip is None:
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        wide = hidden.float()
+        for c in tiles.blocks(vocab, _COLUMNS):
+            torch.mm(wide, weight[c].float().t(), out=out[:, c])
+    if bias is not None:
+        out.add_(bias)
+    if scale.scale != 1:
+        out.mul_(scale.scale)
+    if scale.softcap is not None:
+        out.div_(scale.softcap).tanh_().mul_(scale.softcap)
+    return out
+
+
+def unscaled(dlogits: Tensor, logits: Tensor, scale: Scale) -> Tensor:
+    """The gradient of the products from that of the logits, in its place."""
+    if scale.softcap is not None:
+        dlogits.mul_(1 - (logits / scale.softcap).square_())
+    return dlogits if scale.scale == 1 else dlogits.mul_(scale.scale)
+
+
+def cast(scale: Scale, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
+    return hidden.to(scale.dtype), weight.to(scale.dtype), None if bias is None else bias.float()
+
+
+class _Tiles:
+    """Blocks of rows with the logits of both heads, the same in the forward and in the backward pass."""
+
+    def __init__(self, student, teacher, pair):
+        self.student, self.teacher, self.pair = cast(pair.student, *student), cast(pair.teacher, *teacher), pair
+        hidden, weight = student[:2]
+        budget = tiles.budget(WORKSPACE_MB, hidden, copied=False)
+        self.rows = max(1, min(len(hidden), budget // (4 * _TILES * len(weight))))
+        self.buffers = hidden.new_empty(2, self.rows * len(weight), dtype=torch.float32)
+
+    def __iter__(self):
+        """(rows, the student's logits, x and y of which KL(x || y) is the divergence)."""
+        (hidden, *head), (other_hidden, *other_head) = self.student, self.teacher
+        for rows in tiles.blocks(len(hidden), self.rows):
+            logits = project(hidden[rows], *head, self.pair.student, self.buffers[0])
+            others = project(other_hidden[rows], *other_head, self.pair.teacher, self.buffers[1])
+            x, y = (others, logits) if self.pair.direction == "forward" else (logits, others)
+            yield rows, logits, x[None], y[None]
+
+
+class HeadDivergence(torch.autograd.Function):
+    """Twice (N, H), (V, H), (V,) | None -> divergence (N,) and the student's entropy (N,), fp32.
+
+    The divergence is differentiable with respect to the student's, whose gradients are summed in fp32 and come in the
+    dtypes of those.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, t_hidden, t_weight, t_bias, pair, gathered):
+        ctx.set_materialize_grads(False)
+        n, backend = len(hidden), backend_of(hidden.device)
+        targets = torch.zeros(n, dtype=torch.long, device=hidden.device)  # none is looked at
+        divergence, entropy = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(2))
+        states, sums = [], []
+        with gathered(weight, bias), gathered(t_weight, t_bias):
+            for rows, logits, x, y in _Tiles((hidden, weight, bias), (t_hidden, t_weight, t_bias), pair):
+                # the divergence and what a row leaves for its gradient; the student's entropy
+                divergence[rows], state = backend.kl.kl_fwd(x, y, None, pair.inv_temperature)
+                states.append(state)
+                if pair.direction == "jensen-shannon":
+                    sums.append(backend.jensen_shannon.js_fwd(x, y, None, pair.inv_temperature, state))
+                    divergence[rows] = JensenShannonSums(*sums[-1]).divergence
+                entropy[rows] = backend.logprob.logprob_fwd(
+                    logits, targets[rows], None, pair.inv_temperature, None
+                ).entropy
+        inputs = hidden, weight, bias, t_hidden, t_weight, t_bias
+        ctx.save_for_backward(*inputs, divergence.clone(), *states, *sums)
+        ctx.options = pair, gathered, len(states)
+        ctx.mark_non_differentiable(entropy)
+        return divergence, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, _):
+        pair, gathered, count = ctx.options
+        if g is None:
+            return (None,) * 8
+        *inputs, divergence = ctx.saved_tensors[:7]
+        student, teacher = inputs[:3], inputs[3:]
+        states, sums = ctx.saved_tensors[7 : 7 + count], ctx.saved_tensors[7 + count :]
+        with gathered(*student[1:]), gathered(*teacher[1:]):
+            gradients = _gradients(
+                ctx.needs_input_grad, g.contiguous(), student, teacher, pair, divergence, states, sums
+            )
+        return *gradients.take(), *(None,) * 5
+
+
+def _gradients(needs, g, student, teacher, pair, divergence, states, sums):
+    found = _Tiles(student, teacher, pair)
+    hidden, head, bias = found.student
+    dtypes = tuple(None if x is None else x.dtype for x in student)
+    gradients = tiles.Gradients(needs, hidden, head, bias, (found.rows, len(head)), dtypes)
+    kl_bwd = backend_of(hidden.device).kl.kl_bwd
+    wants = (False, True) if pair.direction == "forward" else (True, False)
+    for i, (rows, logits, x, y) in enumerate(found):
+        of_rows = divergence[rows], states[i], sums[i] if sums else None
+        both = kl_bwd(g[rows], x, y, None, pair.inv_temperature, *of_rows, *wants)
+        dlogits = unscaled(both[wants.index(True)][0], logits, pair.student)
+        gradients.add(dlogits, hidden[rows], head, rows, slice(0, len(head)))
+        del both, dlogits  # else they stay while the next tile's are formed
+    return gradients

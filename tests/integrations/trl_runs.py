@@ -1,0 +1,398 @@
+"""TRL's trainers on models of a few thousand weights, and everything that a run computes.
+
+A `Cell` names a trainer and its options; `train` runs it for some optimizer steps and returns a `Run`. Which
+implementation stands in the place of TRL's chunked primitives is the caller's choice: the host's own, this project's
+(`fused_rl.integrations.trl.patch`) or full logits in fp64 (`exact`).
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import random
+import tempfile
+import types
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+
+from tests.integrations import trl_exact
+from tests.trainers import tiny
+
+VOCAB_PRIMITIVE = "_ChunkedLogProbFunction"
+DIVERGENCE_PRIMITIVE = "ChunkedDivergenceFunction"
+HEAD_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+DIVERGENCE_OUTPUTS = ("divergence", "entropy")
+MOVED = 0.02  # the policy from its reference
+# What a clock says is no metric.
+TIMED = ("step_time", "runtime", "per_second", "total_flos")
+# Silences TRL's telemetry, and takes the CPU twins: the interpreted kernels are tested op by op.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRITON_INTERPRET": "0"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A trainer of TRL's, the options of its config, and the model it trains."""
+
+    trainer: str
+    options: dict = field(default_factory=dict)
+    model: str = "qwen2"
+    lora: bool = False
+
+    def __str__(self):
+        options = ",".join(f"{name}={_short(value)}" for name, value in self.options.items())
+        model = "" if self.model == "qwen2" else f"@{self.model}"
+        return f"{self.trainer}{model}{'+lora' if self.lora else ''}({options})"
+
+
+@dataclass
+class Run:
+    """What a run computed: losses of micro-batches, metrics of steps, gradients of steps, the parameters at its end.
+
+    `served` and `host` count calls of the primitive that stood in TRL's place, by its outputs, and of TRL's own;
+    `outputs` holds what the first returned, by name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    served: Counter = field(default_factory=Counter)
+    host: Counter = field(default_factory=Counter)
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+def _short(value):
+    return "+".join(map(str, value)) if isinstance(value, list) else value
+
+
+@functools.cache
+def _tokenizer():
+    return tiny.tokenizer(chat=False)
+
+
+def _config(kind: str):
+    """Configs whose heads differ: tied or not, with a bias, a scale, a soft cap."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    common = {
+        **sizes,
+        "vocab_size": len(_tokenizer()),
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": kind in ("tied", "cohere"),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if kind in ("qwen2", "tied"):
+        return transformers.Qwen2Config(**common, num_key_value_heads=1)
+    if kind == "llama":
+        return transformers.LlamaConfig(**common, num_key_value_heads=2)
+    if kind == "cohere":
+        return transformers.CohereConfig(**common, logit_scale=0.3)
+    if kind == "granite":
+        return transformers.GraniteConfig(**common, logits_scaling=2.0)
+    if kind == "gemma2":
+        return transformers.Gemma2Config(**common, num_key_value_heads=1, head_dim=8, final_logit_softcapping=3.0)
+    if kind == "bias":
+        return transformers.PhiConfig(**common)
+    raise ValueError(f"no model {kind!r}")
+
+
+@functools.cache
+def _folder(kind: str) -> str:
+    """A random model of this kind, saved: GRPO and RLOO load their reference from where the policy came from."""
+    import transformers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        lm = transformers.AutoModelForCausalLM.from_config(_config(kind))
+        if lm.get_output_embeddings().bias is not None:
+            lm.get_output_embeddings().bias.data.normal_()
+        _shape_head(lm)
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    lm.save_pretrained(_FOLDERS[-1].name)
+    return _FOLDERS[-1].name
+
+
+_FOLDERS = []  # removed when the process ends
+
+
+@torch.no_grad()
+def _shape_head(lm) -> None:
+    """Three ids are often the likeliest: EOS, so that some responses end early, and `a` and `b`, which always tie."""
+    head = lm.get_output_embeddings()
+    first, second = _tokenizer().convert_tokens_to_ids(["a", "b"])
+    scale = 4 * head.weight.std() / head.weight[[2, first]].std(-1, keepdim=True)
+    head.weight[[2, first]] *= scale
+    head.weight[second] = head.weight[first]
+    if head.bias is not None:
+        head.bias[second] = head.bias[first]
+
+
+def load(kind: str, dtype: torch.dtype, *, moved: float = 0.0, seed: int = 3):
+    """The saved model of this kind, each weight moved by noise of this size."""
+    import transformers
+
+    lm = transformers.AutoModelForCausalLM.from_pretrained(_folder(kind), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter += moved * torch.randn(parameter.shape, generator=generator)
+    _shape_head(lm)
+    # Rounded to bf16 for every run, so that runs of all dtypes start from the same weights.
+    return lm.to(torch.bfloat16).to(dtype)
+
+
+@functools.cache
+def _words() -> list[str]:
+    rng = random.Random(0)
+    lengths = [rng.randint(2, 9) for _ in range(64)]
+    return ["".join(rng.choices("aaaabbbbcdefgh ", k=length)) for length in lengths]
+
+
+@functools.cache
+def dataset(trainer: str):
+    """Sixteen rows in the form that the trainer reads, of ragged lengths."""
+    import datasets
+
+    words = _words()
+    prompts, ends, others = words[:16], words[16:32], words[32:48]
+    if trainer in ("GRPO", "RLOO", "Distillation"):
+        return datasets.Dataset.from_dict({"prompt": prompts})
+    if trainer == "SFT":
+        return datasets.Dataset.from_dict({"prompt": prompts, "completion": ends})
+    if trainer == "KTO":
+        labels = [i % 3 != 0 for i in range(16)]
+        return datasets.Dataset.from_dict({"prompt": prompts, "completion": ends, "label": labels})
+    if trainer == "Reward":
+        return datasets.Dataset.from_dict({"chosen": ends, "rejected": others})
+    return datasets.Dataset.from_dict({"prompt": prompts, "chosen": ends, "rejected": others})
+
+
+def reward(completion_ids, **_):
+    """A function of the ids alone, different for nearly every response."""
+    return [sum(ids) % 13 / 6 + 0.1 * len(ids) for ids in completion_ids]
+
+
+def _scripted(trainer):
+    """Responses that do not depend on the model, so that runs of different precision see the same data."""
+    rng = random.Random(5)
+    pairs = "logprobs" in inspect.getsource(type(trainer)._generate_single_turn).rpartition("return")[2]
+
+    def generate(prompt_ids, *_, **__):
+        lengths = [rng.randint(1, 9) for _ in prompt_ids]
+        responses = [rng.choices(range(7, len(_tokenizer())), k=length) + [2] for length in lengths]
+        return (responses, None) if pairs else responses
+
+    return generate
+
+
+def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, **arguments):
+    """The trainer of a cell, with every setting that could differ between two runs fixed."""
+    import transformers
+    import trl
+
+    transformers.set_seed(0)
+    steps = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    fixed = {"use_cpu": True, "bf16": False, "seed": 0, "per_device_train_batch_size": 4}
+    # SGD carries a difference of gradients on as it is; Adam would turn noise around zero into whole steps.
+    optimizer = {"optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
+    options = {**steps, **fixed, **optimizer, "gradient_checkpointing": False, **cell.options, **arguments}
+    given = {"train_dataset": dataset(cell.trainer), "processing_class": _tokenizer()}
+    if cell.trainer in ("GRPO", "RLOO", "Distillation"):
+        options.setdefault("max_completion_length", 10)
+    if cell.trainer in ("GRPO", "RLOO"):
+        options.setdefault("num_generations", 2)
+        given["reward_funcs"] = reward
+    if cell.trainer in ("DPO", "KTO") and not cell.lora:
+        given["ref_model"] = load(cell.model, dtype)
+    if cell.trainer == "Distillation":
+        given["teacher_model"] = load(cell.model, dtype, moved=0.1, seed=4)
+    if cell.lora:
+        import peft
+
+        given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = load(cell.model, dtype, moved=MOVED)
+    if cell.trainer == "Reward":
+        classifier = transformers.AutoModelForSequenceClassification
+        model = classifier.from_pretrained(_folder(cell.model), num_labels=1, dtype=dtype)
+    config = getattr(trl, f"{cell.trainer}Config")(output_dir=str(folder), **options)
+    trainer = getattr(trl, f"{cell.trainer}Trainer")(model=model, args=config, **given)
+    if scripted and cell.trainer in ("GRPO", "RLOO", "Distillation"):
+        trainer._generate_single_turn = _scripted(trainer)
+    return trainer
+
+
+class Interrupted(Exception):
+    """Raised by a run that was asked to die."""
+
+
+def interrupt(trainer) -> None:
+    """Lets the run die once its first checkpoint is written."""
+    import transformers
+
+    class Interrupt(transformers.TrainerCallback):
+        def on_save(self, *_, **__):
+            raise Interrupted
+
+    trainer.add_callback(Interrupt())
+
+
+def record(trainer, checkpoint=None) -> Run:
+    """Trains, from a checkpoint if there is one, and returns everything that the run computed."""
+    import transformers
+
+    run = Run()
+
+    class Gradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **_):
+            named = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+            run.grads.append({name: grad.detach().clone() for name, grad in named if grad is not None})
+
+    training_step = trainer.training_step
+
+    def recorded_step(*args, **kwargs):
+        loss = training_step(*args, **kwargs)
+        run.losses.append(loss.item())
+        return loss
+
+    trainer.add_callback(Gradients())
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.training_step = recorded_step
+    trainer.train(resume_from_checkpoint=checkpoint)
+    run.metrics = [untimed(logged) for logged in trainer.state.log_history]
+    run.parameters = _whole_parameters(trainer)
+    return run
+
+
+def _whole_parameters(trainer) -> dict[str, torch.Tensor]:
+    named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+    if not trainer.is_deepspeed_enabled:
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+
+def untimed(logged: dict) -> dict:
+    """The metrics of a step without what a clock says."""
+    return {name: value for name, value in logged.items() if not any(word in name for word in TIMED)}
+
+
+def train(cell: Cell, primitive: str, folder, *, checkpoint=None, interrupted=False, **how) -> Run:
+    """A cell's run with `primitive` in the place of TRL's: "host", "ours" or "exact"."""
+    with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host, outputs):
+        trainer = build(cell, folder, **how)
+        if interrupted:
+            interrupt(trainer)
+        run = record(trainer, checkpoint)
+    run.served, run.host, run.outputs = served, host, dict(outputs)
+    return run
+
+
+@contextlib.contextmanager
+def _standing(primitive: str):
+    """Puts a primitive into TRL; counts its calls and those of TRL's own, and collects what it returns."""
+    from trl.kernels import chunked_divergence, chunked_logprob
+    from trl.trainer import distillation_trainer, utils
+
+    served, host, outputs = Counter(), Counter(), defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
+            watched = staticmethod(_watched(function.forward, host))
+            stack.enter_context(mock.patch.object(function, "forward", watched))
+        if primitive == "ours":
+            from fused_rl.integrations import trl as integration
+
+            stack.enter_context(integration.patch())
+        for module, name in ((utils, VOCAB_PRIMITIVE), (distillation_trainer, DIVERGENCE_PRIMITIVE)):
+            standing = getattr(trl_exact, name) if primitive == "exact" else getattr(module, name)
+            proxy = types.SimpleNamespace(apply=_watched(standing.apply, served, outputs))
+            stack.enter_context(mock.patch.object(module, name, proxy))
+        yield served, host, outputs
+
+
+def _watched(function, counter, outputs=None):
+    """`function`, counted under the outputs that a call asks for, which `outputs` collects."""
+
+    @functools.wraps(function)
+    def watched(*args, **kwargs):
+        is_head = isinstance(args[-1], tuple)
+        counter.update(args[-1] if is_head else ("divergence",))
+        returned = function(*args, **kwargs)
+        if outputs is not None:
+            named = zip(HEAD_OUTPUTS if is_head else DIVERGENCE_OUTPUTS, returned, strict=True)
+            for name, output in named:
+                if output is not None:
+                    outputs[name].append(output.detach().double())
+        return returned
+
+    return watched
+
+
+def differences(run: Run, reference: Run) -> dict[str, float]:
+    """The largest difference of each kind between two runs that logged the same metrics and trained the same tensors.
+
+    Of losses and metrics relative to the value, or absolute where that is below 1; of a gradient and of what the
+    parameters have become relative to the largest element of the tensor.
+    """
+    assert len(run.losses) == len(reference.losses) and len(run.grads) == len(reference.grads)
+    losses = [_of_number(*pair) for pair in zip(run.losses, reference.losses, strict=True)]
+    metrics = [_of_metrics(*pair) for pair in zip(run.metrics, reference.metrics, strict=True)]
+    grads = [max(of_tensors(*pair).values(), default=0.0) for pair in zip(run.grads, reference.grads, strict=True)]
+    parameters = of_tensors(run.parameters, reference.parameters).values()
+    return {"loss": max(losses), "metrics": max(metrics), "gradients": max(grads), "parameters": max(parameters)}
+
+
+def _of_number(value, reference) -> float:
+    if value is None or reference is None:
+        return 0.0 if value is reference else float("inf")
+    if value != value and reference != reference:
+        return 0.0
+    difference = abs(value - reference) / max(1.0, abs(reference))
+    return difference if difference == difference else float("inf")
+
+
+def _of_metrics(logged: dict, reference: dict) -> float:
+    assert logged.keys() == reference.keys()
+    return max(_of_number(logged[name], reference[name]) for name in reference)
+
+
+def of_tensors(tensors: dict, reference: dict) -> dict[str, float]:
+    """The difference of each tensor; of all zeros, absolute."""
+    assert tensors.keys() == reference.keys()
+    found = {}
+    for name, theirs in reference.items():
+        largest = theirs.double().abs().max().item()
+        difference = (tensors[name].double() - theirs.double()).abs().max().item() / (largest or 1.0)
+        found[name] = difference if difference == difference else float("inf")
+    return found
+
+
+def errors(run: Run, exact: Run) -> dict[str, float]:
+    """A run of one step against the exact one: the error of its loss, its metrics, and of its gradients as one vector.
+
+    The gradients' error is the norm of the difference over the norm, of all parameters together: single small tensors
+    carry the rounding of the rest of the model, which every run has.
+    """
+    found = {name: _of_number(value, exact.metrics[0][name]) for name, value in run.metrics[0].items()}
+    theirs, ours = exact.grads[0], run.grads[0]
+    difference = [(ours[name].double() - theirs[name].double()).norm() for name in theirs]
+    size = [theirs[name].double().norm() for name in theirs]
+    found["gradients"] = (torch.stack(difference).norm() / torch.stack(size).norm()).item()
+    return found
+
+
+def token_errors(run: Run, exact: Run) -> dict[str, float]:
+    """The root mean square error over all tokens of each output, of runs of one step whose hidden states are equal."""
+    found = {}
+    for name, outputs in run.outputs.items():
+        difference = torch.cat(outputs) - torch.cat(exact.outputs[name])
+        found[name] = difference.square().mean().sqrt().item()
+    return found
