@@ -1,16 +1,19 @@
-"""fused_rl inside other people's trainers: what is replaced returns what it returned, or what it should have."""
+"""TRL's primitives, ours in their place: what each returned, or should have, and the patch that exchanges them."""
 
 import contextlib
 import copy
 import importlib
+import math
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integrations import formulas
+from tests.trainers import tiny
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -20,6 +23,7 @@ import trl.trainer.utils as trl_utils  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
+from bench.repro import integrations_trl as hard  # noqa: E402
 from fused_rl.integrations import patching, trl_divergence, trl_head  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
 
@@ -531,6 +535,47 @@ def test_logits_without_rows():
 def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
     with pytest.raises(ValueError, match="temperature must be positive"):
         getattr(integration, function)(torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0)
+
+
+# Where TRL's lose their digits: bench/repro/integrations_trl.py.
+
+
+@pytest.fixture(scope="module")
+def hard_rows():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "0")
+        return {row["case"]: row for row in hard.hard_cases()}
+
+
+def test_hard_cases(hard_rows):
+    """The faults are still TRL's, and not ours."""
+    worst = hard_rows["fp32 head, entropy, peak of 27 nats"]
+    assert worst["TRL"] < -1e-5 and worst["exact"] > 1e-6
+    assert hard_rows["bf16 logits at 100, log-prob's error"]["TRL"] > 0.25
+    for source in ("head", "logits"):
+        assert math.isnan(hard_rows[f"fp32 {source}, entropy, -inf columns"]["TRL"])
+    for case, row in hard_rows.items():
+        if "entropy" in case:
+            assert row["patched"] == pytest.approx(row["exact"], rel=2e-6), case
+        elif "error" in case:
+            assert row["patched"] < 2e-6, case
+        else:
+            assert row["patched"] == pytest.approx(row["exact"], rel=5e-6), case
+
+
+def test_the_documented_example_runs(tmp_path, monkeypatch):
+    """docs/integrations.md, its TRL section: trains, on our functions, and leaves TRL as it was."""
+    text = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
+    section = text.split("## TRL\n")[1].split("\n## ")[0]
+    example = section.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    tiny.model_folder(tmp_path / "model", chat=False)
+    calls = []
+    apply = trl_head.HeadLogprobs.apply
+    monkeypatch.setattr(trl_head.HeadLogprobs, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
+    exec(compile(example, "docs/integrations.md", "exec"), {})
+    assert len(example.strip().splitlines()) <= 10 and len(calls) >= 2
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
 # The patch itself.
