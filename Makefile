@@ -13,7 +13,7 @@ ALL_CORES := $(if $(filter file,$(origin OMP_NUM_THREADS)),env -u OMP_NUM_THREAD
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # `make install` and every target that needs it: creates .venv once, and again only when the requirements change.
 .PHONY: install
@@ -59,6 +59,30 @@ test-slow: $(VENV)/installed  ## the tests marked slow
 test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults
 	$(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
+# A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
+# it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
+HOSTS := verl openrlhf
+.PHONY: test-integrations
+test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, installed and patched against unpatched: 5 minutes
+	@status=0; for host in $(HOSTS); do \
+	  $(VENV)-$$host/bin/python -m pytest --confcutdir=tests/hosts tests/hosts/test_$$host.py || status=1; \
+	done; exit $$status
+
+$(VENV)-%/bin/python:
+	$(PYTHON) -m venv $(VENV)-$*
+
+$(VENV)-verl/installed: tests/hosts/constraints-verl.txt pyproject.toml setup.py | $(VENV)-verl/bin/python
+	$| -m pip install -q -c $< verl==0.9.0 pytest -e .
+	@touch $@
+
+# OpenRLHF requires flash-attn (built against CUDA), and packages that none of the tested modules imports; what those
+# import is named here, and flash-attn and vllm are stood in for by tests/hosts/stubs.
+$(VENV)-openrlhf/installed: tests/hosts/constraints-openrlhf.txt pyproject.toml setup.py | $(VENV)-openrlhf/bin/python
+	DS_BUILD_OPS=0 $| -m pip install -q -c $< accelerate aiohttp datasets deepspeed einops peft pillow pylatexenc ray \
+	  requests sympy torch torchdata tqdm transformers pytest -e .
+	$| -m pip install -q -c $< --no-deps openrlhf==0.11.2
+	@touch $@
+
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 10 minutes
 	$(ALL_CORES) $(BIN)/python -m bench
@@ -79,4 +103,4 @@ lint: $(VENV)/installed  ## ruff: rules and formatting
 
 .PHONY: clean
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(HOSTS:%=$(VENV)-%) .pytest_cache .ruff_cache .hypothesis *.egg-info build dist

@@ -78,3 +78,12 @@ def test_absent_attribute_leaves_nothing_replaced(host):
     with pytest.raises(ImportError, match=r"toyhost\.utils\.gone"):
         patch.apply()
     assert utils.function is original and not patch.applied
+
+
+def test_the_original_is_found_patched_and_unpatched(host):
+    patch = make_patch()
+    name = "toyhost.utils.function"
+    assert patch.original(name) is original
+    with patch.apply():
+        assert patch.original(name) is original
+    assert patch.original(name) is original

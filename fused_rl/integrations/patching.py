@@ -26,6 +26,7 @@ class Patch:
         self.versions = SpecifierSet(versions)
         self._replacements = replacements
         self._pairs: list[tuple[object, object]] = []  # (original, ours) of what is replaced now
+        self._originals: dict[str, object] = {}  # of the same, by the names in `replacements`
 
     @property
     def applied(self) -> bool:
@@ -55,23 +56,30 @@ class Patch:
         if self.applied:
             return Applied(self, owner=False)
         self.check_version()
-        pairs = []
-        for name, ours in self._replacements().items():
-            module, _, attribute = name.rpartition(".")
-            original = vars(importlib.import_module(module)).get(attribute)
-            if original is None:
-                raise ImportError(f"{self.host} has no {name}: its version is known, but its files are not as released")
-            pairs.append((original, ours))
+        replacements = self._replacements()
+        originals = {name: self._read(name) for name in replacements}
+        pairs = [(originals[name], ours) for name, ours in replacements.items()]
         for original, ours in pairs:
             self._exchange(original, ours)
-        self._pairs = pairs
+        self._pairs, self._originals = pairs, originals
         return Applied(self, owner=True)
+
+    def original(self, name: str):
+        """The host's own object of that name in `replacements`, whether or not the host is patched now."""
+        return self._originals[name] if self.applied else self._read(name)
 
     def remove(self) -> None:
         """Put back every attribute that was replaced; nothing if the host is not patched."""
         for original, ours in self._pairs:
             self._exchange(ours, original)
-        self._pairs = []
+        self._pairs, self._originals = [], {}
+
+    def _read(self, name):
+        module, _, attribute = name.rpartition(".")
+        found = vars(importlib.import_module(module)).get(attribute)
+        if found is None:
+            raise ImportError(f"{self.host} has no {name}: its version is known, but its files are not as released")
+        return found
 
     def _exchange(self, old: object, new: object) -> None:
         """In every imported module of the host, each attribute that is `old` becomes `new`."""

@@ -1,0 +1,102 @@
+"""OpenRLHF 0.11: its log-probabilities, entropies and KL estimates by ours; its losses, masks and metrics stay.
+
+    import fused_rl.integrations.openrlhf
+    fused_rl.integrations.openrlhf.patch()
+
+PPO trains in Ray's worker processes, so they are what must be patched: start Ray yourself, before OpenRLHF does, with
+`ray.init(runtime_env={"worker_process_setup_hook": "fused_rl.integrations.openrlhf.patch"})`. SFT, DPO and reward
+modelling train in the process that deepspeed starts: there, the two lines above.
+"""
+
+import torch
+from torch import Tensor
+
+from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy, with_gradient_of
+
+__all__ = ["patch", "unpatch"]
+
+_UTILS = "openrlhf.models.utils"
+
+
+def patch() -> Applied:
+    """Replace OpenRLHF's primitives in this process; nothing if they are replaced. In a `with`, as long as it lasts.
+
+    Raises:
+        ImportError: OpenRLHF is absent, or not 0.11.
+    """
+    return _PATCH.apply()
+
+
+def unpatch() -> None:
+    """Put back every attribute of OpenRLHF that `patch` replaced."""
+    _PATCH.remove()
+
+
+def _replacements():
+    return {
+        f"{_UTILS}.log_probs_from_logits": log_probs_from_logits,
+        f"{_UTILS}.compute_entropy": compute_entropy,
+        f"{_UTILS}.compute_approx_kl": compute_approx_kl,
+    }
+
+
+_PATCH = Patch("openrlhf", ">=0.11,<0.12", _replacements)
+
+
+def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """OpenRLHF's function of this name, for logits (..., V) and labels (...); a temperature scales the logits in place.
+
+    What changes: fp32 for 16-bit logits, where OpenRLHF returns the logits' dtype. Labels of -100 give 0, as with
+    flash-attn, which OpenRLHF requires.
+    """
+    if not is_served(logits, labels) or labels.shape != logits.shape[:-1]:
+        return _PATCH.original(f"{_UTILS}.log_probs_from_logits")(logits, labels, temperature)
+    if temperature != 1.0:
+        logits.div_(temperature)  # OpenRLHF's contract: whoever reads the logits next finds them scaled
+    return label_logprobs(logits, labels)
+
+
+def compute_entropy(logits: Tensor) -> Tensor:
+    """OpenRLHF's function of this name, (..., V) -> (...), without its torch.compile.
+
+    What changes: never below 0; finite for rows with -inf columns, where OpenRLHF's is NaN; fp32 for 16-bit logits.
+    """
+    if not is_served(logits):
+        return _PATCH.original(f"{_UTILS}.compute_entropy")(logits)
+    return row_entropy(logits)
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    log_probs_old: Tensor | None = None,
+    kl_estimator: str = "k1",
+    unbiased_gradient: bool = False,
+) -> Tensor:
+    """OpenRLHF's function of this name: k1, k2 or k3 per token, fp32, capped at 10 nats (k1 also at -10).
+
+    With `unbiased_gradient` the gradient is that of w k2, with w = exp(log_probs - log_probs_old) at most 10, as in
+    OpenRLHF.
+
+    What changes: k3 without cancellation near 0. And the gradient without `unbiased_gradient`: OpenRLHF's ends where
+    the value is capped, for k3 as soon as a token has become 14 times less likely than under the base; here it stays
+    what it is at the cap (`capped_kl`).
+    """
+    differentiated = log_probs_base.requires_grad and torch.is_grad_enabled()
+    if kl_estimator not in ("k1", "k2", "k3") or differentiated or not is_served(log_probs, log_probs_base):
+        host = _PATCH.original(f"{_UTILS}.compute_approx_kl")
+        return host(log_probs, log_probs_base, log_probs_old, kl_estimator, unbiased_gradient)
+    log_probs, log_probs_base = log_probs.float(), log_probs_base.float()
+    value = capped_kl(log_probs, log_probs_base, kl_estimator)
+    if not unbiased_gradient:
+        return value
+    k2 = (log_probs - log_probs_base).square() / 2
+    weight = 1.0 if log_probs_old is None else _importance_weight(log_probs, log_probs_old)
+    return with_gradient_of(value, weight * k2)
+
+
+def _importance_weight(log_probs, log_probs_old):
+    from openrlhf.models.utils import KL_IS_WEIGHT_CLIP
+
+    return (log_probs - log_probs_old.float()).exp().clamp(max=KL_IS_WEIGHT_CLIP).detach()

@@ -1,0 +1,196 @@
+"""verl 0.9: its log-probabilities, entropies, k3 and fused linear head by ours; its losses, masks and metrics stay.
+
+    import fused_rl.integrations.verl
+    fused_rl.integrations.verl.patch()
+
+verl trains in Ray's worker processes, so they are what must be patched:
+`+ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=fused_rl.integrations.verl.patch` on verl's command line.
+Patch before an engine is built: it compiles the entropy that it finds then.
+
+Not replaced: Megatron's vocabulary-parallel functions (`verl.utils.megatron`), and everything on an NPU.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_rl.checks import LOGITS_DTYPES
+from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy
+from fused_rl.linear import linear_token_logprobs
+
+__all__ = ["patch", "unpatch"]
+
+_FUNCTIONAL = "verl.utils.torch_functional"
+_KL = "verl.trainer.ppo.core_algos.kl_penalty_forward"
+_FUSED_LINEAR = "verl.utils.experimental.torch_functional.FusedLinearForPPOFunction"
+_LINEAR = "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy"
+
+
+def patch() -> Applied:
+    """Replace verl's primitives in this process; nothing if they are replaced. In a `with`, only as long as it lasts.
+
+    Raises:
+        ImportError: verl is absent, or not 0.9.
+    """
+    return _PATCH.apply()
+
+
+def unpatch() -> None:
+    """Put back every attribute of verl that `patch` replaced."""
+    _PATCH.remove()
+
+
+def _replacements():
+    return {
+        f"{_FUNCTIONAL}.logprobs_from_logits": logprobs_from_logits,
+        f"{_FUNCTIONAL}.logprobs_from_logits_flash_attn": logprobs_from_logits_flash_attn,
+        f"{_FUNCTIONAL}.logprobs_from_logits_naive": logprobs_from_logits_naive,
+        f"{_FUNCTIONAL}.logprobs_from_logits_v2": logprobs_from_logits_v2,
+        f"{_FUNCTIONAL}.entropy_from_logits": entropy_from_logits,
+        f"{_FUNCTIONAL}.entropy_from_logits_with_chunking": entropy_from_logits_with_chunking,
+        _KL: kl_penalty_forward,
+        _FUSED_LINEAR: FusedLinearForPPOFunction,
+        _LINEAR: linear_cross_entropy,
+    }
+
+
+_PATCH = Patch("verl", ">=0.9,<0.10", _replacements)
+
+
+def _takes_logprobs(logits, labels):
+    # flash-attn's path flattens both, and so takes labels of another shape
+    return is_served(logits, labels) and labels.shape == logits.shape[:-1]
+
+
+def _flash_attn_is_used():
+    """As verl decides it: the only one of its paths that heeds `inplace_backward`."""
+    from verl.utils import torch_functional
+
+    disabled = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
+    return torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and not disabled
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's function of this name, for logits (..., V) and labels (...).
+
+    What changes: fp32 for 16-bit logits, where verl without flash-attn returns the logits' dtype; labels of -100 give
+    0, as with flash-attn alone. `inplace_backward` has its effect where flash-attn is installed, as in verl; a backward
+    pass that then needs the overwritten logits raises instead of using the gradient in their place.
+    """
+    if not _takes_logprobs(logits, labels):
+        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits")(logits, labels, inplace_backward)
+    return label_logprobs(logits, labels, inplace=inplace_backward and _flash_attn_is_used())
+
+
+def logprobs_from_logits_flash_attn(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's function of this name; needs no flash-attn, and heeds `inplace_backward` as that does."""
+    if not _takes_logprobs(logits, labels):
+        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits_flash_attn")(logits, labels, inplace_backward)
+    return label_logprobs(logits, labels, inplace=inplace_backward)
+
+
+def logprobs_from_logits_naive(logits: Tensor, labels: Tensor) -> Tensor:
+    """verl's function of this name; fp32 for 16-bit logits."""
+    if not _takes_logprobs(logits, labels):
+        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits_naive")(logits, labels)
+    return label_logprobs(logits, labels)
+
+
+def logprobs_from_logits_v2(logits: Tensor, labels: Tensor) -> Tensor:
+    """verl's function of this name; fp32 for 16-bit logits."""
+    if not _takes_logprobs(logits, labels):
+        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits_v2")(logits, labels)
+    return label_logprobs(logits, labels)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """verl's function of this name, (..., V) -> (...).
+
+    What changes: never below 0; finite for rows with -inf columns, where verl's is NaN; fp32 for 16-bit logits.
+    """
+    if not is_served(logits):
+        return _PATCH.original(f"{_FUNCTIONAL}.entropy_from_logits")(logits)
+    return row_entropy(logits)
+
+
+def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """verl's function of this name; `chunk_size` has no effect, since no chunk is ever copied."""
+    if not is_served(logits):
+        return _PATCH.original(f"{_FUNCTIONAL}.entropy_from_logits_with_chunking")(logits, chunk_size)
+    return row_entropy(logits)
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """verl's function of this name. low_var_kl and k3 are ours; kl, k1, abs, mse, k2 and full stay verl's.
+
+    `kl_penalty` calls it, so that k3+ is k3's value here, and k2's gradient as before.
+
+    What changes in k3: no cancellation near 0, where fp32 loses most digits of exp(x) - x - 1; fp32 for 16-bit inputs;
+    and the gradient. verl's value stops at 10 nats and its gradient with it, as soon as a token has become 14 times
+    less likely than under the reference. The value still stops there; the gradient stays what it is at the cap
+    (`capped_kl`).
+    """
+    differentiated = ref_logprob.requires_grad and torch.is_grad_enabled()
+    if kl_penalty not in ("low_var_kl", "k3") or differentiated or not is_served(logprob, ref_logprob):
+        return _PATCH.original(_KL)(logprob, ref_logprob, kl_penalty)
+    return capped_kl(logprob if logprob.dtype == torch.float64 else logprob.float(), ref_logprob, "k3")
+
+
+def _takes_head(hidden, weight, labels):
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    fits = hidden.dtype in LOGITS_DTYPES and (hidden.dtype == weight.dtype or autocast)
+    return is_served(hidden, weight, labels) and fits
+
+
+class FusedLinearForPPOFunction:
+    """In place of verl's autograd function, which `FusedLinearForPPO` calls by `apply`."""
+
+    @staticmethod
+    def apply(
+        hidden_states: Tensor,
+        vocab_weights: Tensor,
+        input_ids: Tensor,
+        temperature: float = 1.0,
+        chunk_size: int = 512,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (...) of hidden states (..., H) under a head (V, H).
+
+        What changes: the entropy is fp32, where verl rounds it to the hidden states' dtype; gradients of 16-bit inputs
+        are rounded once, from sums in fp32; `chunk_size` has no effect: tiles are cut by bytes, not by rows.
+        """
+        per_row = isinstance(temperature, Tensor) and temperature.dim() > 0
+        if per_row or not _takes_head(hidden_states, vocab_weights, input_ids):
+            host = _PATCH.original(_FUSED_LINEAR)
+            return host.apply(hidden_states, vocab_weights, input_ids, temperature, chunk_size)
+        logprobs, entropy, _ = linear_token_logprobs(hidden_states, vocab_weights, input_ids, temperature=temperature)
+        return logprobs, entropy
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """verl's fused head (`use_fused_kernels` with the Triton backend): (N,) log-probabilities, N the tokens of all
+    leading dimensions, or their sum or mean; (N,) entropies.
+
+    What changes: runs on CPU tensors too, and for hidden sizes that 128 does not divide. A head that is split over the
+    ranks of `dist_process_group` stays verl's.
+    """
+    split = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
+    reduce = _REDUCTIONS.get(reduction.lower()) if isinstance(reduction, str) else None
+    is_known = isinstance(temperature, float) and reduce is not None
+    if split or not is_known or not _takes_head(hidden, weight, labels):
+        return _PATCH.original(_LINEAR)(hidden, weight, labels, temperature, reduction, dist_process_group)
+    rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    logprobs, entropy, _ = linear_token_logprobs(rows, weight, row_labels, temperature=temperature)
+    return reduce(logprobs), entropy
+
+
+_REDUCTIONS = {"none": lambda logprobs: logprobs, "sum": Tensor.sum, "mean": Tensor.mean}

@@ -1,0 +1,1 @@
+"""In place of flash-attn, which needs a GPU to build: what OpenRLHF imports of it, without its loss kernel."""

@@ -1,0 +1,2 @@
+def random_uuid():
+    raise NotImplementedError("no engine runs here")

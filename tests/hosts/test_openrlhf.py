@@ -1,0 +1,301 @@
+"""OpenRLHF 0.11 patched against unpatched: each replaced function, and OpenRLHF's own training step around them."""
+
+import importlib.metadata
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+
+import openrlhf.trainer.dpo_trainer
+import openrlhf.trainer.ppo_utils.experience_maker  # noqa: F401  as above: modules that take functions by name
+import pytest
+import torch
+from openrlhf.models import DPOLoss, SFTLoss, utils
+
+from fused_rl.integrations import openrlhf as integration
+from tests.hosts import cases, openrlhf_step
+from tests.hosts.cases import assert_close, value_and_gradient
+
+FUNCTIONS = ("log_probs_from_logits", "compute_entropy", "compute_approx_kl")
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+@pytest.fixture(autouse=True)
+def unpatched_afterwards():
+    yield
+    integration.unpatch()
+
+
+def both(call):
+    """call() unpatched and patched."""
+    theirs = call()
+    with integration.patch():
+        return theirs, call()
+
+
+def assert_both_close(theirs, ours, tolerance=1e-5):
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other, tolerance)
+
+
+# -- the functions
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 3, 4)])
+def test_logprobs(shape, temperature):
+    logits, labels = cases.hard_logits("plain", torch.float32)
+    logits, labels = logits.view(*shape, -1), labels.view(shape)
+    assert_both_close(
+        *both(lambda: value_and_gradient(lambda x: utils.log_probs_from_logits(x, labels, temperature), logits))
+    )
+
+
+def test_a_temperature_scales_the_logits_in_place():
+    def scaled():
+        logits, labels = cases.hard_logits("plain", torch.float32)
+        utils.log_probs_from_logits(logits, labels, temperature=0.5)
+        return logits
+
+    theirs, ours = both(scaled)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(24,), (4, 6)])
+def test_entropy(shape):
+    logits = cases.hard_logits("plain", torch.float32)[0].view(*shape, -1)
+    assert_both_close(*both(lambda: value_and_gradient(utils.compute_entropy, logits)))
+
+
+def test_compiled_entropy():
+    with integration.patch():
+        compiled = torch.compile(utils.compute_entropy, dynamic=True, fullgraph=True)
+        logits, _ = cases.hard_logits("plain", torch.float32)
+        assert_both_close(
+            value_and_gradient(compiled, logits), value_and_gradient(utils.compute_entropy, logits), tolerance=0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", cases.HARD_CASES)
+@pytest.mark.parametrize("name", ["log_probs_from_logits", "compute_entropy"])
+def test_hard_cases(name, case, dtype):
+    logits, labels = cases.hard_logits(case, dtype)
+    what, arguments = ("entropy", ()) if name == "compute_entropy" else ("logprobs", (labels,))
+    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(utils, name)(x, *arguments), logits))
+    cases.assert_no_worse(ours, theirs, cases.truth(what, logits, labels), dtype)
+    if what == "entropy":
+        assert (ours[0] >= 0).all()
+
+
+def test_ignored_labels_as_with_flash_attn():
+    logits, labels = cases.hard_logits("plain", torch.float32)
+    labels[::3] = -100
+    with integration.patch():
+        value, gradient = value_and_gradient(lambda x: utils.log_probs_from_logits(x, labels), logits)
+    assert (value[::3] == 0).all() and (gradient[::3] == 0).all()
+    assert (value[1::3] < 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("old", [None, 0.3, 4.0], ids=["no old", "old", "old beyond the clip of its weight"])
+@pytest.mark.parametrize(("estimator", "unbiased_gradient"), itertools.product(ESTIMATORS, (False, True)))
+def test_approx_kl(estimator, unbiased_gradient, old, dtype):
+    log_probs = torch.linspace(-6, 0, 200).to(dtype)
+    base = (log_probs.float() + torch.linspace(-2.5, 2.5, 200)).to(dtype)
+    old = None if old is None else log_probs - old
+
+    def call(x):
+        return utils.compute_approx_kl(x, base, old, estimator, unbiased_gradient)
+
+    theirs, ours = both(lambda: value_and_gradient(call, log_probs))
+    assert ours[0].dtype == theirs[0].dtype == torch.float32
+    assert_both_close(theirs, ours)
+
+
+def test_k3_near_zero():
+    """|d| from 1e-6 to 1e-2, where an on-policy step lives."""
+    difference = torch.logspace(-6, -2, 50)
+    d = difference.double()
+    exact = d.square() / 2 * (1 - d / 3 * (1 - d / 4 * (1 - d / 5)))
+    theirs, ours = both(lambda: utils.compute_approx_kl(difference, torch.zeros(50), kl_estimator="k3"))
+    assert ((ours - exact) / exact).abs().max() < 1e-6
+    assert ((theirs - exact) / exact).abs().max() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slopes"),
+    [("k1", [1.0, 1.0, 1.0, 1.0]), ("k2", [-(20**0.5), 0.5, 20**0.5, 20**0.5]), ("k3", None)],
+)
+def test_beyond_the_cap_the_value_is_openrlhfs_and_the_gradient_stays(estimator, slopes):
+    if slopes is None:
+        slopes = -torch.expm1(torch.tensor([2.610868638, -0.5, -10.99998330, -10.99998330]))
+    log_probs = torch.tensor([-30.0, 0.5, 12.0, 25.0])
+
+    def call(x):
+        return utils.compute_approx_kl(x, torch.zeros(4), kl_estimator=estimator)
+
+    theirs, ours = both(lambda: value_and_gradient(call, log_probs, torch.ones(4)))
+    assert_close(ours[0], theirs[0], 1e-6)
+    assert_close(ours[1], torch.as_tensor(slopes), 1e-6)
+    assert theirs[1][[0, 2, 3]].eq(0).all()
+
+
+def test_unknown_estimators_are_refused_by_openrlhf():
+    x = torch.zeros(3)
+    with integration.patch(), pytest.raises(ValueError, match="Unknown kl_estimator: k9"):
+        utils.compute_approx_kl(x, x, kl_estimator="k9")
+
+
+def test_a_base_that_requires_a_gradient_is_openrlhfs():
+    base = torch.linspace(-1, 1, 9)
+    theirs, ours = both(
+        lambda: value_and_gradient(lambda x: utils.compute_approx_kl(torch.zeros(9), x, kl_estimator="k3"), base)
+    )
+    assert_both_close(theirs, ours, tolerance=0)
+
+
+# -- OpenRLHF's training step
+
+
+def assert_same_step(**options):
+    options = {"kl": {"estimator": "k3", "unbiased_gradient": False}, "policy_loss": {}} | options
+    theirs, ours = both(lambda: openrlhf_step.training_step(**options))
+    assert ours[0].keys() == theirs[0].keys()
+    for name in theirs[0]:
+        assert ours[0][name] == pytest.approx(theirs[0][name], abs=1e-5, rel=1e-5), name
+    for name, gradient in theirs[1].items():
+        assert gradient.abs().sum() > 0, f"{name} gets no gradient: nothing is compared"
+        assert_close(ours[1][name], gradient)
+
+
+@pytest.mark.parametrize(("estimator", "unbiased_gradient"), itertools.product(ESTIMATORS, (False, True)))
+def test_kl_losses(estimator, unbiased_gradient):
+    assert_same_step(kl={"estimator": estimator, "unbiased_gradient": unbiased_gradient})
+
+
+@pytest.mark.parametrize(
+    "policy_loss",
+    [
+        {"dual_clip": 3.0},
+        {"token_level_loss": False},
+        {"policy_loss_type": "gspo"},
+        {"is_correction_level": "token", "is_correction_mode": "clip"},
+        {"is_correction_level": "seq"},
+        {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": (0, 0.1)},
+    ],
+    ids=["dual clip", "sequence mean", "gspo", "token clip", "sequence mask", "tv"],
+)
+def test_policy_losses(policy_loss):
+    assert_same_step(policy_loss=policy_loss)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_actor_options(temperature, packing):
+    assert_same_step(temperature=temperature, packing=packing)
+
+
+def test_a_model_in_bf16_is_no_further_from_fp32():
+    options = {"kl": {"estimator": "k3", "unbiased_gradient": False}, "policy_loss": {}}
+    exact, _ = openrlhf_step.training_step(**options)
+    theirs, ours = both(lambda: openrlhf_step.training_step(**options, dtype=torch.bfloat16)[0])
+    for name, value in exact.items():
+        # the model's own rounding is in both
+        assert abs(ours[name] - value) <= abs(theirs[name] - value) + 1e-3, name
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_losses_of_logprobs(loss):
+    ids, mask = openrlhf_step.sequences()
+
+    def step():
+        model = openrlhf_step.actor(temperature=1.0)
+        logprobs, _ = model(ids, attention_mask=mask, return_output=True, return_logprobs=True)
+        if loss == "sft":
+            value = SFTLoss()(logprobs, mask[:, 1:].float())
+        else:
+            sums = (logprobs * mask[:, 1:]).sum(-1)
+            value, *_ = DPOLoss(0.1)(sums[:1], sums[1:2], sums[:1].detach() + 0.3, sums[1:2].detach())
+        value.backward()
+        return value.detach(), *(p.grad for p in model.parameters())
+
+    assert_both_close(*both(step))
+
+
+# -- the patch
+
+
+def test_every_place_is_replaced_and_restored():
+    before = cases.attributes("openrlhf")
+    with integration.patch():
+        places = cases.changed(before, cases.attributes("openrlhf"))
+        assert set(places) == {
+            *(f"openrlhf.models.utils.{name}" for name in FUNCTIONS),
+            "openrlhf.models.actor.compute_entropy",
+            "openrlhf.models.actor.log_probs_from_logits",
+            "openrlhf.trainer.ppo_utils.experience_maker.compute_approx_kl",
+            "openrlhf.trainer.ray.ppo_actor.compute_approx_kl",
+        }
+    assert cases.changed(before, cases.attributes("openrlhf")) == []
+
+
+def test_twice_is_once():
+    original = utils.compute_entropy
+    integration.patch()
+    with integration.patch():
+        pass
+    assert utils.compute_entropy is integration.compute_entropy
+    integration.unpatch()
+    assert utils.compute_entropy is original
+
+
+@pytest.mark.parametrize("version", ["0.10.4", "0.12.0"])
+def test_unknown_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"openrlhf {version} is not .*(<0\.12,>=0\.11|>=0\.11,<0\.12)"):
+        integration.patch()
+
+
+def test_what_is_not_served_is_openrlhfs():
+    """Tensors of other devices, and labels of another shape than the logits' rows."""
+    logits, labels = torch.empty(4, 50, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    with integration.patch():
+        assert utils.log_probs_from_logits(logits, labels).device.type == "meta"
+        with pytest.raises(RuntimeError, match="Size|shape|dimension|size"):
+            utils.log_probs_from_logits(torch.zeros(4, 50), torch.zeros(4, 1, 2, dtype=torch.int64))
+
+
+def test_pickles():
+    with integration.patch():
+        for name in FUNCTIONS:
+            ours = getattr(utils, name)
+            assert pickle.loads(pickle.dumps(ours)) is ours
+
+
+def test_rays_workers_are_patched_by_their_setup_hook(tmp_path):
+    program = """
+import ray
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False,
+         runtime_env={"worker_process_setup_hook": "fused_rl.integrations.openrlhf.patch"})
+
+@ray.remote
+def where():
+    from openrlhf.models import utils
+    return utils.compute_entropy.__module__
+
+print(ray.get(where.remote()))
+ray.shutdown()
+"""
+    assert cases.run_fresh(program, tmp_path).split()[-1] == "fused_rl.integrations.openrlhf"
+
+
+def test_the_documented_example_runs(tmp_path):
+    cases.run_fresh(cases.documented_example("OpenRLHF"), tmp_path)
+
+
+def test_importing_the_integration_does_not_import_openrlhf():
+    source = "import sys, fused_rl.integrations.openrlhf; assert 'openrlhf' not in sys.modules"
+    subprocess.run([sys.executable, "-c", source], check=True, env=os.environ)

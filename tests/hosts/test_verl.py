@@ -1,0 +1,460 @@
+"""verl 0.9 patched against unpatched: each replaced function, and verl's own training step around them."""
+
+import importlib.metadata
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import verl.models.transformers.dense_common
+import verl.trainer.distillation.losses  # noqa: F401  as the line above: it takes functions by name
+import verl.utils.kernel.linear_cross_entropy as linear_module
+import verl.utils.torch_functional as verl_F
+from verl.trainer.ppo import core_algos
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.workers.config import PolicyLossConfig
+
+from fused_rl.integrations import verl as integration
+from tests.hosts import cases, verl_step
+from tests.hosts.cases import assert_close, value_and_gradient
+
+LOGPROBS = ("logprobs_from_logits", "logprobs_from_logits_v2", "logprobs_from_logits_naive")
+ENTROPIES = ("entropy_from_logits", "entropy_from_logits_with_chunking")
+K3 = ("low_var_kl", "k3", "low_var_kl+", "k3+")
+KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "kl+", "k1+", "abs+", "mse+", "k2+", *K3)
+
+
+@pytest.fixture(autouse=True)
+def unpatched_afterwards():
+    yield
+    integration.unpatch()
+
+
+def both(call):
+    """call() unpatched and patched."""
+    theirs = call()
+    with integration.patch():
+        return theirs, call()
+
+
+# -- the functions
+
+
+@pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 3, 4)])
+@pytest.mark.parametrize("name", LOGPROBS)
+def test_logprobs(name, shape):
+    logits, labels = cases.hard_logits("plain", torch.float32)
+    logits, labels = logits.view(*shape, -1), labels.view(shape)
+    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, labels), logits))
+    assert_close(ours[0], theirs[0])
+    assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("inplace_backward", [True, False])
+def test_the_flash_attn_path_needs_no_flash_attn(inplace_backward):
+    logits, labels = cases.hard_logits("plain", torch.float32)
+    theirs = value_and_gradient(lambda x: verl_F.logprobs_from_logits_naive(x, labels), logits)
+    with integration.patch():
+        ours = value_and_gradient(
+            lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward), logits
+        )
+    assert_close(ours[0], theirs[0])
+    assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 5}])
+@pytest.mark.parametrize("name", ENTROPIES)
+def test_entropy(name, options):
+    if options and name == "entropy_from_logits":
+        pytest.skip("has no options")
+    logits, _ = cases.hard_logits("plain", torch.float32)
+    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, **options), logits))
+    assert_close(ours[0], theirs[0])
+    assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("name", ENTROPIES)
+def test_compiled_entropy(name):
+    """As verl's engines compile it, for several lengths without a graph break."""
+    with integration.patch():
+        compiled = torch.compile(getattr(verl_F, name), dynamic=True, fullgraph=True)
+        for rows in (24, 17):
+            logits, _ = cases.hard_logits("plain", torch.float32, rows=rows)
+            ours = value_and_gradient(compiled, logits)
+            eager = value_and_gradient(getattr(verl_F, name), logits)
+            assert torch.equal(ours[0], eager[0]) and torch.equal(ours[1], eager[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", cases.HARD_CASES)
+@pytest.mark.parametrize("name", [*LOGPROBS, *ENTROPIES])
+def test_hard_cases(name, case, dtype):
+    logits, labels = cases.hard_logits(case, dtype)
+    what = "logprobs" if name in LOGPROBS else "entropy"
+    arguments = (labels,) if name in LOGPROBS else ()
+    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, *arguments), logits))
+    cases.assert_no_worse(ours, theirs, cases.truth(what, logits, labels), dtype)
+    if what == "entropy":
+        assert (ours[0] >= 0).all()
+
+
+def test_ignored_labels_as_with_flash_attn():
+    logits, labels = cases.hard_logits("plain", torch.float32)
+    labels[::3] = -100
+    with integration.patch():
+        value, gradient = value_and_gradient(lambda x: verl_F.logprobs_from_logits(x, labels), logits)
+    assert (value[::3] == 0).all() and (gradient[::3] == 0).all()
+    assert (value[1::3] < 0).all()
+
+
+def test_inplace_backward_only_where_flash_attn_would(monkeypatch):
+    leaf, labels = cases.hard_logits("plain", torch.float32)
+
+    def storage_is_reused():
+        logits = leaf.clone().requires_grad_() * 1
+        gradients = []
+        logits.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
+        verl_F.logprobs_from_logits(logits, labels, inplace_backward=inplace_backward).sum().backward()
+        return gradients == [logits.data_ptr()]
+
+    with integration.patch():
+        inplace_backward = True
+        assert not storage_is_reused()
+        monkeypatch.setattr(verl_F, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+        assert storage_is_reused()
+        inplace_backward = False
+        assert not storage_is_reused()
+        inplace_backward = True
+        monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", "1")
+        assert not storage_is_reused()
+
+
+def test_inplace_backward_leaves_leaves_and_views_alone(monkeypatch):
+    monkeypatch.setattr(verl_F, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+    logits, labels = cases.hard_logits("plain", torch.float32)
+    leaf = logits.clone().requires_grad_()
+    with integration.patch():
+        verl_F.logprobs_from_logits(leaf, labels).sum().backward()
+        strided = (logits.clone().requires_grad_() * 1).view(4, 6, -1)[:, 1:]
+        verl_F.logprobs_from_logits(strided, labels.view(4, 6)[:, 1:]).sum().backward()
+    assert torch.equal(leaf, logits)
+
+
+@pytest.mark.parametrize("name", KL_NAMES)
+def test_kl_penalty(name):
+    logprobs = torch.linspace(-6, 0, 200)
+    ref_logprobs = (logprobs + torch.linspace(-2.5, 2.5, 200)).flip(0).flip(0)
+    theirs, ours = both(lambda: value_and_gradient(lambda x: core_algos.kl_penalty(x, ref_logprobs, name), logprobs))
+    assert_close(ours[0], theirs[0])
+    assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("name", ["full", "k9"])
+def test_kl_names_that_verl_refuses(name):
+    x = torch.zeros(3)
+    with integration.patch(), pytest.raises(NotImplementedError):
+        core_algos.kl_penalty(x, x, name)
+
+
+@pytest.mark.parametrize("name", K3)
+def test_k3_near_zero(name):
+    """|d| from 1e-6 to 1e-2, where an on-policy step lives."""
+    difference = torch.logspace(-6, -2, 50)
+    ref_logprobs = torch.zeros(50)
+    d = difference.double()
+    exact = d.square() / 2 * (1 - d / 3 * (1 - d / 4 * (1 - d / 5)))
+    theirs, ours = both(lambda: core_algos.kl_penalty(difference, ref_logprobs, name))
+    assert ((ours - exact) / exact).abs().max() < 1e-6
+    assert ((theirs - exact) / exact).abs().max() > 0.9
+
+
+@pytest.mark.parametrize("name", ["low_var_kl", "k3"])
+def test_beyond_the_cap_the_value_is_verls_and_the_gradient_stays(name):
+    logprobs = torch.tensor([-30.0, -15.0, -2.7, -2.5, 0.0, 10.5, 12.0, 25.0])
+    call = lambda x: core_algos.kl_penalty(x, torch.zeros(8), name)  # noqa: E731
+    theirs, ours = both(lambda: value_and_gradient(call, logprobs, torch.ones(8)))
+    assert_close(ours[0], theirs[0], 1e-6)
+    at_cap = -torch.expm1(torch.tensor([2.610868638] * 3 + [2.5, 0.0, -10.5] + [-10.99998330] * 2))
+    assert_close(ours[1], at_cap, 1e-6)
+    assert theirs[1][[0, 1, 2, 6, 7]].eq(0).all()
+
+
+def test_infinite_logprobs_get_verls_value():
+    logprobs = torch.tensor([-torch.inf, 0.0, -torch.inf])
+    ref_logprobs = torch.tensor([0.0, -torch.inf, -torch.inf])
+    theirs, ours = both(lambda: core_algos.kl_penalty(logprobs, ref_logprobs, "k3"))
+    assert torch.allclose(ours, theirs, atol=1e-5, equal_nan=True)
+
+
+def test_a_reference_that_requires_a_gradient_is_verls():
+    ref_logprobs = torch.linspace(-1, 1, 9)
+    theirs, ours = both(
+        lambda: value_and_gradient(lambda x: core_algos.kl_penalty(torch.zeros(9), x, "k3"), ref_logprobs)
+    )
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+# -- the fused head
+
+
+def head(dtype, shape=(24,)):
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(*shape, 32, generator=generator)
+    weight = torch.randn(300, 32, generator=generator) / 4
+    return hidden.to(dtype), weight.to(dtype), torch.randint(0, 300, shape, generator=generator)
+
+
+def head_gradients(call, hidden, weight, labels, used, dtype=None):
+    """Outputs and the gradients of hidden states and weight, from the outputs in `used`."""
+    hidden = hidden.to(dtype or hidden.dtype).clone().requires_grad_()
+    weight = weight.to(dtype or weight.dtype).clone().requires_grad_()
+    outputs = call(hidden, weight, labels)
+    generator = torch.Generator().manual_seed(6)
+    upstream = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+    torch.autograd.backward([outputs[i] for i in used], [upstream[i] for i in used])
+    return outputs[0].detach(), outputs[1].detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("shape", "chunk_size"), [((24,), 512), ((4, 6), 512), ((4, 6), 5)])
+def test_fused_linear_for_ppo(shape, chunk_size, temperature, used):
+    def call(hidden, weight, labels):
+        return FusedLinearForPPO(chunk_size).forward(hidden, weight, labels, temperature)
+
+    theirs, ours = both(lambda: head_gradients(call, *head(torch.float32, shape), used))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+def true_head(used, temperature=1.0):
+    def call(hidden, weight, labels):
+        return cases.reference.token_logprobs(hidden @ weight.t(), labels, temperature=temperature)[:2]
+
+    return head_gradients(call, *head(torch.bfloat16), used, torch.float64)
+
+
+def test_fused_linear_for_ppo_in_bf16():
+    call = lambda *tensors: FusedLinearForPPO(5).forward(*tensors)  # noqa: E731
+    theirs, ours = both(lambda: head_gradients(call, *head(torch.bfloat16), (0, 1)))
+    for mine, other, exact in zip(ours, theirs, true_head((0, 1)), strict=True):
+        assert cases.error(mine, exact) <= cases.error(other, exact)
+
+
+def test_what_the_fused_head_cannot_take_is_verls():
+    """fp64 hidden states, and a temperature per token."""
+    hidden, weight, labels = (x.double() if x.is_floating_point() else x for x in head(torch.float32))
+    temperature = torch.full((24, 1), 0.7)
+    theirs, ours = both(lambda: FusedLinearForPPO(24).forward(hidden, weight, labels, temperature))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "Sum"])
+@pytest.mark.parametrize("shape", [(24,), (4, 6)])
+def test_linear_cross_entropy(shape, reduction):
+    """verl's needs a GPU: against its other backend."""
+    reduce = {"none": torch.flatten, "sum": torch.sum, "mean": torch.mean}[reduction.lower()]
+
+    def other_backend(hidden, weight, labels):
+        logprobs, entropy = FusedLinearForPPO().forward(hidden, weight, labels, 0.7)
+        return reduce(logprobs), entropy.flatten()
+
+    theirs = head_gradients(other_backend, *head(torch.float32, shape), (0, 1))
+    with integration.patch():
+        ours = head_gradients(
+            lambda *tensors: linear_module.linear_cross_entropy(*tensors, 0.7, reduction),
+            *head(torch.float32, shape),
+            (0, 1),
+        )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+def test_a_split_head_and_unknown_options_are_verls(monkeypatch):
+    calls = []
+    monkeypatch.setattr(linear_module, "linear_cross_entropy", lambda *arguments: calls.append(arguments))
+    tensors = head(torch.float32)
+    with integration.patch():
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
+        linear_module.linear_cross_entropy(*tensors, 1.0, "none", 2)
+        linear_module.linear_cross_entropy(*tensors, torch.tensor(1.0))
+        linear_module.linear_cross_entropy(*tensors, 1.0, "median")
+        assert len(calls) == 3
+        linear_module.linear_cross_entropy(*tensors, 1.0, "none", 1)
+        assert len(calls) == 3
+
+
+# -- verl's training step
+
+
+def assert_same_step(monkeypatch, **options):
+    theirs, ours = both(lambda: verl_step.step(monkeypatch, **options))
+    assert_close(ours[0], theirs[0])
+    assert ours[1].keys() == theirs[1].keys()
+    for name in theirs[1]:
+        assert ours[1][name] == pytest.approx(theirs[1][name], abs=1e-5, rel=1e-5), name
+    for name, gradient in theirs[2].items():
+        assert gradient.abs().sum() > 0, f"{name} gets no gradient: nothing is compared"
+        assert_close(ours[2][name], gradient)
+
+
+LOSS_MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo")
+
+
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_loss_modes(monkeypatch, mode):
+    policy_loss = PolicyLossConfig(loss_mode=mode, dro_beta=0.1, clip_cov_ratio=0.2, kl_cov_ratio=0.2)
+    assert_same_step(monkeypatch, loss={"policy_loss": policy_loss})
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
+)
+def test_aggregations(monkeypatch, aggregation):
+    assert_same_step(monkeypatch, loss={"loss_agg_mode": aggregation})
+
+
+@pytest.mark.parametrize("kl", KL_NAMES)
+def test_kl_losses(monkeypatch, kl):
+    assert_same_step(monkeypatch, loss={"kl_loss_type": kl})
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize(
+    "engine_options",
+    [
+        {},
+        {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5},
+        {"entropy_checkpointing": True},
+        {"use_torch_compile": True},
+    ],
+    ids=["plain", "chunks", "checkpoint", "compiled"],
+)
+def test_engine_options(monkeypatch, engine_options, remove_padding):
+    assert_same_step(monkeypatch, engine_options=engine_options, remove_padding=remove_padding)
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_fused_kernels(monkeypatch, remove_padding, entropy):
+    assert_same_step(monkeypatch, fused_kernels=True, remove_padding=remove_padding, entropy=entropy)
+
+
+def test_the_triton_backend_against_the_torch_backend(monkeypatch):
+    theirs = verl_step.step(monkeypatch, fused_kernels=True)
+    with integration.patch():
+        ours = verl_step.step(monkeypatch, fused_kernels=True, backend="triton")
+    assert_close(ours[0], theirs[0])
+    for name, gradient in theirs[2].items():
+        assert_close(ours[2][name], gradient)
+
+
+def test_without_entropy_and_inplace(monkeypatch):
+    """`inplace_backward` is True where no entropy is computed, and has its effect where flash-attn is installed."""
+    theirs = verl_step.step(monkeypatch, entropy=False)
+    with integration.patch():
+        monkeypatch.setattr(verl_F, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+        ours = verl_step.step(monkeypatch, entropy=False)
+    assert_close(ours[0], theirs[0])
+    for name, gradient in theirs[2].items():
+        assert_close(ours[2][name], gradient)
+
+
+@pytest.mark.parametrize("fused_kernels", [True, False])
+def test_a_step_under_autocast_is_no_further_from_fp32(monkeypatch, fused_kernels):
+    exact, *_ = verl_step.step(monkeypatch, fused_kernels=fused_kernels)
+    theirs, ours = both(lambda: verl_step.step(monkeypatch, fused_kernels=fused_kernels, autocast=torch.bfloat16)[0])
+    # the model's own rounding is in both
+    assert abs(ours - exact) <= abs(theirs - exact) + 1e-3
+
+
+def test_compute_entropy_loss():
+    logits, _ = cases.hard_logits("plain", torch.float32)
+    logits = logits.view(4, 6, -1)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 5])[:, None]
+    theirs, ours = both(lambda: value_and_gradient(lambda x: core_algos.compute_entropy_loss(x, mask), logits))
+    assert_close(ours[0], theirs[0])
+    assert_close(ours[1], theirs[1])
+
+
+# -- the patch
+
+
+def test_every_place_is_replaced_and_restored():
+    before = cases.attributes("verl")
+    with integration.patch():
+        places = cases.changed(before, cases.attributes("verl"))
+        assert "verl.workers.engine.fsdp.transformer_impl.logprobs_from_logits" in places
+        assert {name.rpartition(".")[2] for name in places} == {
+            name.rpartition(".")[2] for name in integration._replacements()
+        }
+    assert cases.changed(before, cases.attributes("verl")) == []
+
+
+def test_twice_is_once():
+    original = verl_F.logprobs_from_logits
+    integration.patch()
+    with integration.patch():
+        pass
+    assert verl_F.logprobs_from_logits is integration.logprobs_from_logits
+    integration.unpatch()
+    assert verl_F.logprobs_from_logits is original
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.10.0"])
+def test_unknown_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"verl {version} is not .*(<0\.10,>=0\.9|>=0\.9,<0\.10)"):
+        integration.patch()
+
+
+def test_what_is_not_served_is_verls():
+    """Tensors of other devices, and labels of another shape than the logits' rows."""
+    logits, labels = torch.empty(4, 50, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    with integration.patch():
+        for name in LOGPROBS:
+            assert getattr(verl_F, name)(logits, labels).device.type == "meta"
+        for name in ENTROPIES[:1]:
+            assert getattr(verl_F, name)(logits).device.type == "meta"
+        with pytest.raises(RuntimeError, match="Size|shape|dimension"):
+            verl_F.logprobs_from_logits_naive(torch.zeros(4, 50), torch.zeros(4, 1, 2, dtype=torch.int64))
+
+
+def test_pickles():
+    with integration.patch():
+        for name in integration._replacements():
+            module, _, attribute = name.rpartition(".")
+            ours = getattr(sys.modules[module], attribute)
+            assert pickle.loads(pickle.dumps(ours)) is ours
+        module = pickle.dumps(FusedLinearForPPO(7))
+    assert pickle.loads(module).chunk_size == 7
+
+
+def test_rays_workers_are_patched_by_their_setup_hook(tmp_path):
+    program = """
+import ray
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False,
+         runtime_env={"worker_process_setup_hook": "fused_rl.integrations.verl.patch"})
+
+@ray.remote
+def where():
+    from verl.utils import torch_functional
+    return torch_functional.logprobs_from_logits.__module__
+
+print(ray.get(where.remote()))
+ray.shutdown()
+"""
+    assert cases.run_fresh(program, tmp_path).split()[-1] == "fused_rl.integrations.verl"
+
+
+def test_the_documented_example_runs(tmp_path):
+    cases.run_fresh(cases.documented_example("verl"), tmp_path)
+
+
+def test_importing_the_integration_does_not_import_verl():
+    source = "import sys, fused_rl.integrations.verl; assert 'verl' not in sys.modules"
+    subprocess.run([sys.executable, "-c", source], check=True, env=os.environ)

@@ -1,0 +1,62 @@
+"""What the integrations of hosts share, without a host."""
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from fused_rl import kl_estimate
+from fused_rl.integrations import primitives, verl
+
+
+def gradient(d, estimator):
+    d = d.clone().requires_grad_()
+    value = primitives.capped_kl(d, torch.zeros_like(d), estimator)
+    (slope,) = torch.autograd.grad(value.sum(), d)
+    return value.detach(), slope
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_capped_kl_is_the_estimate_up_to_the_cap(estimator):
+    lowest, highest = primitives.CAPPED_AT_10[estimator]
+    d = torch.linspace(lowest, highest, 101, dtype=torch.float64)
+    value, slope = gradient(d, estimator)
+    leaf = d.clone().requires_grad_()
+    exact = kl_estimate(leaf, torch.zeros_like(d), estimator)
+    exact.sum().backward()
+    torch.testing.assert_close(value, exact.detach())
+    torch.testing.assert_close(slope, leaf.grad)
+    torch.testing.assert_close(value[[0, -1]].abs(), torch.full((2,), 10.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_beyond_the_cap_value_and_gradient_are_those_at_the_cap(estimator):
+    at_cap = torch.tensor(primitives.CAPPED_AT_10[estimator], dtype=torch.float64)
+    for factor in (1.5, 40.0, torch.inf):
+        for beyond, cap in zip(gradient(at_cap * factor, estimator), gradient(at_cap, estimator), strict=True):
+            torch.testing.assert_close(beyond, cap)
+
+
+def test_with_gradient_of_is_exact():
+    value, carrier = torch.tensor([0.1, torch.inf]), torch.tensor([1e20, -torch.inf], requires_grad=True)
+    out = primitives.with_gradient_of(value, carrier)
+    assert torch.equal(out, value)
+    out.backward(torch.tensor([2.0, 3.0]))
+    assert carrier.grad.tolist() == [2.0, 3.0]
+
+
+def test_what_is_served():
+    x = torch.zeros(2, 3)
+    assert primitives.is_served(x, torch.nn.Parameter(x))
+    assert not primitives.is_served(x, x.to("meta"))
+    assert not primitives.is_served(torch.nested.as_nested_tensor([x, x[:1]], layout=torch.jagged))
+    assert not primitives.is_served(torch.nested.nested_tensor([x, x[:1]]))
+
+
+def test_an_absent_host_is_named_with_the_versions_that_are_known(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.9|>=0\.9,<0\.10)"):
+        verl.patch()
