@@ -1,4 +1,4 @@
-"""Kept sets of tokens: which ids a truncated sampler (top-p, top-k, min-p, banned tokens) left each row to choose from.
+"""Kept sets: which ids a truncated sampler (top-p, top-k, min-p, banned tokens) left each row to choose from.
 
 Sets are recorded where sampling happens, not computed again from probabilities: ties and the order of filters differ.
 """
@@ -17,7 +17,7 @@ __all__ = ["TokenSupport"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSupport:
-    """The kept set of each row: row i keeps `ids[offsets[i]:offsets[i + 1]]`, or the whole vocabulary where that is empty.
+    """Kept sets: row i keeps `ids[offsets[i]:offsets[i + 1]]`, or the whole vocabulary where that is empty.
 
     Rows are those of `targets.flatten()`. Under `torch.compile`, make it outside of the compiled function: the values
     of what is made inside are not checked.
@@ -60,7 +60,7 @@ class TokenSupport:
                 `generate(output_scores=True)` returns them, for targets (B, T).
 
         Returns:
-            Sets of all rows, ids ascending; a row without a filtered entry keeps the whole vocabulary, as an empty range.
+            Sets of all rows, ids ascending; a row without a filtered entry has an empty range: the whole vocabulary.
 
         Raises:
             ValueError: a shape or dtype that does not fit; a row without any finite entry.

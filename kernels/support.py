@@ -239,7 +239,7 @@ def kept_bwd(
     return out
 
 
-@triton.jit(do_not_specialize=["vocab", "width", "hidden_stride", "weight_stride"])
+@triton.jit(do_not_specialize=["vocab"])
 def kept_dot_kernel(
     hidden_ptr,  # (N, H) bf16, fp16 or fp32
     weight_ptr,  # (V, H)
@@ -275,7 +275,7 @@ def kept_dot_kernel(
         tl.store(x_ptr + i, tl.where(known, x, float("nan")), mask=i < end)
 
 
-@triton.jit(do_not_specialize=["vocab", "width", "weight_stride"])
+@triton.jit(do_not_specialize=["vocab"])
 def kept_hidden_kernel(
     dx_ptr,  # (M,) fp32
     weight_ptr,  # (V, H) bf16, fp16 or fp32
@@ -304,25 +304,29 @@ def kept_hidden_kernel(
     tl.store(dhidden_ptr + row * width + column, total.to(dhidden_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["width", "hidden_stride", "dweight_stride"])
+@triton.jit(do_not_specialize=["vocab"])
 def kept_head_kernel(
     dx_ptr,  # (M,) fp32, sorted by id, as the next
     row_ptr,  # (M,) int64, the row of each
     id_ptr,  # (U,) int64, the ids once each
     end_ptr,  # (U,) int64, where the entries of each end
     hidden_ptr,  # (N, H) bf16, fp16 or fp32
-    dweight_ptr,  # (V, H)
+    dweight_ptr,  # (V, H) or None
     dbias_ptr,  # (V,) or None
+    vocab,
     width,
     hidden_stride: tl.int64,
     dweight_stride: tl.int64,
+    ADD: tl.constexpr,  # to what dweight and dbias hold
     IDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     nth = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    begin = 0 if nth == 0 else tl.load(end_ptr + nth - 1)
+    begin = tl.load(end_ptr + nth - 1, mask=nth > 0, other=0)
     end, token = tl.load(end_ptr + nth), tl.load(id_ptr + nth)
+    if (token < 0) | (token >= vocab):
+        return
     inside = column < width
     total, of_bias = tl.zeros((WIDTH,), tl.float32), tl.zeros((IDS,), tl.float32)
     for at in tl.range(begin, end, IDS, num_stages=1):
@@ -333,29 +337,33 @@ def kept_head_kernel(
         h = tl.load(h_ptr, mask=(i < end)[:, None] & inside[None, :], other=0.0)
         total += tl.sum(h.to(tl.float32) * dx[:, None], 0)
         of_bias += dx
-    dw_ptr = dweight_ptr + token * dweight_stride + column
-    tl.store(dw_ptr, total.to(dweight_ptr.dtype.element_ty), mask=inside)
+    if dweight_ptr is not None:
+        dw_ptr = dweight_ptr + token * dweight_stride + column
+        if ADD:
+            total += tl.load(dw_ptr, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dw_ptr, total.to(dweight_ptr.dtype.element_ty), mask=inside)
     if dbias_ptr is not None:  # noqa: SIM102
         if tl.program_id(1) == 0:
-            tl.store(dbias_ptr + token, tl.sum(of_bias, 0).to(dbias_ptr.dtype.element_ty))
+            bias = tl.sum(of_bias, 0)
+            if ADD:
+                bias += tl.load(dbias_ptr + token).to(tl.float32)
+            tl.store(dbias_ptr + token, bias.to(dbias_ptr.dtype.element_ty))
 
 
 def _unit(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def kept_dot(hidden, weight, bias, kept):
-    """Logits of the kept ids, (M,) fp32, from hidden states (N, H) and the head (V, H), (V,) | None."""
+def kept_dot(x, hidden, weight, bias, kept):
+    """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
     hidden, weight = _unit(hidden), _unit(weight)
-    x = torch.zeros(len(kept.ids), device=hidden.device)
-    if len(hidden) and len(x):
+    if len(hidden):
         ranges = [r.contiguous() for r in kept]
         with torch.cuda.device_of(hidden):
             kept_dot_kernel[(len(hidden), PARTS)](
                 hidden, weight, bias, *ranges, x, *weight.shape, hidden.stride(0), weight.stride(0),
                 IDS=IDS, WIDTH=WIDTH, num_warps=4,
             )  # fmt: skip
-    return x
 
 
 def kept_hidden(dx, weight, kept):
@@ -371,20 +379,24 @@ def kept_hidden(dx, weight, kept):
     return dhidden
 
 
-def kept_head(dx, rows, ids, ends, hidden, vocab, wants):
-    """Gradients (V, H) and (V,) of the head, None where not wanted: zeros, and a row for each of the `ids` (U,).
+def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
+    """Gradients (V, H) and (V,) of the head, None where not wanted: what there was or zeros, and sums for `ids` (U,).
 
     Args:
         dx, rows: (M,) gradients of the kept logits, and the rows of `hidden` (N, H) they belong to, sorted by id.
         ends: (U,) int64, where the entries of each id end.
+        dweight, dbias: gradients to add to, or None.
     """
-    hidden = _unit(hidden)
-    dweight = torch.zeros(vocab, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-    dbias = torch.zeros(vocab, dtype=hidden.dtype, device=hidden.device) if wants[1] else None
+    hidden, add = _unit(hidden), dweight is not None or dbias is not None
+    new = hidden.new_zeros
+    if wants[0] and dweight is None:
+        dweight = new(vocab, hidden.shape[1])
+    if wants[1] and dbias is None:
+        dbias = new(vocab)
     if len(ids):
         with torch.cuda.device_of(hidden):
             kept_head_kernel[(len(ids), triton.cdiv(hidden.shape[1], WIDTH))](
-                dx, rows, ids, ends, hidden, dweight, dbias, hidden.shape[1], hidden.stride(0), dweight.stride(0),
-                IDS=IDS, WIDTH=WIDTH, num_warps=4,
+                dx, rows, ids, ends, hidden, dweight, dbias, vocab, hidden.shape[1], hidden.stride(0),
+                hidden.shape[1], ADD=add, IDS=IDS, WIDTH=WIDTH, num_warps=4,
             )  # fmt: skip
-    return dweight if wants[0] else None, dbias
+    return dweight, dbias

@@ -216,9 +216,9 @@ def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
     return torch.where(live[row], dx, 0)
 
 
-def kept_dot(hidden, weight, bias, kept):
-    """Logits of the kept ids, (M,) fp32, from hidden states (N, H) and the head (V, H), (V,) | None."""
-    x, width = torch.zeros(len(kept.ids)), hidden.shape[1]
+def kept_dot(x, hidden, weight, bias, kept):
+    """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
+    width = hidden.shape[1]
     step = max(1, CHUNK // max(1, width))
     for entries in _chunks(kept, None):
         rows, total = entries.rows[entries.row], torch.empty(len(entries.row))
@@ -231,7 +231,6 @@ def kept_dot(hidden, weight, bias, kept):
             torch.index_select(hidden, 0, rows[c], out=b)
             torch.sum(a.float().mul_(b) if low else a.mul_(b), -1, out=total[c])
         x[entries.at] = total if bias is None else total + bias[entries.ids].float()
-    return x
 
 
 def kept_hidden(dx, weight, kept):
@@ -247,23 +246,24 @@ def _weighted(rows, ids, begins, by):
     return torch.nn.functional.embedding_bag(ids, rows, begins, mode="sum", per_sample_weights=by.to(rows.dtype))
 
 
-def kept_head(dx, rows, ids, ends, hidden, vocab, wants):
-    """Gradients (V, H) and (V,) of the head, None where not wanted: zeros, and a row for each of the `ids` (U,).
+def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
+    """Gradients (V, H) and (V,) of the head, None where not wanted: what there was or zeros, and sums for `ids` (U,).
 
     Args:
         dx, rows: (M,) gradients of the kept logits, and the rows of `hidden` (N, H) they belong to, sorted by id.
         ends: (U,) int64, where the entries of each id end.
+        dweight, dbias: gradients to add to, or None.
     """
-    dweight = dbias = None
-    begins = torch.nn.functional.pad(ends[:-1], (1, 0)) if len(ends) else ends
-    if wants[0]:
+    if wants[0] and dweight is None:
         dweight = zeros_for_rows(vocab, hidden.shape[1], hidden.dtype, touched=len(ids))
-        if len(ids):
-            dweight[ids] = _weighted(hidden, rows, begins, dx)
-    if wants[1]:
+    if wants[1] and dbias is None:
         dbias = hidden.new_zeros(vocab)
-        if len(ids):
-            dbias[ids] = _sum(dx, torch.nn.functional.pad(ends, (1, 0))).to(hidden.dtype)
+    if len(ids):
+        offsets = torch.nn.functional.pad(ends, (1, 0))
+        if wants[0]:
+            dweight.index_add_(0, ids, _weighted(hidden, rows, offsets[:-1], dx))
+        if wants[1]:
+            dbias.index_add_(0, ids, _sum(dx, offsets).to(hidden.dtype))
     return dweight, dbias
 
 
