@@ -78,7 +78,9 @@ def _parts(kept, vocab, device):
     lengths = kept.end - kept.begin
     short = (lengths > 0) & (lengths <= most)
     parts = short.nonzero()[:, 0], (~short).nonzero()[:, 0]
-    return tuple(None if len(rows) == len(short) else rows for rows in parts)
+    if len(parts[1]) == 0:
+        return None, parts[1]
+    return (parts[0], None) if len(parts[0]) == 0 else parts
 
 
 def _some(rows, *values):

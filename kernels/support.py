@@ -104,11 +104,12 @@ def kept_fwd_kernel(
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
         x = kept_values(x, inside, known, softcap, SHARD)
         d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
-        d = tl.fma(d, off, d)
+        low = tl.where(d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0)  # few terms do not average it out
         p = tl.exp2(d)
+        p = tl.fma(p, low * LN2, p)
         ties += (x == m).to(tl.int32)
         rest += tl.where(x == m, p - 1.0, p)  # NaN from inf - inf
-        t = tl.fma(p, -d, t)
+        t = tl.fma(p, -d - low, t)
     more = tl.maximum(tl.sum(ties, 0) - 1, 0).to(tl.float32)
     rest, t = exact_sum(rest) + more, -LN2 * exact_sum(t)
 
