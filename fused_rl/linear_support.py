@@ -15,9 +15,9 @@ from fused_rl.shards import gather, scatter
 
 __all__ = ["linear_kept_logprobs"]
 
-# A row of the GEMM costs as much as gathering this part of the head's rows, at least: 1/50 to 1/26 on a CPU (fp32 and
-# bf16, 64 x 1024 x 151936); for a GPU 700 TFLOP/s against 4 TB/s give 1/175. Below FEW no GEMM is worth its launch.
-_CPU_SHARE, _GPU_SHARE = 32, 128
+# A row of the GEMM costs as much as gathering this part of the head's rows: on a CPU 1/28 in fp32 and 1/98 in bf16
+# (64 x 1024 x 151936); for a GPU 700 TFLOP/s against 4 TB/s give 1/175. Below FEW no GEMM is worth its launch.
+_FP32_CPU_SHARE, _SHARE = 32, 128
 _FEW = 64
 _MARKED = 1 << 20  # elements of the hidden states that are int64 at a time
 
@@ -35,7 +35,7 @@ class _LinearKept(torch.autograd.Function):
         ctx.options = inv_temperature, softcap, budget
         x = torch.zeros(len(ids), device=hidden.device)
         outputs = RowStatistics(*(torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields))
-        ctx.parts = _parts(kept, len(head[0]), hidden.device.type)
+        ctx.parts = _parts(kept, head[0])
         for rows, statistics in zip(ctx.parts, (_gathered, _tiled), strict=True):
             if rows is None or len(rows):
                 found = statistics(x, *_of(rows, hidden, targets, kept, inv_temperature), *head, softcap, budget)
@@ -72,9 +72,10 @@ class _LinearKept(torch.autograd.Function):
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
 
-def _parts(kept, vocab, device):
+def _parts(kept, weight):
     """Rows whose sets are gathered, rows that go through tiles: (n,) indices, or None for all rows."""
-    most = max(_FEW, vocab // (_CPU_SHARE if device == "cpu" else _GPU_SHARE))
+    slow_gemm = weight.device.type == "cpu" and weight.dtype == torch.float32
+    most = max(_FEW, len(weight) // (_FP32_CPU_SHARE if slow_gemm else _SHARE))
     lengths = kept.end - kept.begin
     short = (lengths > 0) & (lengths <= most)
     parts = short.nonzero()[:, 0], (~short).nonzero()[:, 0]

@@ -138,22 +138,21 @@ def check_kept_values(kept: KeptSets, targets: Tensor, mask: Tensor | None, voca
     begin, lengths, wanted = begin[counts], (end - begin)[counts], targets[counts]
     if not len(lengths):
         return
-    each = ids if int(lengths.sum()) == len(ids) and _contiguous(begin, lengths) else None
-    row = torch.repeat_interleave(lengths)
-    if each is None:
-        starts = begin - (lengths.cumsum(0) - lengths)
+    row, starts = torch.repeat_interleave(lengths), begin - (lengths.cumsum(0) - lengths)
+    if bool((starts == starts[0]).all()):  # one stretch of the ids
+        each = ids[int(begin[0]) : int(begin[0]) + len(row)]
+    else:
         each = ids[starts[row] + torch.arange(len(row), device=row.device)]
 
     # by the rows that count; a message wants the caller's index
-    if vocab is not None and bool((each >= vocab).any() | (each < 0).any()):
-        outside = row[((each >= vocab) | (each < 0)).nonzero()[0, 0]]
-        worst = int(each[(each >= vocab) | (each < 0)][0])
+    if vocab is not None and bool((each.amax() >= vocab) | (each.amin() < 0)):
+        first = ((each >= vocab) | (each < 0)).nonzero()[0, 0]
         raise ValueError(
-            f"the kept set of {_named(counts, outside)} has id {worst}, outside the vocabulary of {vocab} "
-            f"(0 to {vocab - 1})"
+            f"the kept set of {_named(counts, row[first])} has id {int(each[first])}, outside the vocabulary of "
+            f"{vocab} (0 to {vocab - 1})"
         )
     found = torch.zeros(len(lengths), dtype=torch.bool, device=ids.device)
-    found[row[each == wanted[row]]] = True
+    found[row[(each == wanted.index_select(0, row)).nonzero()[:, 0]]] = True
     if not found.all():
         missing = (~found).nonzero()[0, 0]
         raise ValueError(
@@ -165,10 +164,6 @@ def check_kept_values(kept: KeptSets, targets: Tensor, mask: Tensor | None, voca
 
 def _offsets(lengths):
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-
-
-def _contiguous(begin, lengths):
-    return bool((begin == lengths.cumsum(0) - lengths).all())
 
 
 def _named(counts, nth):

@@ -1,6 +1,7 @@
 """Kept sets: from logits, from hidden states, over shards; values, every gradient, bits, bytes, and a real sampler."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -684,8 +685,6 @@ def trained(model, optimizer, mine, module, world, backward):
 
 
 def sharded_training(rank, world):
-    import os
-
     import deepspeed
     import deepspeed.ops
     from torch.distributed.fsdp import fully_shard
@@ -700,16 +699,15 @@ def sharded_training(rank, world):
     trained(model, optimizer, batches()[rank], fused_rl, world, lambda loss: loss.backward())
     by_fsdp = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
 
+    model = Head()
     engine, *_ = deepspeed.initialize(
-        model=Head(),
-        optimizer=(optimizer := torch.optim.SGD(Head().parameters(), lr=0.5)) and None,
-        model_parameters=None,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         },
     )
@@ -739,8 +737,6 @@ def test_fsdp_and_zero_3():
 
 def check_shards(rank, world):
     """Vocabulary split unevenly, both paths: values and gradients of the reference, errors on every rank."""
-    import os
-
     interpreter.fix_numerics()
     vocab, starts = 703, [0, 200, 703]
     lists, targets = some_rows(vocab=vocab, longest=300)

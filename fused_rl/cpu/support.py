@@ -21,7 +21,7 @@ _FLAT = -1e4  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tok
 class _Entries(NamedTuple):
     """Sets of some rows in one vector: (E,) each but the last two."""
 
-    at: Tensor  # positions among all ids
+    at: Tensor | slice  # positions among all ids
     row: Tensor  # which of `rows` an entry belongs to
     ids: Tensor  # int64
     offsets: Tensor  # (R + 1,)
@@ -33,11 +33,12 @@ def _entries(kept, rows):
     lengths = kept.end[rows] - begin
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     row = torch.repeat_interleave(lengths)
-    at = torch.arange(len(row))
-    if len(row) != len(kept.ids) or not torch.equal(begin, offsets[:-1]):
-        at = at + (begin - offsets[:-1])[row]
+    starts = begin - offsets[:-1]
+    if bool((starts == starts[0]).all()):  # one stretch of the ids
+        at = slice(int(begin[0]), int(begin[0]) + len(row))
         return _Entries(at, row, kept.ids[at].long(), offsets, rows)
-    return _Entries(at, row, kept.ids.long(), offsets, rows)
+    at = starts.index_select(0, row).add_(torch.arange(len(row)))
+    return _Entries(at, row, kept.ids.index_select(0, at).long(), offsets, rows)
 
 
 def _chunks(kept, mask):
@@ -72,7 +73,7 @@ def _inverse(inv_temperature, rows):
 
 def _each(values, row):
     """A value per row as one per entry."""
-    return values[row] if isinstance(values, Tensor) else values
+    return values.index_select(0, row) if isinstance(values, Tensor) else values
 
 
 def _sum(values, offsets):
@@ -130,7 +131,7 @@ def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=
         for entries in _chunks(kept, mask):
             if logits is not None:
                 columns, known = _known(entries, first, logits.shape[1])
-                raw = _gathered(logits.detach(), entries.rows[entries.row], columns)
+                raw = _gathered(logits.detach(), entries.rows.index_select(0, entries.row), columns)
                 x[entries.at] = raw
             else:
                 raw, known = x[entries.at], None
@@ -153,17 +154,17 @@ def _statistics(x, entries, targets, inv_t):
     _, row, ids, offsets, rows = entries
     m = torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True).double()
     about = torch.where(m == -torch.inf, 0.0, m)
-    x = x.double()
-    s = (x - about[row]).mul_(_each(inv_t, row)).clamp_(min=_FLAT)
+    s = x.double()
+    s = s.sub_(about.index_select(0, row)).mul_(_each(inv_t, row)).clamp_(min=_FLAT)
     p, top = s.exp(), s == 0
     ties = _sum(top.double(), offsets)
     rest = _sum(p.masked_fill(top, 0), offsets) + (ties - 1).clamp_(min=0)
     t = _sum(p.mul_(s), offsets)
 
     # the target's own; a set holds it once, or on a shard not at all
-    own = (ids == targets[rows][row]).nonzero()[:, 0]
+    own = (ids == targets[rows].index_select(0, row)).nonzero()[:, 0]
     chosen = torch.full_like(m, -torch.inf)
-    chosen[row[own]] = x[own]
+    chosen[row[own]] = x[own].double()
     log1p = rest.log1p()
     logprobs = ((chosen - about) * inv_t).clamp_(max=0) - log1p
     return logprobs, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
@@ -184,7 +185,7 @@ def kept_bwd(
                 out[entries.at] = dx.float()
                 continue
             columns, known = _known(entries, first, out.shape[1])
-            at = (rows[entries.row] * out.stride(0)).add_(columns)
+            at = (_each(rows, entries.row) * out.stride(0)).add_(columns)
             if known is not None:
                 at, dx = at[known], dx[known]
             flat = out.detach().as_strided(((len(out) - 1) * out.stride(0) + out.shape[1],), (1,))
@@ -202,18 +203,19 @@ def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
 
     # p (a - dh (s - mean)) for every id, then the target's with 1 - p right also where p is next to 1
     about = torch.where(live, m, 0.0)
-    s = (value - about[row]).mul_(_each(inv_t, row)).clamp_(_FLAT, 0)
-    logp = s - log1p[row]
-    dp = (dlse + dh * mean).expand_as(m)[row] - dh.expand_as(m)[row] * s
+    s = (value - _each(about, row)).mul_(_each(inv_t, row)).clamp_(_FLAT, 0)
+    logp = s - _each(log1p, row)
+    dlp, dh, of_lse = (d.expand_as(m) for d in (dlp, dh, dlse + dh * mean))
+    dp = s.mul_(_each(-dh, row)).add_(_each(of_lse, row))
     p = logp.exp()
-    own = (ids == targets[rows][row]).nonzero()[:, 0]
-    dlp = dlp.expand_as(m)[row]
-    dx = p * (dp - dlp)
-    dx[own] = p[own] * dp[own] - dlp[own] * logp[own].expm1()
+    own = (ids == _each(targets[rows], row)).nonzero()[:, 0]
+    of_own = p[own] * dp[own] - dlp[row[own]] * logp[own].expm1()
+    dx = p.mul_(dp.sub_(_each(dlp, row)))
+    dx[own] = of_own
     dx.mul_(_each(inv_t, row))
     if softcap is not None:
         dx.mul_(1 - (value / softcap).square())
-    return torch.where(live[row], dx, 0)
+    return dx if live.all() else torch.where(live[row], dx, 0)
 
 
 def kept_dot(x, hidden, weight, bias, kept):
@@ -221,7 +223,7 @@ def kept_dot(x, hidden, weight, bias, kept):
     width = hidden.shape[1]
     step = max(1, CHUNK // max(1, width))
     for entries in _chunks(kept, None):
-        rows, total = entries.rows[entries.row], torch.empty(len(entries.row))
+        rows, total = _each(entries.rows, entries.row), torch.empty(len(entries.row))
         low = hidden.dtype != torch.float32
         w, h = torch.empty(2, min(step, len(rows)), width, dtype=hidden.dtype)
         for i in range(0, len(rows), step):
