@@ -127,6 +127,53 @@ def gae():
     module.gae(rewards, rewards, rewards.bool(), 0.99, 0.95, torch.float32)
 
 
+def _kept_inputs(dtype="bfloat16", softcap=None, per_row=False, first=None, mask=True):
+    import torch
+
+    from fused_rl.kernels.states import KeptSets
+
+    logits, targets, row, _ = _logprob_inputs(dtype)
+    ranges = torch.tensor([0, 8]), torch.tensor([8, 16])
+    kept, x = KeptSets(torch.arange(16), *ranges), torch.zeros(16)
+    mask = row.bool() if mask else None
+    return x, kept, targets, mask, row, (row if per_row else 0.7, softcap), logits, first
+
+
+def kept_fwd(given=False, **options):
+    from fused_rl.kernels import support
+    from fused_rl.kernels.states import RowStatistics
+
+    x, kept, targets, mask, row, common, logits, first = _kept_inputs(**options)
+    logits = None if given else logits
+    into = RowStatistics(*(row.clone() for _ in RowStatistics._fields))
+    support.kept_fwd(x, kept, targets, mask, *common, logits=logits, first=first, into=into)
+
+
+def kept_bwd(grads=("logprobs", "entropy", "lse"), given=False, **options):
+    from fused_rl.kernels import support
+
+    x, kept, targets, mask, row, common, logits, first = _kept_inputs(**options)
+    upstream = [row if name in grads else None for name in ("logprobs", "entropy", "lse")]
+    out = x.clone() if given else logits
+    support.kept_bwd(*upstream, x, kept, targets, mask, row, row, row, *common, out=out, first=first)
+
+
+def kept_linear(dtype="bfloat16", bias=True, add=False):
+    """The three kernels between hidden states, the head and the kept logits."""
+    import torch
+
+    from fused_rl.kernels import support
+
+    x, kept, *_ = _kept_inputs(dtype)
+    hidden, weight = (torch.empty(n, 4096, dtype=getattr(torch, dtype)) for n in (ROWS, 64))
+    head = weight[:, 0].clone() if bias else None
+    support.kept_dot(x, hidden, weight, head, kept)
+    support.kept_hidden(x, weight, kept)
+    rows, ids, ends = torch.zeros(16, dtype=torch.int64), torch.arange(2), torch.tensor([8, 16])
+    there = (weight.clone(), None if head is None else head.clone()) if add else (None, None)
+    support.kept_head(x, rows, ids, ends, hidden, 64, *there, (True, bias))
+
+
 # name -> (function that launches, its arguments, bytes that the main loop reads per element); a line per kernel
 CASES = {
     "logprob_fwd bf16": (logprob_fwd, {}, 2),
@@ -134,6 +181,9 @@ CASES = {
     "kl_fwd bf16": (kl_fwd, {}, 4),
     "kl_bwd bf16": (kl_bwd, {}, 4),
     "js_fwd bf16": (kl_fwd, {"jensen_shannon": True}, 4),
+    "kept_fwd bf16": (kept_fwd, {}, 2),
+    "kept_bwd bf16": (kept_bwd, {}, 4),
+    "kept_linear bf16": (kept_linear, {}, 2),
     "gae fp32": (gae, {}, 18),  # reward, value and mask of a token and of its successor
 }
 # every other way in which these kernels are launched: they must compile
@@ -163,6 +213,26 @@ VARIANTS = {
     "kl_fwd fp16, odd vocabulary": (kl_fwd, {"dtype": "float16", "vocab": 50257}, 4),
     "kl_fwd bf16, odd vocabulary": (kl_fwd, {"vocab": 50257}, 4),
     "kl_bwd fp32, odd vocabulary": (kl_bwd, {"dtype": "float32", "vocab": 50257, "wants": (True, True)}, 8),
+    "kept_fwd fp32, per-row temperature, softcap": (
+        kept_fwd,
+        {"dtype": "float32", "per_row": True, "softcap": 30.0, "mask": False},
+        4,
+    ),
+    "kept_fwd fp16, one rank's columns": (kept_fwd, {"dtype": "float16", "first": 64}, 2),
+    "kept_fwd of given logits": (kept_fwd, {"given": True, "mask": False}, 4),
+    "kept_bwd fp32, logprobs, softcap": (
+        kept_bwd,
+        {"dtype": "float32", "grads": ("logprobs",), "softcap": 30.0, "per_row": True},
+        4,
+    ),
+    "kept_bwd fp16, entropy, one rank's columns": (
+        kept_bwd,
+        {"dtype": "float16", "grads": ("entropy",), "first": 64, "mask": False},
+        4,
+    ),
+    "kept_bwd of given logits": (kept_bwd, {"given": True, "mask": False}, 4),
+    "kept_linear fp32, no bias": (kept_linear, {"dtype": "float32", "bias": False}, 4),
+    "kept_linear fp16, added to a gradient": (kept_linear, {"dtype": "float16", "add": True}, 2),
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, {"jensen_shannon": True, "wants": (True, True)}, 4),
 }
 

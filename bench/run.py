@@ -1,4 +1,4 @@
-"""Time, memory and error of operations beside the installed peers: the groups kernels and linear.
+"""Time, memory and error of operations beside the installed peers: the groups kernels, linear and support.
 
     python -m bench kernels --device cpu
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
@@ -23,6 +23,7 @@ from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
+from bench.cases.support import KeptHead, KeptLogits
 
 
 class Group(NamedTuple):
@@ -35,6 +36,7 @@ class Group(NamedTuple):
 GROUPS = {
     "kernels": Group((LogprobsCase, KLCase, GAECase), 230),
     "linear": Group((LinearCase,), 200),
+    "support": Group((KeptLogits, KeptHead), 240),
 }
 
 

@@ -24,6 +24,7 @@ from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
 from fused_rl.optim import tf_adam_epsilon
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.presets import PRESETS, PolicyLossOptions, Preset
+from fused_rl.token_support import TokenSupport
 from fused_rl.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "PolicyLossOptions",
     "Preset",
     "TokenLogprobs",
+    "TokenSupport",
     "entropy_bonus",
     "gae",
     "group_advantages",

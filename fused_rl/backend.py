@@ -14,13 +14,14 @@ class Backend(NamedTuple):
     kl: ModuleType
     jensen_shannon: ModuleType
     gae: ModuleType
+    support: ModuleType
 
 
 def backend_of(device: torch.device) -> Backend:
     """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or with TRITON_INTERPRET=1 the kernels too."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda" or interpreted:
-        from fused_rl.kernels import gae, jensen_shannon, kl, logprob
+        from fused_rl.kernels import gae, jensen_shannon, kl, logprob, support
     else:
-        from fused_rl.cpu import gae, jensen_shannon, kl, logprob
-    return Backend(logprob, kl, jensen_shannon, gae)
+        from fused_rl.cpu import gae, jensen_shannon, kl, logprob, support
+    return Backend(logprob, kl, jensen_shannon, gae, support)

@@ -5,7 +5,6 @@ backward where the gradient is formed in the forward pass (`linear_token_loss`),
 (`linear_token_logprobs`).
 """
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,34 +24,16 @@ from fused_rl.checks import (
     values_are_checked,
 )
 from fused_rl.cpu.compiled import in_huge_pages
+from fused_rl.linear_support import linear_kept_logprobs
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.shards import gather, scatter
+from fused_rl.token_support import TokenSupport, check_kept_values, check_support
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
 # On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three GEMMs for 24 to 512);
 # a GPU wants blocks of a thousand rows or more, which for 128k to 150k tokens of vocabulary take 300 MB.
 WORKSPACE_MB = 512
-
-
-def gather(*parameters):
-    """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
-    return (p.full_tensor() if _is_dtensor(p) else p for p in parameters)
-
-
-def scatter(gradient, parameter):
-    """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
-    if gradient is None or not _is_dtensor(parameter):
-        return gradient
-    from torch.distributed.tensor import DTensor, Partial
-
-    mesh = parameter.device_mesh
-    partial = DTensor.from_local(gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return partial.redistribute(placements=parameter.placements)
-
-
-def _is_dtensor(tensor):
-    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its module is imported
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class _LinearTokenLogprobs(torch.autograd.Function):
@@ -252,6 +233,14 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
+def _kept_sets(support, targets, mask, vocab):
+    check_support(support)
+    kept = support.of_rows(targets.shape, targets.device)
+    if values_are_checked(targets.device):
+        check_kept_values(kept, targets, mask, vocab)
+    return kept
+
+
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -262,6 +251,7 @@ def linear_token_logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     workspace_mb: float = WORKSPACE_MB,
+    support: TokenSupport | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each target, entropy and log-sum-exp in nats, from hidden states and the output head.
 
@@ -283,6 +273,11 @@ def linear_token_logprobs(
             count, fp32 sums of low-precision gradients. It changes results within rounding only. Where it holds less,
             one row of logits is used forward, and backward a quarter of it for logits beside sums of
             4 min(N, V) H bytes.
+        support: the ids that a truncated sampler kept for each of the targets, its target among them; all three
+            outputs are then over these alone, and tokens outside the set get no gradient. Of the weight only kept
+            rows are read: no logits, no GEMM over V. The weight's gradient has the same bits in any order of the
+            tokens; on a CPU, what no set touches of a large one is memory that was never written. A row with an empty
+            range, or with so many ids that a GEMM is cheaper, goes through tiles with its like.
 
     Returns:
         TokenLogprobs(logprobs, entropy, lse), each (...) fp32, 0 where masked; all three are differentiable once with
@@ -290,9 +285,14 @@ def linear_token_logprobs(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
-            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or a row's temperature out of range.
+            FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or its kept set, an id outside the
+            vocabulary, or a row's temperature out of range.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    if support is not None:
+        kept = _kept_sets(support, targets, mask, weight.shape[0])
+        kept = kept._replace(begin=rows.select(kept.begin), end=rows.select(kept.end))
+        return TokenLogprobs(*map(rows.restore, linear_kept_logprobs(kept, *rows.arguments)))
     return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
 
 

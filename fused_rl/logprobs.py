@@ -33,6 +33,8 @@ from fused_rl.checks import (
 )
 from fused_rl.kernels.states import RowStatistics
 from fused_rl.outputs import TokenLogprobs
+from fused_rl.support import kept_logprobs
+from fused_rl.token_support import TokenSupport, check_kept_values, check_support
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
@@ -46,6 +48,7 @@ def token_logprobs(
     softcap: float | None = None,
     shift: bool = False,
     inplace: bool = False,
+    support: TokenSupport | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each target, entropy and log-sum-exp of each row of logits, in nats.
 
@@ -69,6 +72,10 @@ def token_logprobs(
         inplace: the gradient takes the storage of the logits, which must not be a leaf. Once it is computed, a second
             backward, and the backward of anything else that saved the logits, raise through autograd's version
             counter; reading the logits yields the gradient. No effect without a gradient. Not under torch.compile.
+        support: the ids that a truncated sampler kept in each row of the targets, its target among them; all three
+            outputs are then over these alone, K reads per row. Tokens outside the set get no gradient, as the sampler
+            could not draw them. A row with an empty range keeps the whole vocabulary, with the bits that it has
+            without `support`. For `shift` it has the rows of all T targets.
 
     Returns:
         `TokenLogprobs(logprobs, entropy, lse)`, each fp32 (of fp64 logits fp64) of the shape of the targets, (B, T - 1)
@@ -79,14 +86,16 @@ def token_logprobs(
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
         ValueError: a shape, dtype or device that does not fit; a temperature out of range, or a softcap that is not
-            positive and finite; a target outside the vocabulary in an unmasked row. What needs the values of a tensor
-            (targets, per-row temperature) is checked on CPU tensors. For GPU tensors a bad target's log-probability
-            and a bad temperature's outputs are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same
-            checks, at the price of a synchronisation per call.
+            positive and finite; a target outside the vocabulary, or outside its kept set, in an unmasked row, or an id
+            of the set outside the vocabulary. What needs the values of a tensor (targets, sets, per-row temperature)
+            is checked on CPU tensors. For GPU tensors a bad target's log-probability and the outputs of a bad id or
+            temperature are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
+            synchronisation per call.
     """
     check_row_arguments(logits, targets, temperature, mask, softcap, shift, (*LOGITS_DTYPES, torch.float64))
+    kept = _kept(support, targets, shift)
     if logits.dtype == torch.float64:
-        return _in_fp64(logits, targets, temperature, mask, softcap, shift)
+        return _in_fp64(logits, targets, temperature, mask, softcap, shift, support)
     if inplace:
         _check_inplace(logits)
     rows = _outputs_shape(targets, shift)
@@ -97,13 +106,22 @@ def token_logprobs(
         targets, mask = pad(targets[:, 1:], last), pad(mask, last, value=False)
         row_temperature = None if row_temperature is None else pad(row_temperature, last, value=1.0)
     op = _InplaceGradient.apply if inplace else torch.ops.fused_rl.token_logprobs.default
-    logprobs, entropy, lse, *_ = op(logits, targets.long(), mask, temperature, row_temperature, softcap)
+    op = op if support is None else kept_logprobs(inplace)
+    logprobs, entropy, lse, *_ = op(logits, targets.long(), mask, temperature, row_temperature, softcap, *kept)
     if shift:
         return TokenLogprobs(logprobs[:, :-1], entropy[:, :-1], lse[:, :-1])
     return TokenLogprobs(logprobs, entropy, lse)
 
 
-def _in_fp64(logits, targets, temperature, mask, softcap, shift) -> TokenLogprobs:
+def _kept(support, targets, shift):
+    """`KeptSets` of the rows of the logits, or nothing."""
+    if support is None:
+        return ()
+    check_support(support)
+    return support.of_rows(targets.shape, targets.device, shift)
+
+
+def _in_fp64(logits, targets, temperature, mask, softcap, shift, support) -> TokenLogprobs:
     """The reference, whose arguments are checked as those of the operators."""
     if values_are_checked(logits.device):
         check_target_values(targets[:, 1:] if shift else targets, mask, logits.shape[-1])
@@ -111,7 +129,14 @@ def _in_fp64(logits, targets, temperature, mask, softcap, shift) -> TokenLogprob
     if per_row is not None and values_are_checked(logits.device):
         check_temperature_values(per_row, mask)
     temperature = number if per_row is None else per_row
-    return reference.token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap, shift=shift)
+    options = {"mask": mask, "softcap": softcap, "shift": shift}
+    if support is not None:
+        kept = support.of_rows(targets.shape, targets.device)
+        kept = kept._replace(begin=kept.begin[:, 1:], end=kept.end[:, 1:]) if shift else kept
+        if values_are_checked(logits.device):
+            check_kept_values(kept, targets[:, 1:] if shift else targets, mask, logits.shape[-1])
+        options["support"] = support
+    return reference.token_logprobs(logits, targets, temperature=temperature, **options)
 
 
 def check_row_arguments(

@@ -27,16 +27,31 @@ def _per_column(temperature):
     return temperature[..., None] if per_row else temperature
 
 
-def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False):
+def _allowed(support, shape):
+    """(..., V) bool: the ids that each row keeps."""
+    lengths = support.offsets.diff()
+    allowed = (lengths == 0)[:, None].repeat(1, shape[-1])
+    allowed[torch.repeat_interleave(lengths), support.ids.long()] = True
+    return allowed.view(shape)
+
+
+def token_logprobs(
+    logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False, support=None
+):
     """As `fused_rl.token_logprobs`, in the dtype of `logits`, by its definition; `inplace` has no effect."""
+    allowed = None if support is None else _allowed(support, logits.shape)
     if shift:
+        allowed = None if allowed is None else allowed[:, 1:]
         logits, targets = logits[:, :-1], targets[:, 1:]
     mask = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
-    banned = (logits.detach() == -torch.inf).all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
+    none = logits.detach() == -torch.inf
+    none = none if allowed is None else none | ~allowed
+    banned = none.all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
     live = mask & ~banned
     x = torch.where(live[..., None], logits, 0)
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     x = x / _per_column(temperature)
+    x = x if allowed is None else x.masked_fill(~allowed & live[..., None], -torch.inf)
     top, at = x.max(-1, keepdim=True)
     rest = (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)  # next to the maximum's 1 these drown
     logp = x - top - rest.log1p()
@@ -49,12 +64,12 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
 
 
 def linear_token_logprobs(
-    hidden, weight, targets, *, bias=None, temperature=1.0, mask=None, softcap=None, workspace_mb=None
+    hidden, weight, targets, *, bias=None, temperature=1.0, mask=None, softcap=None, workspace_mb=None, support=None
 ):
     """As `fused_rl.linear_token_logprobs`, in the inputs' dtype; `workspace_mb` has no effect."""
     hidden = hidden if mask is None else torch.where(mask[..., None], hidden, 0)
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    return token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap)
+    return token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap, support=support)
 
 
 def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):

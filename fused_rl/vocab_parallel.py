@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_choice, check_temperature_values, split_temperature
-from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics
+from fused_rl.checks import check_choice, check_temperature_values, split_temperature, values_are_checked
+from fused_rl.kernels.states import JensenShannonSums, KeptSets, KLState, RowStatistics
 from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
 from fused_rl.logprobs import check_row_arguments, unit_stride
 from fused_rl.outputs import TokenLogprobs
+from fused_rl.support import whole_rows
 from fused_rl.tiles import in_columns
+from fused_rl.token_support import TokenSupport, check_kept_values, check_support
 
 __all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
 
@@ -32,6 +34,7 @@ def vocab_parallel_token_logprobs(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    support: TokenSupport | None = None,
 ) -> TokenLogprobs:
     """`token_logprobs` of logits whose columns are split over the ranks of `group`, in nats.
 
@@ -42,20 +45,28 @@ def vocab_parallel_token_logprobs(
         vocab_start: this rank's first column.
         group: the process group of the split; None is the default group. All its ranks call.
         temperature, mask, softcap: as in `token_logprobs`.
+        support: the kept sets, of ids in the whole vocabulary, the same on every rank; as in `token_logprobs`. It takes
+            one more all-reduce, of how many ids of each row the ranks hold.
 
     Returns:
         `TokenLogprobs`, (...) fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
         with respect to local_logits, without communication, given the same upstream gradients on every rank.
 
     Raises:
-        ValueError: as `token_logprobs`; a target that is on no rank, or on several, is NaN on a GPU.
+        ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
     check_row_arguments(local_logits, targets, temperature, mask, softcap)
     temperature, row_temperature = split_temperature(temperature, tuple(targets.shape), targets.device)
     inv_t = 1 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
     mask = None if mask is None else mask.reshape(-1).contiguous()
+    targets_of_rows, kept = targets.long().reshape(-1), None
+    if support is not None:
+        check_support(support)
+        kept = support.of_rows(targets_of_rows.shape, targets.device)
+        if values_are_checked(targets.device):
+            check_kept_values(kept, targets_of_rows, mask, None)
     outputs = _VocabParallelLogprobs.apply(
-        _as_matrix(local_logits), targets.long().reshape(-1), mask, inv_t, softcap, vocab_start, group
+        _as_matrix(local_logits), targets_of_rows, mask, inv_t, softcap, vocab_start, group, kept
     )
     return TokenLogprobs(*(o.view(targets.shape) for o in outputs))
 
@@ -136,42 +147,74 @@ def merge_logprobs(local, owns_target, inv_t, group):
     return RowStatistics(logprobs, entropy, m_all * inv_t + log1p, m_all, rest), owners
 
 
+def _check_held(kept, columns, counts, group):
+    """(N,) bool: rows that count of which an id is on no rank, or on several; on a CPU an error."""
+    here = (kept.ids >= columns.start) & (kept.ids < columns.stop)
+    before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
+    (held,) = _reduced([(before[kept.end] - before[kept.begin]).double()], dist.ReduceOp.SUM, group)
+    astray = counts & (held != kept.end - kept.begin)
+    if here.device.type == "cpu" and astray.any():  # on every rank alike
+        at = int(astray.nonzero()[0])
+        raise ValueError(
+            f"of the {int(kept.end[at] - kept.begin[at])} kept ids of row {at} the ranks hold {int(held[at])}; check "
+            f"vocab_start ({columns.start} here) and that every id is in the vocabulary"
+        )
+    return astray
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group):
-        columns = slice(vocab_start, vocab_start + logits.shape[1])
+    def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group, kept):
+        columns, backend = slice(vocab_start, vocab_start + logits.shape[1]), backend_of(logits.device)
         here = (targets >= columns.start) & (targets < columns.stop)
         local = torch.where(here, targets - columns.start, 0)
-        statistics = backend_of(logits.device).logprob.logprob_fwd(logits, local, mask, inv_t, softcap)
-        merged, owners = merge_logprobs(statistics, here, inv_t, group)
         counts = torch.ones_like(here) if mask is None else mask
-        astray = counts & (owners != 1)
-        if logits.device.type == "cpu" and astray.any():  # on every rank alike
-            at = int(astray.nonzero()[0])
+        x = None
+        if kept is None:
+            statistics = backend.logprob.logprob_fwd(logits, local, mask, inv_t, softcap)
+        else:
+            astray = _check_held(kept, columns, counts, group)
+            x = torch.zeros(len(kept.ids), device=logits.device)
+            found = backend.support.whole_fwd(logits, local, whole_rows(kept, mask), inv_t, softcap)
+            options = {"logits": logits, "first": vocab_start, "into": found}
+            statistics = backend.support.kept_fwd(x, kept, targets, mask, inv_t, softcap, **options)
+        merged, owners = merge_logprobs(statistics, here, inv_t, group)
+        strays = counts & (owners != 1)
+        if logits.device.type == "cpu" and strays.any():  # on every rank alike
+            at = int(strays.nonzero()[0])
             raise ValueError(
                 f"target {int(targets[at])} of row {at} is in the columns of {int(owners[at])} ranks, expected one; "
                 f"check vocab_start ({vocab_start} here) and the targets"
             )
-        logprobs = torch.where(astray, torch.nan, merged.logprobs)
+        strays = strays if kept is None else strays | astray
+        logprobs = torch.where(strays, torch.nan, merged.logprobs)
         logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in (logprobs, merged.entropy, merged.lse))
-        kept = entropy.clone()  # the caller may modify the output
-        ctx.save_for_backward(logits, targets, mask, kept, merged.m.float(), merged.rest.float())
+        own = entropy.clone()  # the caller may modify the output
+        sets = (None, None, None) if kept is None else kept
+        ctx.save_for_backward(logits, targets, mask, x, *sets, own, merged.m.float(), merged.rest.float())
         ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dlogprobs, dentropy, dlse):
-        logits, targets, mask, entropy, m, rest = ctx.saved_tensors
-        if dlogprobs is None and dentropy is None and dlse is None:
-            return (None,) * 7
-        dlogprobs, dentropy, dlse = (None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse))
-        dlogprobs, dlse, local = in_columns(dlogprobs, dlse, targets, ctx.columns)
-        dlogits = backend_of(logits.device).logprob.logprob_bwd(
-            dlogprobs, dentropy, dlse, logits, local, mask, entropy, m, rest, ctx.inv_t, ctx.softcap
-        )
-        return dlogits, *(None,) * 6
+    def backward(ctx, *upstream):
+        logits, targets, mask, x, ids, begin, end, *state = ctx.saved_tensors
+        if all(d is None for d in upstream):
+            return (None,) * 8
+        backend, options = backend_of(logits.device), (ctx.inv_t, ctx.softcap)
+        upstream = [None if d is None else d.contiguous() for d in upstream]
+        dlogprobs, dlse, local = in_columns(upstream[0], upstream[2], targets, ctx.columns)
+        grads = dlogprobs, upstream[1], dlse
+        if ids is None:
+            dlogits = backend.logprob.logprob_bwd(*grads, logits, local, mask, *state, *options)
+            return dlogits, *(None,) * 7
+        kept, dlogits = KeptSets(ids, begin, end), torch.empty_like(logits)
+        whole = whole_rows(kept, mask)
+        backend.support.whole_bwd(*grads, logits, local, whole, *state, *options, out=dlogits)
+        first = ctx.columns.start
+        backend.support.kept_bwd(*upstream, x, kept, targets, mask, *state, *options, out=dlogits, first=first)
+        return dlogits, *(None,) * 7
 
 
 def merge_kl(kl, state, mask, inv_t, group):

@@ -54,3 +54,13 @@ class JensenShannonSums(NamedTuple):
     """sum of p a."""
     q_b: Tensor
     """sum of q b."""
+
+
+class KeptSets(NamedTuple):
+    """The kept sets of rows: row i keeps ids[begin[i]:end[i]], or the whole vocabulary where that is empty."""
+
+    ids: Tensor
+    """(M,) integers."""
+    begin: Tensor
+    """(...) int64, as end: one per row."""
+    end: Tensor

@@ -1,0 +1,24 @@
+"""Whole parameters out of FSDP2 shards, and this rank's part of a whole gradient."""
+
+import sys
+
+
+def gather(*parameters):
+    """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
+    return (p.full_tensor() if _is_dtensor(p) else p for p in parameters)
+
+
+def scatter(gradient, parameter):
+    """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
+    if gradient is None or not _is_dtensor(parameter):
+        return gradient
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = parameter.device_mesh
+    partial = DTensor.from_local(gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return partial.redistribute(placements=parameter.placements)
+
+
+def _is_dtensor(tensor):
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its module is imported
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -1,0 +1,241 @@
+"""Kept sets: which ids a truncated sampler (top-p, top-k, min-p, banned tokens) left each row to choose from.
+
+Sets are recorded where sampling happens, not computed again from probabilities: ties and the order of filters differ.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fused_rl.checks import INTEGERS, described, values_are_checked
+from fused_rl.kernels.states import KeptSets
+
+__all__ = ["TokenSupport"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenSupport:
+    """Kept sets: row i keeps `ids[offsets[i]:offsets[i + 1]]`, or the whole vocabulary where that is empty.
+
+    Rows are those of `targets.flatten()`. Under `torch.compile`, make it outside of the compiled function: the values
+    of what is made inside are not checked.
+
+    Args:
+        ids: (M,) integers, the ids of all rows in turn, within a row in any order, none twice.
+        offsets: (N + 1,) int64 from 0 to M, not decreasing.
+
+    Raises:
+        ValueError: another shape or dtype; on CPU, or with FUSED_RL_CHECKED=1 in the environment, offsets that
+            decrease or do not span the ids, a negative id, an id twice in a row. The message names the row.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    def __post_init__(self):
+        _check_form(self.ids, self.offsets)
+        if values_are_checked(self.ids.device) and not torch.compiler.is_compiling():
+            _check_values(self.ids, self.offsets)
+
+    @classmethod
+    def from_lists(cls, lists: Iterable[Sequence[int] | None]) -> "TokenSupport":
+        """Sets of N rows, on the CPU; an empty list or None keeps the whole vocabulary.
+
+        Raises:
+            ValueError: as TokenSupport.
+        """
+        rows = [torch.as_tensor([] if row is None else row, dtype=torch.int64).reshape(-1) for row in lists]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        return cls(ids, _offsets(lengths))
+
+    @classmethod
+    def from_scores(cls, scores: Tensor | Sequence[Tensor]) -> "TokenSupport":
+        """The finite entries of scores that a sampler's filters have processed.
+
+        Args:
+            scores: (..., V), the filtered entries -inf; or T tensors (B, V), one per step, as transformers'
+                `generate(output_scores=True)` returns them, for targets (B, T).
+
+        Returns:
+            Sets of all rows, ids ascending; a row without a filtered entry has an empty range: the whole vocabulary.
+
+        Raises:
+            ValueError: a shape or dtype that does not fit; a row without any finite entry.
+        """
+        steps = [scores.reshape(-1, scores.shape[-1])] if isinstance(scores, Tensor) else list(scores)
+        _check_scores(steps)
+        kept = [step.isfinite() for step in steps]
+        counts = torch.stack([step.sum(-1) for step in kept], 1)  # (B, T)
+        _check_counts(counts)
+
+        # step by step as they came, then in the order of the targets
+        whole = counts == steps[0].shape[-1]
+        found = [(step & ~whole[:, t, None]).nonzero()[:, 1] for t, step in enumerate(kept)]
+        lengths = torch.where(whole, 0, counts)
+        by_step = cls(torch.cat(found), _offsets(lengths.t().reshape(-1)))
+        if len(steps) == 1:
+            return by_step
+        order = torch.arange(lengths.numel(), device=lengths.device).view(len(steps), -1)
+        return by_step.select(order.t().reshape(-1))
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.offsets) - 1
+
+    def select(self, rows: Tensor) -> "TokenSupport":
+        """The sets of some rows: (n,) indices, or a bool mask (N,)."""
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (*INTEGERS, torch.bool):
+            raise ValueError(f"rows must be indices (n,) or a bool mask (N,), got {described(rows)}")
+        if rows.dtype == torch.bool and len(rows) != len(self):
+            raise ValueError(f"a bool mask of rows must be (N,) = ({len(self)},), got {tuple(rows.shape)}")
+        rows = rows.to(self.ids.device)
+        begin, end = self.offsets[:-1][rows], self.offsets[1:][rows]
+        offsets = _offsets(end - begin)
+        shift = torch.repeat_interleave(begin - offsets[:-1], end - begin)
+        return TokenSupport(self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets)
+
+    def to(self, device: torch.device | str) -> "TokenSupport":
+        """The same sets on a device."""
+        device = torch.device(device)
+        return self if self.ids.device == device else TokenSupport(self.ids.to(device), self.offsets.to(device))
+
+    def of_rows(self, shape: Sequence[int], device: torch.device, shift: bool = False) -> KeptSets:
+        """begin and end as targets of this shape (...) see them; with `shift` as the logits (B, T) that score them.
+
+        Raises:
+            ValueError: another number of rows, another device.
+        """
+        if len(self) != torch.Size(shape).numel():
+            hint = "; with shift=True it has the rows of all T targets, the first of each sequence too" if shift else ""
+            raise ValueError(
+                f"support has {len(self)} rows, the targets {tuple(shape)} have {torch.Size(shape).numel()}{hint}; "
+                "rows stand in the order of targets.flatten()"
+            )
+        if self.ids.device != device:
+            raise ValueError(f"support is on {self.ids.device}, the targets are on {device}; use support.to(...)")
+        begin, end = self.offsets[:-1].view(shape), self.offsets[1:].view(shape)
+        if shift:  # the last position scores nothing
+            begin, end = (torch.nn.functional.pad(x[:, 1:], (0, min(1, shape[1]))) for x in (begin, end))
+        return KeptSets(self.ids, begin, end)
+
+
+def check_support(support: object) -> None:
+    if not isinstance(support, TokenSupport):
+        raise ValueError(
+            f"support must be a TokenSupport or None, got {described(support)}; see TokenSupport.from_lists"
+        )
+
+
+def check_kept_values(kept: KeptSets, targets: Tensor, mask: Tensor | None, vocab: int | None) -> None:
+    """Ids below `vocab` (None: it is not known) and each target in its set; what the mask drops may hold anything."""
+    ids, begin, end = kept
+    bad = (begin < 0) | (end < begin) | (end > len(ids))
+    _raise_at(bad, "the kept set of", lambda at: f"spans {int(begin[at])} to {int(end[at])} of {len(ids)} ids")
+    counts = end > begin if mask is None else (end > begin) & mask
+    begin, lengths, wanted = begin[counts], (end - begin)[counts], targets[counts]
+    if not len(lengths):
+        return
+    row, starts = torch.repeat_interleave(lengths), begin - (lengths.cumsum(0) - lengths)
+    if bool((starts == starts[0]).all()):  # one stretch of the ids
+        each = ids[int(begin[0]) : int(begin[0]) + len(row)]
+    else:
+        each = ids[starts[row] + torch.arange(len(row), device=row.device)]
+
+    # by the rows that count; a message wants the caller's index
+    if vocab is not None and bool((each.amax() >= vocab) | (each.amin() < 0)):
+        first = ((each >= vocab) | (each < 0)).nonzero()[0, 0]
+        raise ValueError(
+            f"the kept set of {_named(counts, row[first])} has id {int(each[first])}, outside the vocabulary of "
+            f"{vocab} (0 to {vocab - 1})"
+        )
+    found = torch.zeros(len(lengths), dtype=torch.bool, device=ids.device)
+    found[row[(each == wanted.index_select(0, row)).nonzero()[:, 0]]] = True
+    if not found.all():
+        missing = (~found).nonzero()[0, 0]
+        raise ValueError(
+            f"the target {int(wanted[missing])} of {_named(counts, missing)} is not in its kept set of "
+            f"{int(lengths[missing])} ids; {int((~found).sum())} of {len(found)} targets are not. Record the sets "
+            "where the tokens are sampled, or give rows to ignore False in mask"
+        )
+
+
+def _offsets(lengths):
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _named(counts, nth):
+    """`logits[...]` of the nth row that counts."""
+    return f"logits[{', '.join(map(str, counts.nonzero()[nth].tolist()))}]"
+
+
+def _raise_at(bad, what, told):
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{what} logits[{', '.join(map(str, at))}] {told(at)}")
+
+
+def _check_form(ids, offsets):
+    for name, x, dtypes, wanted in (
+        ("ids", ids, INTEGERS, "(M,) integers"),
+        ("offsets", offsets, (torch.int64,), "(N + 1,) int64"),
+    ):
+        if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in dtypes:
+            raise ValueError(f"{name} must be {wanted}, got {described(x)}; TokenSupport.from_lists takes lists")
+    if len(offsets) == 0:
+        raise ValueError("offsets must be (N + 1,), from 0 on, got none; no rows are offsets [0]")
+    if ids.device != offsets.device:
+        raise ValueError(f"ids are on {ids.device}, offsets on {offsets.device}; move one")
+
+
+def _check_values(ids, offsets):
+    # ranges that span the ids
+    lengths = offsets.diff()
+    if bool((lengths < 0).any()):
+        row = int((lengths < 0).nonzero()[0])
+        raise ValueError(f"offsets decrease at row {row}: from {int(offsets[row])} to {int(offsets[row + 1])}")
+    if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids):
+        raise ValueError(
+            f"offsets must run from 0 to the number of ids, {len(ids)}; got {int(offsets[0])} to {int(offsets[-1])}"
+        )
+    if len(ids) == 0:
+        return
+
+    # within a row, ids that ascend have no double; others are sorted to see
+    if int(ids.min()) < 0:
+        at = (ids < 0).nonzero()[0, 0]
+        raise ValueError(f"row {_row_of(offsets, at)} keeps id {int(ids[at])}; ids start at 0")
+    ids = ids.long()
+    ascends = ids.diff() > 0
+    inner = offsets[1:-1]
+    ascends[inner[(inner > 0) & (inner < len(ids))] - 1] = True  # from the end of a row to the begin of the next
+    if ascends.all():
+        return
+    row = torch.repeat_interleave(lengths)
+    key = (row * (int(ids.max()) + 1) + ids).sort().values
+    double = key.diff() == 0
+    if double.any():
+        row, twice = divmod(int(key[1:][double][0]), int(ids.max()) + 1)
+        raise ValueError(f"row {row} keeps id {twice} more than once; {int(double.sum())} ids are doubles")
+
+
+def _row_of(offsets, at):
+    return int(torch.searchsorted(offsets, at, right=True)) - 1
+
+
+def _check_scores(steps):
+    shapes = {tuple(step.shape) if isinstance(step, Tensor) else None for step in steps}
+    if len(shapes) != 1 or None in shapes or len(next(iter(shapes))) != 2 or not steps[0].is_floating_point():
+        raise ValueError(
+            "scores must be a floating-point tensor (..., V), or one (B, V) per step as generate returns them, got "
+            + ", ".join(map(described, steps[:4]))
+        )
+
+
+def _check_counts(counts):
+    if bool((counts == 0).any()):
+        at = tuple((counts == 0).nonzero()[0].tolist())
+        step = f" at step {at[1]}" if counts.shape[1] > 1 else ""
+        raise ValueError(f"row {at[0]} of scores{step} has no finite entry: nothing is kept there")

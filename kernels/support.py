@@ -1,0 +1,403 @@
+"""Row statistics over kept sets of ids, from logits or from hidden states: K reads per row, nothing of a row's width.
+
+Forward: a program per row goes over its ids twice, the maximum first (which gathers the logits into x (M,) fp32), then
+the sums about it, the maximum held out of them as in `online.py`. Backward: 2^d_j (a + b d_j) of `logprob.py` for the
+ids alone; the zeros around them, and rows that keep the whole vocabulary, are `logprob_bwd`'s. From hidden states:
+x_j = h . W[id_j], and with dx the gradients of x, dh = sum_j dx_j W[id_j] and dW[id] = the sum of dx_j h over all
+entries of an id, which come sorted, so that no two programs add to one row and the order is given.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_rl.kernels import logprob
+from fused_rl.kernels.logprob import cap, gradient, row_scale, split_inverse, target_gradient, upstream
+from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
+from fused_rl.kernels.states import KeptSets, RowStatistics
+
+LANES = 128  # ids at a time; one warp, as most sets are shorter
+IDS, WIDTH = 16, 256  # a tile of the head: rows x hidden
+PARTS = 4  # programs that share a long set's products
+FAR_ID = 2**62  # every id is below
+
+
+@triton.jit
+def load_ids(ids_ptr, at, end, first, vocab):
+    """Ids, and whether they are in the set, and in the columns first .. first + vocab."""
+    inside = at < end
+    ids = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
+    known = inside & (ids >= first) & (ids < first + vocab)
+    return ids, inside, known
+
+
+@triton.jit
+def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
+    """Capped logits of a set; what stands in other ranks' columns adds nothing, an id in nobody's is NaN."""
+    if SHARD:
+        return tl.where(known, cap(x, softcap), float("-inf"))
+    else:  # noqa: RET505
+        return tl.where(known, cap(x, softcap), tl.where(inside, float("nan"), float("-inf")))
+
+
+@triton.jit(
+    do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
+)
+def kept_fwd_kernel(
+    logits_ptr,  # (N, V) bf16, fp16 or fp32, or None: x is given
+    x_ptr,  # (M,) fp32
+    ids_ptr,  # (M,) integers
+    begin_ptr,  # (N,) int64
+    end_ptr,  # (N,) int64
+    target_ptr,  # (N,) int64
+    mask_ptr,  # (N,) bool, or None
+    inv_t_ptr,  # (N,) fp32, or None: inv_t and scale hold for all rows
+    logprob_ptr,  # (N,) fp32, as the next four; rows that keep the whole vocabulary or are masked are left as they are
+    entropy_ptr,
+    lse_ptr,
+    m_ptr,
+    rest_ptr,
+    first,  # the logits are columns first .. first + vocab
+    vocab,
+    x_stride: tl.int64,
+    inv_t,
+    scale,
+    scale_low,
+    softcap,
+    SHARD: tl.constexpr,  # other columns are on other ranks
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
+    if begin >= end:
+        return
+    if mask_ptr is not None:  # noqa: SIM102 (the load must not be traced where the pointer is None)
+        if tl.load(mask_ptr + row) == 0:
+            return
+    inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
+    target, lane = tl.load(target_ptr + row), tl.arange(0, LANES)
+
+    # the maximum, and the target's logit
+    lane_m = tl.full((LANES,), float("-inf"), tl.float32)
+    chosen = tl.full((LANES,), float("-inf"), tl.float32)
+    held = tl.zeros((LANES,), tl.int32)
+    for at in tl.range(begin, end, LANES, num_stages=1):
+        ids, inside, known = load_ids(ids_ptr, at + lane, end, first, vocab)
+        if logits_ptr is None:
+            x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
+        else:
+            x = tl.load(logits_ptr + row * x_stride + (ids - first), mask=known, other=0.0).to(tl.float32)
+            tl.store(x_ptr + at + lane, x, mask=inside)
+        x = kept_values(x, inside, known, softcap, SHARD)
+        lane_m = tl.maximum(lane_m, x)
+        chosen = tl.maximum(chosen, tl.where(ids == target, x, float("-inf")))
+        held += (inside & (ids == target)).to(tl.int32)
+    m, target_x = tl.max(lane_m, 0), tl.max(chosen, 0)
+    tl.debug_barrier()  # x is read by other threads than those that stored it
+
+    # about the maximum; +inf and NaN become NaN in the sums
+    about = tl.where(m == float("-inf"), 0.0, m)
+    off = scale_low / scale
+    ties, rest, t = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    for at in tl.range(begin, end, LANES, num_stages=1):
+        _, inside, known = load_ids(ids_ptr, at + lane, end, first, vocab)
+        x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
+        x = kept_values(x, inside, known, softcap, SHARD)
+        d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
+        low = tl.where(d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0)  # few terms do not average it out
+        p = tl.exp2(d)
+        p = tl.fma(p, low * LN2, p)
+        ties += (x == m).to(tl.int32)
+        rest += tl.where(x == m, p - 1.0, p)  # NaN from inf - inf
+        t = tl.fma(p, -d - low, t)
+    more = tl.maximum(tl.sum(ties, 0) - 1, 0).to(tl.float32)
+    rest, t = exact_sum(rest) + more, -LN2 * exact_sum(t)
+
+    banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
+    log1 = log1p(rest)
+    logprob = tl.where(banned, float("-inf"), (target_x - m) * inv_t - log1)
+    if not SHARD:
+        logprob = tl.where(tl.max(held, 0) > 0, logprob, float("nan"))
+    tl.store(logprob_ptr + row, logprob)
+    tl.store(entropy_ptr + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
+    tl.store(lse_ptr + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
+    tl.store(m_ptr + row, tl.where(banned, float("-inf"), m))
+    tl.store(rest_ptr + row, tl.where(banned, 0.0, rest))
+
+
+@triton.jit(do_not_specialize=["first", "vocab", "dx_stride", "inv_t", "scale", "softcap"])
+def kept_bwd_kernel(
+    dlogprob_ptr,  # (N,) fp32 or None, as the next two
+    dentropy_ptr,
+    dlse_ptr,
+    x_ptr,  # (M,) fp32
+    ids_ptr,  # (M,) integers
+    begin_ptr,  # (N,) int64
+    end_ptr,  # (N,) int64
+    target_ptr,  # (N,) int64
+    mask_ptr,  # (N,) bool, or None
+    entropy_ptr,  # (N,) fp32, as the next two
+    m_ptr,
+    rest_ptr,
+    inv_t_ptr,  # (N,) fp32, or None
+    dx_ptr,  # (N, V) zeros where a row has a set, or (M,) fp32
+    first,
+    vocab,
+    dx_stride: tl.int64,
+    inv_t,
+    scale,
+    softcap,
+    SPREAD: tl.constexpr,  # dx is (N, V)
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
+    if begin >= end:
+        return
+    if mask_ptr is not None:  # noqa: SIM102
+        if tl.load(mask_ptr + row) == 0:
+            return
+    inv_t, scale, _ = row_scale(inv_t_ptr, row, inv_t, scale, 0.0)
+    m, target = tl.load(m_ptr + row), tl.load(target_ptr + row)
+    alive = m != float("-inf")
+
+    # the row's constants, as `logprob_bwd_kernel` has them; all 0 for a dead row
+    m, scale = tl.where(alive, m, 0.0), tl.where(alive, scale, 0.0)
+    rest, entropy = tl.load(rest_ptr + row), tl.load(entropy_ptr + row)
+    dlogprob, dlse = upstream(dlogprob_ptr, row, alive), upstream(dlse_ptr, row, alive)
+    dentropy = upstream(dentropy_ptr, row, alive)
+    norm = tl.where(alive, inv_t / (1.0 + rest), 0.0)
+    a = norm * (dlse - dlogprob - dentropy * (entropy - log1p(rest)))
+    b = None if dentropy_ptr is None else norm * dentropy * -LN2
+
+    for at in tl.range(begin, end, LANES, num_stages=1):
+        i = at + tl.arange(0, LANES)
+        ids, inside, known = load_ids(ids_ptr, i, end, first, vocab)
+        x = tl.load(x_ptr + i, mask=known & alive, other=0.0)
+        g = gradient(x, m, scale, a, b, softcap)
+        own = target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
+        g = tl.where(known & alive, tl.where(ids == target, own, g), 0.0)
+        if SPREAD:
+            tl.store(dx_ptr + row * dx_stride + (ids - first), g.to(dx_ptr.dtype.element_ty), mask=known)
+        else:
+            tl.store(dx_ptr + i, g, mask=inside)
+
+
+def whole_fwd(logits, targets, whole, inv_temperature, softcap):
+    """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
+    return logprob.logprob_fwd(logits, targets, whole, inv_temperature, softcap)
+
+
+def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out):
+    """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
+    return logprob.logprob_bwd(
+        dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out
+    )
+
+
+def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
+    """Statistics (N,) fp32 over kept sets, into `into` where given; other rows stay as they are there, or 0.
+
+    Args:
+        x: (M,) fp32, the kept logits; filled from `logits` (N, V) where these are given.
+        first: the logits are the columns from `first` on, and other ranks have the others: an id of theirs adds
+            nothing. None: they are all columns, and another id makes its row NaN.
+    """
+    n, softcap = len(targets), None if softcap is None else float(softcap)
+    if into is None:
+        into = RowStatistics(*(torch.zeros(n, device=x.device) for _ in RowStatistics._fields))
+    if n == 0:
+        return into
+    stride, vocab = (0, FAR_ID) if logits is None else (logits.stride(0), logits.shape[1])
+    inv_t_ptr, *scales = split_inverse(inv_temperature)
+    rows = [None if r is None else r.contiguous() for r in (*kept, targets, mask, inv_t_ptr)]
+    shard, first = first is not None, first or 0
+    with torch.cuda.device_of(x):
+        kept_fwd_kernel[(n,)](
+            logits, x, *rows, *into, first, vocab, stride, *scales, softcap, SHARD=shard, LANES=LANES, num_warps=1
+        )
+    return into
+
+
+def kept_bwd(
+    dlogprobs, dentropy, dlse, x, kept, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
+):
+    """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
+    n, softcap = len(targets), None if softcap is None else float(softcap)
+    if n == 0:
+        return out
+    spread = out.dim() == 2
+    stride, vocab = (out.stride(0), out.shape[1]) if spread else (0, FAR_ID)
+    inv_t_ptr, inv_t, scale, _ = split_inverse(inv_temperature)
+    grads = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
+    per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
+    ranges = [r.contiguous() for r in kept]
+    with torch.cuda.device_of(x):
+        kept_bwd_kernel[(n,)](
+            *grads, x, *ranges, *per_row, out, first or 0, vocab, stride, inv_t, scale, softcap,
+            SPREAD=spread, LANES=LANES, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def kept_dot_kernel(
+    hidden_ptr,  # (N, H) bf16, fp16 or fp32
+    weight_ptr,  # (V, H)
+    bias_ptr,  # (V,) or None
+    ids_ptr,  # (M,) integers
+    begin_ptr,  # (N,) int64
+    end_ptr,  # (N,) int64
+    x_ptr,  # (M,) fp32
+    vocab,
+    width,
+    hidden_stride: tl.int64,
+    weight_stride: tl.int64,
+    IDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
+    column = tl.arange(0, WIDTH)
+    for at in tl.range(begin + part * IDS, end, parts * IDS, num_stages=1):
+        i = at + tl.arange(0, IDS)
+        ids = tl.load(ids_ptr + i, mask=i < end, other=-1).to(tl.int64)
+        known = (ids >= 0) & (ids < vocab)
+        total = tl.zeros((IDS, WIDTH), tl.float32)
+        for begin_column in tl.range(0, width, WIDTH, num_stages=1):
+            inside = begin_column + column < width
+            h = tl.load(hidden_ptr + row * hidden_stride + begin_column + column, mask=inside, other=0.0)
+            w_ptr = weight_ptr + ids[:, None] * weight_stride + (begin_column + column)[None, :]
+            w = tl.load(w_ptr, mask=known[:, None] & inside[None, :], other=0.0)
+            total = tl.fma(w.to(tl.float32), tl.broadcast_to(h.to(tl.float32)[None, :], (IDS, WIDTH)), total)
+        x = tl.sum(total, 1)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + ids, mask=known, other=0.0).to(tl.float32)
+        tl.store(x_ptr + i, tl.where(known, x, float("nan")), mask=i < end)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def kept_hidden_kernel(
+    dx_ptr,  # (M,) fp32
+    weight_ptr,  # (V, H) bf16, fp16 or fp32
+    ids_ptr,  # (M,) integers
+    begin_ptr,  # (N,) int64
+    end_ptr,  # (N,) int64
+    dhidden_ptr,  # (N, H)
+    vocab,
+    width,
+    weight_stride: tl.int64,
+    IDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
+    inside = column < width
+    total = tl.zeros((WIDTH,), tl.float32)
+    for at in tl.range(begin, end, IDS, num_stages=1):
+        i = at + tl.arange(0, IDS)
+        ids = tl.load(ids_ptr + i, mask=i < end, other=-1).to(tl.int64)
+        known = (ids >= 0) & (ids < vocab)
+        dx = tl.load(dx_ptr + i, mask=i < end, other=0.0)
+        w_ptr = weight_ptr + ids[:, None] * weight_stride + column[None, :]
+        w = tl.load(w_ptr, mask=known[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(w.to(tl.float32) * dx[:, None], 0)
+    tl.store(dhidden_ptr + row * width + column, total.to(dhidden_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def kept_head_kernel(
+    dx_ptr,  # (M,) fp32, sorted by id, as the next
+    row_ptr,  # (M,) int64, the row of each
+    id_ptr,  # (U,) int64, the ids once each
+    end_ptr,  # (U,) int64, where the entries of each end
+    hidden_ptr,  # (N, H) bf16, fp16 or fp32
+    dweight_ptr,  # (V, H) or None
+    dbias_ptr,  # (V,) or None
+    vocab,
+    width,
+    hidden_stride: tl.int64,
+    dweight_stride: tl.int64,
+    ADD: tl.constexpr,  # to what dweight and dbias hold
+    IDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    nth = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    begin = tl.load(end_ptr + nth - 1, mask=nth > 0, other=0)
+    end, token = tl.load(end_ptr + nth), tl.load(id_ptr + nth)
+    if (token < 0) | (token >= vocab):
+        return
+    inside = column < width
+    total, of_bias = tl.zeros((WIDTH,), tl.float32), tl.zeros((IDS,), tl.float32)
+    for at in tl.range(begin, end, IDS, num_stages=1):
+        i = at + tl.arange(0, IDS)
+        row = tl.load(row_ptr + i, mask=i < end, other=0)
+        dx = tl.load(dx_ptr + i, mask=i < end, other=0.0)
+        h_ptr = hidden_ptr + row[:, None] * hidden_stride + column[None, :]
+        h = tl.load(h_ptr, mask=(i < end)[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(h.to(tl.float32) * dx[:, None], 0)
+        of_bias += dx
+    if dweight_ptr is not None:
+        dw_ptr = dweight_ptr + token * dweight_stride + column
+        if ADD:
+            total += tl.load(dw_ptr, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dw_ptr, total.to(dweight_ptr.dtype.element_ty), mask=inside)
+    if dbias_ptr is not None:  # noqa: SIM102
+        if tl.program_id(1) == 0:
+            bias = tl.sum(of_bias, 0)
+            if ADD:
+                bias += tl.load(dbias_ptr + token).to(tl.float32)
+            tl.store(dbias_ptr + token, bias.to(dbias_ptr.dtype.element_ty))
+
+
+def _unit(x):
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def kept_dot(x, hidden, weight, bias, kept):
+    """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
+    hidden, weight = _unit(hidden), _unit(weight)
+    if len(hidden):
+        ranges = [r.contiguous() for r in kept]
+        with torch.cuda.device_of(hidden):
+            kept_dot_kernel[(len(hidden), PARTS)](
+                hidden, weight, bias, *ranges, x, *weight.shape, hidden.stride(0), weight.stride(0),
+                IDS=IDS, WIDTH=WIDTH, num_warps=4,
+            )  # fmt: skip
+
+
+def kept_hidden(dx, weight, kept):
+    """Gradient of the hidden states, (N, H) in the head's dtype, from that of the kept logits (M,) fp32."""
+    weight, n = _unit(weight), kept.begin.numel()
+    dhidden = torch.empty(n, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    if n:
+        ranges = [r.contiguous() for r in kept]
+        with torch.cuda.device_of(weight):
+            kept_hidden_kernel[(n, triton.cdiv(weight.shape[1], WIDTH))](
+                dx, weight, *ranges, dhidden, *weight.shape, weight.stride(0), IDS=IDS, WIDTH=WIDTH, num_warps=4
+            )
+    return dhidden
+
+
+def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
+    """Gradients (V, H) and (V,) of the head, None where not wanted: what there was or zeros, and sums for `ids` (U,).
+
+    Args:
+        dx, rows: (M,) gradients of the kept logits, and the rows of `hidden` (N, H) they belong to, sorted by id.
+        ends: (U,) int64, where the entries of each id end.
+        dweight, dbias: gradients to add to, or None.
+    """
+    hidden, add = _unit(hidden), dweight is not None or dbias is not None
+    new = hidden.new_zeros
+    if wants[0] and dweight is None:
+        dweight = new(vocab, hidden.shape[1])
+    if wants[1] and dbias is None:
+        dbias = new(vocab)
+    if len(ids):
+        with torch.cuda.device_of(hidden):
+            kept_head_kernel[(len(ids), triton.cdiv(hidden.shape[1], WIDTH))](
+                dx, rows, ids, ends, hidden, dweight, dbias, vocab, hidden.shape[1], hidden.stride(0),
+                hidden.shape[1], ADD=add, IDS=IDS, WIDTH=WIDTH, num_warps=4,
+            )  # fmt: skip
+    return dweight, dbias
