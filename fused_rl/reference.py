@@ -31,7 +31,9 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     """As `fused_rl.token_logprobs`, in the dtype of `logits`, by its definition; `inplace` has no effect."""
     if shift:
         logits, targets = logits[:, :-1], targets[:, 1:]
-    mask = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+    several = targets.dim() == logits.dim()
+    targets = targets if several else targets[..., None]
+    mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
     banned = (logits.detach() == -torch.inf).all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
     live = mask & ~banned
     x = torch.where(live[..., None], logits, 0)
@@ -42,10 +44,11 @@ def token_logprobs(logits, targets, *, temperature=1.0, mask=None, softcap=None,
     logp = x - top - rest.log1p()
     # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
-    chosen = logp.gather(-1, torch.where(live, targets, 0).long()[..., None])[..., 0]
+    chosen = logp.gather(-1, torch.where(live[..., None], targets, 0).long())
     nothing = torch.where(mask & banned, -torch.inf, 0.0).to(x.dtype)
-    lse = (top + rest.log1p())[..., 0]
-    return TokenLogprobs(torch.where(live, chosen, nothing), entropy * live, torch.where(live, lse, nothing))
+    chosen = torch.where(live[..., None], chosen, nothing[..., None])
+    lse = torch.where(live, (top + rest.log1p())[..., 0], nothing)
+    return TokenLogprobs(chosen if several else chosen[..., 0], entropy * live, lse)
 
 
 def linear_token_logprobs(
