@@ -85,6 +85,31 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
+def _several(targets, count):
+    return targets[:, None].repeat(1, count)
+
+
+def targets_fwd(count=64, **options):
+    from fused_rl.kernels import logprob
+    from fused_rl.kernels import targets as module
+
+    logits, targets, _, common = _logprob_inputs(**options)
+    with _device(logprob):
+        module.targets_fwd(logits, _several(targets, count), *common)
+
+
+def targets_bwd(count=64, grads=("entropy", "lse"), **options):
+    from fused_rl.kernels import logprob
+    from fused_rl.kernels import targets as module
+
+    logits, targets, row, (mask, inv_t, softcap) = _logprob_inputs(**options)
+    upstream = [row if name in grads else None for name in ("entropy", "lse")]
+    dlogprobs = _several(row, count)
+    targets = _several(targets, count)
+    with _device(logprob):
+        module.targets_bwd(dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap)
+
+
 def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
     import torch
 
@@ -134,6 +159,8 @@ CASES = {
     "kl_fwd bf16": (kl_fwd, {}, 4),
     "kl_bwd bf16": (kl_bwd, {}, 4),
     "js_fwd bf16": (kl_fwd, {"jensen_shannon": True}, 4),
+    "targets_fwd bf16": (targets_fwd, {}, 2),  # the row kernel, and K elements of each row
+    "targets_bwd bf16": (targets_bwd, {}, 2),
     "gae fp32": (gae, {}, 18),  # reward, value and mask of a token and of its successor
 }
 # every other way in which these kernels are launched: they must compile
@@ -156,6 +183,17 @@ VARIANTS = {
         2,
     ),
     "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}, 2),
+    "targets_fwd fp32, per-row temperature, softcap": (
+        targets_fwd,
+        {"dtype": "float32", "per_row": True, "softcap": 30.0, "mask": False},
+        4,
+    ),
+    "targets_bwd fp32, logprobs, per-row temperature, softcap": (
+        targets_bwd,
+        {"dtype": "float32", "grads": (), "per_row": True, "softcap": 30.0, "mask": False},
+        4,
+    ),
+    "targets_bwd fp16, entropy": (targets_bwd, {"dtype": "float16", "grads": ("entropy",)}, 2),
     "kl_fwd fp32, per-row temperature": (kl_fwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
     "kl_bwd fp32, per-row temperature": (kl_bwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
     "kl_fwd fp32, odd vocabulary": (kl_fwd, {"dtype": "float32", "vocab": 50257}, 8),

@@ -53,7 +53,7 @@ def targets_fwd_kernel(
         if tl.load(mask_ptr + row) == 0:
             tl.store(logprob_ptr + at, tl.zeros((BLOCK,), tl.float32), mask=inside)
             return
-    inv_t, _, _ = row_scale(inv_t_ptr, row, inv_t, 0.0, 0.0)
+    inv_t, _scale, _low = row_scale(inv_t_ptr, row, inv_t, 0.0, 0.0)
     m, rest = tl.load(m_ptr + row), tl.load(rest_ptr + row)
     banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + at, mask=inside, other=-1)
@@ -113,7 +113,7 @@ def targets_bwd_kernel(
     if alive == 0:
         tl.store(dtotal_ptr + row, 0.0)
         return
-    inv_t, _, _ = row_scale(inv_t_ptr, row, inv_t, 0.0, 0.0)
+    inv_t, _scale, _low = row_scale(inv_t_ptr, row, inv_t, 0.0, 0.0)
     rest, entropy = tl.load(rest_ptr + row), tl.load(entropy_ptr + row)
     dentropy, dlse = upstream(dentropy_ptr, row, True), upstream(dlse_ptr, row, True)
     x_row, first = x_ptr + shift + row * x_stride, row * count
@@ -123,7 +123,7 @@ def targets_bwd_kernel(
     total, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in tl.range(0, count, BLOCK, num_stages=1):
         k = begin + tl.arange(0, BLOCK)
-        _, d, x, _ = load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab)
+        _id, d, x, _known = load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab)
         total += d
         below += tl.where(cap(x, softcap) < m, d, 0.0)
     total, below = tl.sum(total, 0), tl.sum(below, 0)
