@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_rl.backend import backend_of
+from fused_rl.backend import backend_of, row_functions
 from fused_rl.checks import check_choice, check_temperature_values, split_temperature
 from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics
 from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
@@ -38,26 +38,27 @@ def vocab_parallel_token_logprobs(
     Args:
         local_logits: (..., V_rank) bf16, fp16 or fp32: columns vocab_start to vocab_start + V_rank of the logits. The
             shards need not be of one size; together they cover each column once.
-        targets: (...) integers in the whole vocabulary, the same on every rank, as are temperature, mask and softcap.
+        targets: (...) or (..., K) integers in the whole vocabulary, the same on every rank, as are temperature, mask
+            and softcap.
         vocab_start: this rank's first column.
         group: the process group of the split; None is the default group. All its ranks call.
         temperature, mask, softcap: as in `token_logprobs`.
 
     Returns:
-        `TokenLogprobs`, (...) fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
+        `TokenLogprobs`, fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
         with respect to local_logits, without communication, given the same upstream gradients on every rank.
 
     Raises:
         ValueError: as `token_logprobs`; a target that is on no rank, or on several, is NaN on a GPU.
     """
     check_row_arguments(local_logits, targets, temperature, mask, softcap)
-    temperature, row_temperature = split_temperature(temperature, tuple(targets.shape), targets.device)
+    rows = local_logits.shape[:-1]
+    temperature, row_temperature = split_temperature(temperature, tuple(rows), targets.device)
     inv_t = 1 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    outputs = _VocabParallelLogprobs.apply(
-        _as_matrix(local_logits), targets.long().reshape(-1), mask, inv_t, softcap, vocab_start, group
-    )
-    return TokenLogprobs(*(o.view(targets.shape) for o in outputs))
+    targets = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :])
+    outputs = _VocabParallelLogprobs.apply(_as_matrix(local_logits), targets, mask, inv_t, softcap, vocab_start, group)
+    return TokenLogprobs(*(o.view(rows + o.shape[1:]) for o in outputs))
 
 
 def vocab_parallel_token_kl(
@@ -101,16 +102,19 @@ def _as_matrix(logits):
 
 
 def _reduced(rows, op, group):
-    """One all-reduce of several (N,) fp64."""
-    packed = torch.stack(rows)
+    """One all-reduce of several (N,) or (K, N) fp64."""
+    parts = [x if x.dim() == 2 else x[None] for x in rows]
+    packed = torch.cat(parts)
     dist.all_reduce(packed, op=op, group=group)
-    return packed
+    reduced = packed.split([len(part) for part in parts])
+    return [part.view(x.shape) for part, x in zip(reduced, rows, strict=True)]
 
 
 def merge_logprobs(local, owns_target, inv_t, group):
-    """The backend's statistics for the local columns -> those of all columns, (N,) fp64, and how many own the target.
+    """The backend's statistics for the local columns -> those of all columns, fp64, and how many own each target.
 
-    The maximum stays out of the sum: a rank that holds it adds its rest, the others add 1 + rest.
+    Logprobs, `owns_target` and what is returned for them are (N,) or (N, K). The maximum stays out of the sum: a rank
+    that holds it adds its rest, the others add 1 + rest.
     """
     logprobs, entropy, lse, m, rest = (x.double() for x in local)
     known = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
@@ -123,17 +127,17 @@ def merge_logprobs(local, owns_target, inv_t, group):
     own = (entropy - log1p).clamp(min=0)
     spread = share * (1 + rest) * (own - torch.where(share > 0, below, 0))
     mass = torch.where(holds, rest, share * (1 + rest))
-    here = torch.where(m == -torch.inf, -torch.inf, logprobs + log1p + below)
-    target = torch.where(owns_target, here, 0)
+    here = torch.where(m == -torch.inf, -torch.inf, logprobs.t() + log1p + below)  # (N,) or (K, N)
+    target = torch.where(owns_target.t(), here, 0)
 
-    rows = [mass, holds.double(), spread, target, owns_target.double()]
+    rows = [mass, holds.double(), spread, target, owns_target.t().double()]
     rest, count, spread, target, owners = _reduced(rows, dist.ReduceOp.SUM, group)
     dead = (count == 0) & (rest == 0)  # not so with NaN
     rest = torch.where(dead, 0, rest + (count - 1))
     log1p = rest.log1p()
     entropy = torch.where(dead, 0, log1p + spread / (1 + rest))
     logprobs = (target - log1p).clamp(max=0)
-    return RowStatistics(logprobs, entropy, m_all * inv_t + log1p, m_all, rest), owners
+    return RowStatistics(logprobs.t(), entropy, m_all * inv_t + log1p, m_all, rest), owners.t()
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -142,18 +146,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         columns = slice(vocab_start, vocab_start + logits.shape[1])
         here = (targets >= columns.start) & (targets < columns.stop)
         local = torch.where(here, targets - columns.start, 0)
-        statistics = backend_of(logits.device).logprob.logprob_fwd(logits, local, mask, inv_t, softcap)
-        merged, owners = merge_logprobs(statistics, here, inv_t, group)
-        counts = torch.ones_like(here) if mask is None else mask
-        astray = counts & (owners != 1)
+        row_forward, _ = row_functions(logits.device, targets)
+        merged, owners = merge_logprobs(row_forward(logits, local, mask, inv_t, softcap), here, inv_t, group)
+        counts = torch.ones_like(merged.m, dtype=torch.bool) if mask is None else mask
+        of_targets = counts if targets.dim() == 1 else counts[:, None]
+        astray = of_targets & (owners != 1)
         if logits.device.type == "cpu" and astray.any():  # on every rank alike
-            at = int(astray.nonzero()[0])
+            at = tuple(astray.nonzero()[0].tolist())
             raise ValueError(
-                f"target {int(targets[at])} of row {at} is in the columns of {int(owners[at])} ranks, expected one; "
+                f"target {int(targets[at])} of row {at[0]} is in the columns of {int(owners[at])} ranks, expected one; "
                 f"check vocab_start ({vocab_start} here) and the targets"
             )
         logprobs = torch.where(astray, torch.nan, merged.logprobs)
-        logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in (logprobs, merged.entropy, merged.lse))
+        logprobs = torch.where(of_targets, logprobs, 0).float().contiguous()
+        entropy, lse = (torch.where(counts, o, 0).float() for o in (merged.entropy, merged.lse))
         kept = entropy.clone()  # the caller may modify the output
         ctx.save_for_backward(logits, targets, mask, kept, merged.m.float(), merged.rest.float())
         ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
@@ -168,9 +174,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             return (None,) * 7
         dlogprobs, dentropy, dlse = (None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse))
         dlogprobs, dlse, local = in_columns(dlogprobs, dlse, targets, ctx.columns)
-        dlogits = backend_of(logits.device).logprob.logprob_bwd(
-            dlogprobs, dentropy, dlse, logits, local, mask, entropy, m, rest, ctx.inv_t, ctx.softcap
-        )
+        _, row_backward = row_functions(logits.device, targets)
+        dlogits = row_backward(dlogprobs, dentropy, dlse, logits, local, mask, entropy, m, rest, ctx.inv_t, ctx.softcap)
         return dlogits, *(None,) * 6
 
 
