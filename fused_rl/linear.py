@@ -347,7 +347,7 @@ def linear_token_loss(
     for i, values in enumerate(per_token):
         if values.shape[: len(rows.shape)] != rows.shape:
             raise ValueError(
-                f"per_token[{i}] must start with the rows' shape {tuple(rows.shape)}, got {tuple(values.shape)}"
+                f"per_token[{i}] must start with the targets' shape {tuple(rows.shape)}, got {tuple(values.shape)}"
             )
         if values.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached")

@@ -20,6 +20,9 @@ from fused_rl.kl import DIRECTIONS
 
 __all__ = ["topk_kl"]
 
+# Of a log-probability, from the logits that others subtract: half an ulp of a log-sum-exp up to 32.
+_ULPS = 16
+
 
 def topk_kl(logprobs: Tensor, ref_logprobs: Tensor, *, direction: str, mask: Tensor | None = None) -> Tensor:
     """Divergence between policy and reference over K tokens and the tail of all others, per row, in nats.
@@ -33,10 +36,11 @@ def topk_kl(logprobs: Tensor, ref_logprobs: Tensor, *, direction: str, mask: Ten
         logprobs = fused_rl.token_logprobs(logits, teacher_ids).logprobs  # ids (B, T, K): normalised over all tokens
         loss = fused_rl.masked_mean(fused_rl.topk_kl(logprobs, teacher_logprobs, direction="forward", mask=mask), mask)
 
-    A tail is known to the rounding of the log-probabilities it is the rest of. Two tails below it add nothing. Where
-    only that of the second distribution of a KL is, it counts as no smaller than the rounding: the value is a lower
-    bound, and value and gradient are finite. A token of probability 0 (-inf) adds nothing where both have it; where
-    only the second distribution of a KL has it, that KL is inf, with a gradient of exactly 0.
+    The log-probabilities count as right to their own last bits, as `token_logprobs` returns them: the tail of one at
+    -1e-9 is 1e-9. A tail below their rounding is unknown. Two such tails add nothing; where that of the second
+    distribution of a KL alone is, it counts as large as the rounding: value and gradient are finite, and the value is a
+    lower bound. A token of probability 0 (-inf) adds nothing where both have it; where only the second distribution of
+    a KL has it, that KL is inf, with a gradient of exactly 0.
 
     Args:
         logprobs: (..., K) floating point, of K different tokens under the policy, each normalised over the whole
@@ -92,7 +96,7 @@ def _sums(x):
     wide = x.double()
     p = wide.exp()
     spread = torch.where(p > 0, p * (1 + wide.abs()), 0).sum(-1)
-    return p.sum(-1), 8 * torch.finfo(x.dtype).eps * (1 + spread)
+    return p.sum(-1), _ULPS * torch.finfo(x.dtype).eps * (1 + spread)
 
 
 def _is_legal(x):
@@ -129,23 +133,25 @@ class _Tail(NamedTuple):
     mass: Tensor
     """1 - sum_k p_k; of rounding it may be negative."""
     unknown: Tensor
-    """Whether the mass is no more than the rounding of the log-probabilities."""
+    """Whether the mass is no more than rounding."""
     floor: Tensor
     """How large it may be then."""
 
 
 def _tail(x, p, eps):
-    """Of log-probabilities (..., K) and probabilities, known to `eps`: the largest's complement less the others."""
+    """Of log-probabilities (..., K), right to 4 eps of themselves, and probabilities."""
     if x.shape[-1] == 0:
         one = torch.ones(x.shape[:-1], dtype=torch.float64, device=x.device)
         return _Tail(one, one < 0, one)
+    # the largest one's complement keeps its digits down to the smallest numbers; the others are taken off it
     top, at = x.max(-1, keepdim=True)
     mass = -top.double().expm1()[..., 0] - p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
-    # a log-probability is right to eps of itself, the largest; the others to eps of itself and 1
     of_top = torch.where(top > -torch.inf, top.exp() * top.abs(), 0)
     spread = torch.where(p > 0, p * (1 - x), 0).scatter(-1, at, of_top)
-    rounding = 2 * eps * spread.sum(-1, dtype=torch.float64)
-    return _Tail(mass, mass <= rounding, rounding.clamp(min=eps))
+    rounding = 4 * eps * spread.sum(-1, dtype=torch.float64)
+    # where the others leave less than nothing, the largest was rounded to the digits of 1, as by a difference of logits
+    floor = torch.where(mass > -rounding, rounding, _ULPS * eps)
+    return _Tail(mass, mass <= rounding, floor)
 
 
 def _log_ratio(x, y):
