@@ -274,14 +274,27 @@ def _launch_both(rows, temperature, vocab):
     logprob.logprob_bwd(row, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
 
 
+def _launch_several(rows, temperature, vocab, count):
+    """As `_launch_both`, for K targets per row."""
+    from fused_rl.kernels import targets as module
+
+    logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
+    targets, dlogprobs = _several(targets, count), _several(row, count)
+    module.targets_fwd(logits, targets, mask, 1 / temperature, None)
+    module.targets_bwd(dlogprobs, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
+
+
 def _count_variants():
     """Distinct compiled kernels over 20 lengths, 5 temperatures, 3 vocabularies and their strides, per kernel."""
-    keys = set()
+    keys, several = set(), set()
     for sizes in itertools.product(range(1, 40, 2), (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)):
         arguments = dict(zip(("rows", "temperature", "vocab"), sizes, strict=True))
         keys.update(launches(_launch_both, arguments, "sm_90", compile_them=False))
-    seen = collections.Counter(name for name, *_ in keys)
-    print(json.dumps({"variants": seen}))
+    for sizes in itertools.product(range(1, 40, 7), (0.3, 1.0), (32000, 50257), (1, 8, 50, 1000)):
+        arguments = dict(zip(("rows", "temperature", "vocab", "count"), sizes, strict=True))
+        several.update(launches(_launch_several, arguments, "sm_90", compile_them=False))
+    seen, of_targets = (collections.Counter(name for name, *_ in found) for found in (keys, several))
+    print(json.dumps({"variants": seen, "of several targets": of_targets}))
 
 
 def subprocess_lines(*arguments):

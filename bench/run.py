@@ -1,7 +1,8 @@
-"""Time, memory and error of operations beside the installed peers: the groups kernels and linear.
+"""Time, memory and error of operations beside the installed peers: the groups kernels, linear and topk.
 
     python -m bench kernels --device cpu
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
+    python -m bench topk --device cpu --dtype bf16
     python -m bench linear --device cpu --dtype bf16 --shapes 2048x1024x32000 --peers "TRL chunked head"
 
 Every answer is checked against fp64 before anything is timed: an op of ours that fails is not timed, a peer that is
@@ -23,6 +24,7 @@ from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
+from bench.cases.topk import TopkCase
 
 
 class Group(NamedTuple):
@@ -35,6 +37,7 @@ class Group(NamedTuple):
 GROUPS = {
     "kernels": Group((LogprobsCase, KLCase, GAECase), 230),
     "linear": Group((LinearCase,), 200),
+    "topk": Group((TopkCase,), 150),
 }
 
 
