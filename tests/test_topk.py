@@ -228,9 +228,9 @@ def test_fp64_and_its_reference_by_finite_differences():
 
 
 def test_operators_pass_opcheck(backend):
-    logits, targets = random_rows(6, 40, 3, torch.float32, backend)
-    logits, targets = logits.view(2, 3, 40).requires_grad_(), targets.view(2, 3, 3)
-    mask, per_row = targets[..., 0] > 20, 0.5 + torch.rand(2, 3, device=backend)
+    logits, targets = random_rows(2, 40, 3, torch.float32, backend)
+    logits.requires_grad_()
+    mask, per_row = targets[..., 0] > 20, 0.5 + torch.rand(2, device=backend)
     forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits, targets, mask, 1.0, per_row, 3.0))
     logprobs, entropy, lse, m, rest = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
@@ -302,14 +302,27 @@ def test_one_read_forward_one_read_and_one_write_backward(inplace):
 # ------------------------------------------------------------------ from hidden states, and over split vocabularies
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Every cut on the CPU path; on the kernels, which are interpreted, those that give each kind of tile.
+CUT_CASES = [("cpu", cut, dtype) for cut in CUTS for dtype in (torch.float32, torch.bfloat16)]
+CUT_CASES += [("kernel", "more tokens", torch.bfloat16), ("kernel", "one", torch.float32)]
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """Of a case in `CUT_CASES`."""
+    path = request.node.callspec.params["path"]
+    if path == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+    return "cuda" if path == "kernel" and torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(("path", "cut", "dtype"), CUT_CASES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_from_hidden_states(backend, dtype, cut, masked):
+def test_from_hidden_states(device, path, dtype, cut, masked):
     shape, workspace = CUTS[cut]
-    leaves, _, mask = make_head(shape, dtype, backend)
+    leaves, _, mask = make_head(shape, dtype, device)
     options = {"mask": mask} if masked else {"temperature": 0.7, "softcap": 20.0}
-    targets = torch.randint(shape[2], (shape[0], 5), generator=torch.Generator().manual_seed(3)).to(backend)
+    targets = torch.randint(shape[2], (shape[0], 5), generator=torch.Generator().manual_seed(3)).to(device)
     targets[3] = targets[3, 0]
     upstream = list(upstream_of(targets).values())
 
@@ -324,14 +337,13 @@ def test_from_hidden_states(backend, dtype, cut, masked):
     assert_as_good(results(fused_rl, leaves, workspace_mb=workspace), exact_results, same_dtype)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_loss_of_several_targets_in_one_pass(backend, dtype, cut):
+@pytest.mark.parametrize(("path", "cut", "dtype"), CUT_CASES)
+def test_a_loss_of_several_targets_in_one_pass(device, path, dtype, cut):
     """Distillation: its gradient formed in the forward pass, again from a retained graph, and as the recomputed one."""
     shape, workspace = CUTS[cut]
-    leaves, _, mask = make_head(shape, dtype, backend)
-    ids = torch.stack([torch.randperm(shape[2])[:4] for _ in range(shape[0])]).to(backend)
-    ref = torch.log_softmax(torch.randn(shape[0], 9), -1)[:, :4].to(backend)
+    leaves, _, mask = make_head(shape, dtype, device)
+    ids = torch.stack([torch.randperm(shape[2])[:4] for _ in range(shape[0])]).to(device)
+    ref = torch.log_softmax(torch.randn(shape[0], 9), -1)[:, :4].to(device)
     options = {"bias": leaves[2], "mask": mask, "workspace_mb": workspace}
 
     def token_loss(logprobs, entropy, ref_logprobs):
@@ -350,7 +362,7 @@ def test_a_loss_of_several_targets_in_one_pass(backend, dtype, cut):
 
 
 def sharded(rank, world):
-    """Logprobs of K targets over columns split between the ranks, on both backends."""
+    """Logprobs of K targets over columns split between the ranks; of two on both backends."""
     interpreter.fix_numerics()
     edges = [0, 450, 900, 1300][: world + 1]
     edges[-1] = 1300
@@ -358,7 +370,7 @@ def sharded(rank, world):
     logits, targets = logits.view(2, 3, -1), targets.view(2, 3, 7)
     options = {"mask": torch.arange(6).view(2, 3) != 4, "temperature": torch.linspace(0.5, 2, 6).view(2, 3)}
     columns = slice(edges[rank], edges[rank + 1])
-    for interpret in ("1", "0"):
+    for interpret in ("1", "0") if world == 2 else ("0",):
         os.environ["TRITON_INTERPRET"] = interpret
 
         def local(x, y, **more):
@@ -449,10 +461,10 @@ def test_of_all_tokens_it_is_the_exact_kl(backend, direction, distance):
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
-    vocab=st.integers(2, 60),
+    vocab=st.integers(2, 30),
     distance=st.sampled_from([1e-4, 0.1, 2.0, 20.0]),
     direction=st.sampled_from(DIRECTIONS),
     dtype=st.sampled_from([torch.float32, torch.float64]),
