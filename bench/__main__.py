@@ -2,7 +2,7 @@
 
     python -m bench                          every group that can run here; results go to bench/results
     python -m bench --group kernels,traffic --device cpu --dtype bf16 --shapes 1024x32000 --peers none --out folder
-    python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, traffic, ...
+    python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, traffic, ...
     python -m bench report                   bench/results -> docs/benchmarks.md with plots, docs/numerics.md's table
     python -m bench gpu --out folder         all that needs a GPU, within 9 minutes
 
@@ -20,10 +20,11 @@ import time
 
 from bench.machine import ROOT
 
-GROUPS = ("kernels", "linear", "support", "traffic", "codegen", "numerics", "growth")
-DIMENSIONS = {"kernels": (2,), "linear": (3,), "support": (2, 3)}  # of a shape: rows (x hidden) x vocabulary
+GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth")
+# Of a shape: rows (x hidden) x vocabulary.
+DIMENSIONS = {"kernels": (2,), "linear": (3,), "support": (2, 3), "topk": (2,)}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
-COMMANDS = {"kernels": "run", "linear": "run", "support": "run"}
+COMMANDS = {"kernels": "run", "linear": "run", "support": "run", "topk": "run"}
 for _name in ("traffic", "codegen", "numerics", "growth", "prototypes", "report", "gpu"):
     COMMANDS[_name] = _name
 

@@ -85,6 +85,31 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
+def _several(targets, count):
+    return targets[:, None].repeat(1, count)
+
+
+def targets_fwd(count=64, **options):
+    from fused_rl.kernels import logprob
+    from fused_rl.kernels import targets as module
+
+    logits, targets, _, common = _logprob_inputs(**options)
+    with _device(logprob):
+        module.targets_fwd(logits, _several(targets, count), *common)
+
+
+def targets_bwd(count=64, grads=("entropy", "lse"), **options):
+    from fused_rl.kernels import logprob
+    from fused_rl.kernels import targets as module
+
+    logits, targets, row, (mask, inv_t, softcap) = _logprob_inputs(**options)
+    upstream = [row if name in grads else None for name in ("entropy", "lse")]
+    dlogprobs = _several(row, count)
+    targets = _several(targets, count)
+    with _device(logprob):
+        module.targets_bwd(dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap)
+
+
 def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
     import torch
 
@@ -184,6 +209,8 @@ CASES = {
     "kept_fwd bf16": (kept_fwd, {}, 2),
     "kept_bwd bf16": (kept_bwd, {}, 4),
     "kept_linear bf16": (kept_linear, {}, 2),
+    "targets_fwd bf16": (targets_fwd, {}, 2),  # the row kernel, and K elements of each row
+    "targets_bwd bf16": (targets_bwd, {}, 2),
     "gae fp32": (gae, {}, 18),  # reward, value and mask of a token and of its successor
 }
 # every other way in which these kernels are launched: they must compile
@@ -206,6 +233,17 @@ VARIANTS = {
         2,
     ),
     "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}, 2),
+    "targets_fwd fp32, per-row temperature, softcap": (
+        targets_fwd,
+        {"dtype": "float32", "per_row": True, "softcap": 30.0, "mask": False},
+        4,
+    ),
+    "targets_bwd fp32, logprobs, per-row temperature, softcap": (
+        targets_bwd,
+        {"dtype": "float32", "grads": (), "per_row": True, "softcap": 30.0, "mask": False},
+        4,
+    ),
+    "targets_bwd fp16, entropy": (targets_bwd, {"dtype": "float16", "grads": ("entropy",)}, 2),
     "kl_fwd fp32, per-row temperature": (kl_fwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
     "kl_bwd fp32, per-row temperature": (kl_bwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
     "kl_fwd fp32, odd vocabulary": (kl_fwd, {"dtype": "float32", "vocab": 50257}, 8),
@@ -306,14 +344,27 @@ def _launch_both(rows, temperature, vocab):
     logprob.logprob_bwd(row, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
 
 
+def _launch_several(rows, temperature, vocab, count):
+    """As `_launch_both`, for K targets per row."""
+    from fused_rl.kernels import targets as module
+
+    logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
+    targets, dlogprobs = _several(targets, count), _several(row, count)
+    module.targets_fwd(logits, targets, mask, 1 / temperature, None)
+    module.targets_bwd(dlogprobs, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
+
+
 def _count_variants():
     """Distinct compiled kernels over 20 lengths, 5 temperatures, 3 vocabularies and their strides, per kernel."""
-    keys = set()
+    keys, several = set(), set()
     for sizes in itertools.product(range(1, 40, 2), (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)):
         arguments = dict(zip(("rows", "temperature", "vocab"), sizes, strict=True))
         keys.update(launches(_launch_both, arguments, "sm_90", compile_them=False))
-    seen = collections.Counter(name for name, *_ in keys)
-    print(json.dumps({"variants": seen}))
+    for sizes in itertools.product(range(1, 40, 7), (0.3, 1.0), (32000, 50257), (1, 8, 50, 1000)):
+        arguments = dict(zip(("rows", "temperature", "vocab", "count"), sizes, strict=True))
+        several.update(launches(_launch_several, arguments, "sm_90", compile_them=False))
+    seen, of_targets = (collections.Counter(name for name, *_ in found) for found in (keys, several))
+    print(json.dumps({"variants": seen, "of several targets": of_targets}))
 
 
 def subprocess_lines(*arguments):

@@ -5,6 +5,7 @@ A peer is called as we call our own op, so that an answer can be checked against
     log-probabilities   call(logits (..., V), targets (...), mask (...) | None) -> (logprobs, entropy or None)
     KL                  call(logits (..., V), ref_logits (..., V), mask (...) | None) -> KL per row, or its sum
     gae                 call(rewards (B, T), values, mask, gamma, gae_lambda) -> (advantages, returns)
+    K tokens per row    call(logits (..., V), targets (..., K)) -> logprobs (..., K)
     the output head     call(hidden (N, H), weight (V, H), targets (N,), advantages (N / SEQUENCE,)) -> loss
 """
 
@@ -191,6 +192,30 @@ def _verl(device, interpreted):
     return Peer("verl", version("verl"), call, "two functions")
 
 
+# ------------------------------------------------------------------ log-probabilities of K tokens per row
+
+
+def plain_topk(logits, targets):
+    """The formula as one writes it; targets (..., K)."""
+    return torch.log_softmax(logits.float(), -1).gather(-1, targets)
+
+
+def gathered_topk(logits, targets):
+    """The K logits less the log-sum-exp: no (..., V) result where a compiler fuses the cast into the reduction."""
+    lse = torch.logsumexp(logits.float(), -1, keepdim=True)
+    return logits.gather(-1, targets).float() - lse
+
+
+def _plain_topk(device, interpreted):
+    return Peer("plain torch", version("torch"), plain_topk, "no entropy")
+
+
+def _compiled_topk(device, interpreted):
+    _needs_inductor(device, interpreted)
+    call = torch.compile(gathered_topk, dynamic=True)
+    return Peer("gather + logsumexp compiled", version("torch"), call, "no entropy", compiles=True)
+
+
 # ------------------------------------------------------------------ KL of two logits tensors
 
 
@@ -369,6 +394,7 @@ LOGPROBS = {
     "verl": _verl,
 }
 KL = {"plain torch": _plain_kl, "torch.compile": _compiled_kl, "Liger JSD": _liger_kl}
+TOPK = {"plain torch": _plain_topk, "gather + logsumexp compiled": _compiled_topk}
 GAE = {"loop over T": _loop_gae}
 LINEAR = {
     "plain torch": _plain_head,

@@ -4,6 +4,7 @@ python -m bench report
 """
 
 import argparse
+import functools
 import math
 
 from bench import growth, plots, results
@@ -113,9 +114,9 @@ def timed_table(rows, columns: dict, share: str) -> str:
     return table(["implementation", *columns, "note"], lines)
 
 
-def kernels(result, kind) -> str:
+def kernels(result, kind, title="Kernels", picture="benchmarks") -> str:
     def case(row):
-        layout = ", logits[:, :-1]" if row["layout"] == "shift" else ""
+        layout = {"shift": ", logits[:, :-1]", "rows": ""}.get(row["layout"], f", {row['layout']}")
         masked = f", {row['masked']:.0%} masked" if row.get("masked") else ""
         return f"{row['op']} {results.sizes(row['shape'], ' × ')} {row['dtype']}{layout}{masked}"
 
@@ -125,10 +126,10 @@ def kernels(result, kind) -> str:
     timed = {name: rows for name, rows in timed.items() if rows}
     roof = (result["copy_bytes_per_s"] / 1e9, "a plain copy")
     axis = "useful GB/s, forward + backward (right is faster)"
-    plots.roofline(timed, lambda row: row["gb_per_s"]["both"], roof, axis, f"benchmarks-{kind}.png")
+    plots.roofline(timed, lambda row: row["gb_per_s"]["both"], roof, axis, f"{picture}-{kind}.png")
 
-    text = f"## Kernels, {kind}\n\n{machine(result)}"
-    text += f"\n![GB/s of each implementation against the copy bandwidth](benchmarks-{kind}.png)\n\n{BYTES}\n"
+    text = f"## {title}, {kind}\n\n{machine(result)}"
+    text += f"\n![GB/s of each implementation against the copy bandwidth]({picture}-{kind}.png)\n\n{BYTES}\n"
     for name, rows in shown.items():
         text += f"\n**{name}** ({rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB)\n\n"
         value = {"token_kl": "KL error", "gae": "relative error"}.get(rows[0]["op"], "log-prob error")
@@ -291,6 +292,7 @@ GROUPS = {
     "prototypes": anything,
     "kernels": kernels,
     "linear": of_linear,
+    "topk": functools.partial(kernels, title="K targets per row", picture="benchmarks-topk"),
     "traffic": traffic,
     "codegen": codegen,
     "growth": of_growth,

@@ -1,7 +1,8 @@
-"""Time, memory and error of operations beside the installed peers: the groups kernels, linear and support.
+"""Time, memory and error of operations beside the installed peers: the groups kernels, linear, support and topk.
 
     python -m bench kernels --device cpu
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
+    python -m bench topk --device cpu --dtype bf16
     python -m bench linear --device cpu --dtype bf16 --shapes 2048x1024x32000 --peers "TRL chunked head"
 
 Every answer is checked against fp64 before anything is timed: an op of ours that fails is not timed, a peer that is
@@ -24,6 +25,7 @@ from bench.cases.kl import KLCase
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
 from bench.cases.support import KeptHead, KeptLogits
+from bench.cases.topk import TopkCase
 
 
 class Group(NamedTuple):
@@ -37,6 +39,7 @@ GROUPS = {
     "kernels": Group((LogprobsCase, KLCase, GAECase), 230),
     "linear": Group((LinearCase,), 200),
     "support": Group((KeptLogits, KeptHead), 240),
+    "topk": Group((TopkCase,), 150),
 }
 
 

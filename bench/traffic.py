@@ -173,8 +173,15 @@ def ours(shape=SHAPE):
         "token_logprobs, shift": (logprobs(shift=True), scored, 1 + scored),
         "+ policy_loss, ratio per token": (loss("token"), 1.0, 2.0),
         "+ policy_loss, ratio per sequence": (loss("sequence"), 1.0, 2.0),
+        "token_logprobs, 8 targets per row": (several(shape), 1.0, 2.0),
         "token_kl": (of_two(fused_rl.token_kl, shape), 2.0, 3.0),
     }
+
+
+def several(shape, count=8):
+    """run(logits, targets) of token_logprobs for more targets beside each."""
+    more = torch.randint(shape[-1], (*shape[:-1], count - 1))
+    return lambda logits, targets: fused_rl.token_logprobs(logits, torch.cat([targets[..., None], more], -1))[:2]
 
 
 def of_two(kl, shape):

@@ -25,6 +25,7 @@ from fused_rl.optim import tf_adam_epsilon
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.presets import PRESETS, PolicyLossOptions, Preset
 from fused_rl.token_support import TokenSupport
+from fused_rl.topk import topk_kl
 from fused_rl.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "tf_adam_epsilon",
     "token_kl",
     "token_logprobs",
+    "topk_kl",
     "value_loss",
     "vocab_parallel_token_kl",
     "vocab_parallel_token_logprobs",

@@ -1,6 +1,7 @@
 """Which of `fused_rl.kernels` and `fused_rl.cpu` serves a device: decided here and nowhere else."""
 
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ class Backend(NamedTuple):
     """The modules that serve a device; those of one name have the same functions."""
 
     logprob: ModuleType
+    targets: ModuleType
     kl: ModuleType
     jensen_shannon: ModuleType
     gae: ModuleType
@@ -21,7 +23,15 @@ def backend_of(device: torch.device) -> Backend:
     """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or with TRITON_INTERPRET=1 the kernels too."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda" or interpreted:
-        from fused_rl.kernels import gae, jensen_shannon, kl, logprob, support
+        from fused_rl.kernels import gae, jensen_shannon, kl, logprob, support, targets
     else:
-        from fused_rl.cpu import gae, jensen_shannon, kl, logprob, support
-    return Backend(logprob, kl, jensen_shannon, gae, support)
+        from fused_rl.cpu import gae, jensen_shannon, kl, logprob, support, targets
+    return Backend(logprob, targets, kl, jensen_shannon, gae, support)
+
+
+def row_functions(device: torch.device, targets: torch.Tensor) -> tuple[Callable, Callable]:
+    """Forward and backward of the row statistics for targets (N,) or (N, K); both kinds take the same arguments."""
+    backend = backend_of(device)
+    if targets.dim() == 2:
+        return backend.targets.targets_fwd, backend.targets.targets_bwd
+    return backend.logprob.logprob_fwd, backend.logprob.logprob_bwd

@@ -65,9 +65,15 @@ def check_mask(mask: Tensor, of: str, shape: Collection[int], hint: str = "") ->
 
 
 def check_targets(targets: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
+    """One target per row, or K: then the targets have a dimension more."""
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
         raise ValueError(f"targets must be an integer tensor (int64 or int32), got {described(targets)}")
-    check_shape("targets", targets, of, shape, hint)
+    if targets.dim() != len(shape) + 1:
+        check_shape("targets", targets, of, shape, hint)
+    elif tuple(targets.shape[:-1]) != tuple(shape):
+        raise ValueError(
+            f"targets (..., K) must begin with the shape of {of}, {tuple(shape)}, got {tuple(targets.shape)}{hint}"
+        )
 
 
 def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> None:
@@ -106,13 +112,16 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1"
 
 
-def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int) -> None:
+def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int, several: bool = False) -> None:
+    """`several`: the targets are (..., K), the mask (...)."""
     bad = (targets < 0) | (targets >= vocab)
-    bad = bad if mask is None else bad & mask
+    if mask is not None:
+        bad = bad & (mask[..., None] if several else mask)
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())
+        row, which = (at[:-1], f"target {at[-1]}") if several else (at, "the target")
         raise ValueError(
-            f"the target of logits[{', '.join(map(str, at))}] is {targets[at].item()}, outside the vocabulary of "
+            f"{which} of logits[{', '.join(map(str, row))}] is {targets[at].item()}, outside the vocabulary of "
             f"{vocab} (0 to {vocab - 1}); {int(bad.sum())} of {bad.numel()} targets are. {MASKED}"
         )
 

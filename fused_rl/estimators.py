@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fused_rl.checks import check_choice, check_shape
 
-__all__ = ["KL_ESTIMATORS", "kl_estimate", "tangent_exp", "tangent_expm1"]
+__all__ = ["KL_ESTIMATORS", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 _LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
@@ -27,7 +27,7 @@ def tangent_expm1(x: Tensor) -> Tensor:
     return torch.where(x > _LINEAR_BEYOND, tangent_exp(x) - 1, x.clamp(max=_LINEAR_BEYOND).expm1())
 
 
-def _k3(d: Tensor) -> Tensor:
+def k3(d: Tensor) -> Tensor:
     """expm1(-d) + d without cancellation near 0, continued by its tangent where exp(-d) would overflow."""
     x = -d
     near, far = x.abs() < 0.1, x > _LINEAR_BEYOND
@@ -93,7 +93,7 @@ def kl_estimate(
     k2 = d.square() / 2
     if kl_estimator == "k2":
         return k2
-    value = d if kl_estimator in ("k1", "k1+", "k4") else _k3(d)
+    value = d if kl_estimator in ("k1", "k1+", "k4") else k3(d)
     if kl_estimator in ("k1", "k3"):
         return value
     if kl_estimator in ("k1+", "k3+"):

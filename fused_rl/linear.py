@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_rl import tiles
-from fused_rl.backend import backend_of
+from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
     check_mask,
@@ -63,16 +63,16 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
     with torch.enable_grad():
         logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
         values = token_loss(logprobs, entropy, *per_token)
-        if not isinstance(values, Tensor) or values.shape != logprobs.shape:
+        if not isinstance(values, Tensor) or values.shape != entropy.shape:
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
-                f"token_loss must return one value per token, {tuple(logprobs.shape)}, unreduced; got {got}"
+                f"token_loss must return one value per token, {tuple(entropy.shape)}, unreduced; got {got}"
             )
         total = values.float().sum()
         used = total.requires_grad  # a constant loss has no gradient
         grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True) if used else (None, None)
         dlogprobs, dentropy = (None if d is None else d.contiguous() for d in grads)
-        return total.detach(), torch.zeros_like(entropy) if dlogprobs is None else dlogprobs, dentropy
+        return total.detach(), torch.zeros_like(logprobs) if dlogprobs is None else dlogprobs, dentropy
 
 
 def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
@@ -80,20 +80,20 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     # one tile of logits, used again and again, and what all tiles add to
     inv_temperature, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = backend_of(hidden.device).logprob
+    forward, backward = row_functions(hidden.device, targets)
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     loss = torch.zeros((), device=hidden.device)
-    new = [torch.zeros(n, device=hidden.device) for _ in range(6)]  # no views: they are handed out
-    logprobs, entropy, m, rest, dlogprobs, dentropy = new
+    entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))  # no views: handed out
+    logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = tiles.logits_tile(hidden[rows], weight, bias, buffer)
-        lp, h, _, m_r, rest_r = backend.logprob_fwd(logits, targets[rows], None, inv_t, softcap)
+        lp, h, _, m_r, rest_r = forward(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
-        backend.logprob_bwd(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
+        backward(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
         gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
         # to the parameters, and what a second backward pass would need
         loss += value
@@ -111,7 +111,7 @@ def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss,
     loss, dlogprobs, dentropy = _token_gradients(token_loss, logprobs, entropy, per_token)
     upstream = (dlogprobs, dentropy, None)
     gradients = tiles.recomputed(needs, upstream, hidden, weight, bias, targets, (entropy, m, rest), *options)
-    dentropy = torch.zeros_like(dlogprobs) if dentropy is None else dentropy
+    dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
     return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
 
 
@@ -183,10 +183,10 @@ def _check_head(hidden, weight, targets, bias):
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
 
 
-def _check_options(targets, temperature, mask, softcap, workspace_mb):
+def _check_options(rows, temperature, mask, softcap, workspace_mb):
     if mask is not None:
-        check_mask(mask, "the targets", targets.shape)
-    check_temperature(temperature, tuple(targets.shape))
+        check_mask(mask, "the targets", rows)
+    check_temperature(temperature, tuple(rows))
     if softcap is not None:
         check_positive("softcap", softcap, "pass None for no capping")
     check_positive("workspace_mb", workspace_mb, "it is in MiB")
@@ -195,18 +195,19 @@ def _check_options(targets, temperature, mask, softcap, workspace_mb):
 class _Rows(NamedTuple):
     """The rows that count, as the autograd functions take them, and where they came from."""
 
-    arguments: tuple  # hidden (n, H), weight, bias, targets (n,), inv_temperature float | (n,), softcap, bytes
+    arguments: tuple  # hidden (n, H), weight, bias, targets (n,) or (n, K), inv_temperature, softcap, bytes
     kept: Tensor | None  # (n,) their positions; None when all count
-    shape: torch.Size  # of the caller's targets
+    shape: torch.Size  # of the rows, as the caller has them
 
     def select(self, per_row):  # (..., *rest) -> (n, *rest)
-        per_row = per_row.reshape(-1, *per_row.shape[len(self.shape) :])
+        per_row = per_row.reshape(self.shape.numel(), *per_row.shape[len(self.shape) :])
         return per_row if self.kept is None else per_row[self.kept]
 
-    def restore(self, values):  # (n,) -> (...), 0 where masked
-        if self.kept is None:
-            return values.view(self.shape)
-        return values.new_zeros(self.shape.numel()).index_copy(0, self.kept, values).view(self.shape)
+    def restore(self, values):  # (n, *rest) -> (..., *rest), 0 where masked
+        rest = values.shape[1:]
+        if self.kept is not None:
+            values = values.new_zeros(self.shape.numel(), *rest).index_copy(0, self.kept, values)
+        return values.view(self.shape + rest)
 
 
 def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
@@ -216,16 +217,16 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
         bias = None if bias is None else bias.detach()
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_head(hidden, weight, targets, bias)
-    _check_options(targets, temperature, mask, softcap, workspace_mb)
+    _check_options(hidden.shape[:-1], temperature, mask, softcap, workspace_mb)
 
     # which rows, and what of them
     kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
-    rows = _Rows((), kept, targets.shape)
+    rows = _Rows((), kept, hidden.shape[:-1])
     row_temperature = None
     if isinstance(temperature, Tensor):
         row_temperature = temperature.detach().to(hidden.device, torch.float32).expand(rows.shape)
     if values_are_checked(hidden.device):
-        check_target_values(targets, mask, weight.shape[0])
+        check_target_values(targets, mask, weight.shape[0], several=targets.dim() == hidden.dim())
         check_temperature_values(row_temperature, mask)
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
     hidden, targets = rows.select(hidden), rows.select(targets).long()
@@ -263,7 +264,7 @@ def linear_token_logprobs(
         weight: (V, H), as in `torch.nn.Linear`; may be tied, frozen, a DeepSpeed ZeRO-3 parameter (call this inside
             the forward of the module given to DeepSpeed), or an FSDP2 shard (DTensor: gathered here in the forward
             and in the backward pass, its gradient averaged over the mesh).
-        targets: (...) integers below V; only those under the mask are read.
+        targets: (...) integers below V, or (..., K), K of them per row; only those under the mask are read.
         bias: (V,).
         temperature: a number, or a tensor broadcastable to (...), one per token. A scale s of the logits is
             `temperature / s`, and with soft-capping also `softcap / s`.
@@ -280,8 +281,9 @@ def linear_token_logprobs(
             range, or with so many ids that a GEMM is cheaper, goes through tiles with its like.
 
     Returns:
-        TokenLogprobs(logprobs, entropy, lse), each (...) fp32, 0 where masked; all three are differentiable once with
-        respect to hidden, weight and bias. Gradients come in the inputs' dtypes, from sums in fp32.
+        TokenLogprobs(logprobs, entropy, lse), fp32, 0 where masked: logprobs as the targets, the others (...); all
+        three are differentiable once with respect to hidden, weight and bias. Gradients come in the inputs' dtypes,
+        from sums in fp32.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
@@ -310,10 +312,11 @@ def linear_token_loss(
 ) -> LinearTokenLoss:
     """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.
 
-    `token_loss(logprobs, entropy, *per_token)` gets (n,) fp32 tensors of some of the tokens that count, and those
-    tokens of each `per_token`; it returns (n,) values, each of its own token only (a mean, or a ratio over a sequence,
-    is not: use `linear_token_logprobs`). Denominators belong into a per-token weight, or onto the returned loss: a
-    factor there scales every gradient. Only `logprobs` and `entropy` carry gradients.
+    `token_loss(logprobs, entropy, *per_token)` gets (n,) fp32 tensors of some of the tokens that count, logprobs
+    (n, K) where there are K targets per token, and those tokens of each `per_token`; it returns (n,) values, each of
+    its own token only (a mean, or a ratio over a sequence, is not: use `linear_token_logprobs`). Denominators belong
+    into a per-token weight, or onto the returned loss: a factor there scales every gradient. Only `logprobs` and
+    `entropy` carry gradients.
 
         def clipped(logprobs, entropy, old_logprobs, advantages):
             ratio = (logprobs - old_logprobs).exp()
@@ -331,8 +334,9 @@ def linear_token_loss(
 
     Returns:
         LinearTokenLoss(loss, logprobs, entropy): the sum () fp32, differentiable once with respect to hidden, weight
-        and bias; and detached (...) fp32 log-probabilities and entropy in nats, 0 where masked. A retained graph may be
-        used again, which recomputes the logits. In fp16 the gradients are formed before any later loss scale.
+        and bias; and detached fp32 log-probabilities, as the targets, and entropy (...) in nats, 0 where masked. A
+        retained graph may be used again, which recomputes the logits. In fp16 the gradients are formed before any later
+        loss scale.
 
     Raises:
         ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
@@ -341,9 +345,9 @@ def linear_token_loss(
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):
-        if values.shape[: targets.dim()] != targets.shape:
+        if values.shape[: len(rows.shape)] != rows.shape:
             raise ValueError(
-                f"per_token[{i}] must start with the targets' shape {tuple(targets.shape)}, got {tuple(values.shape)}"
+                f"per_token[{i}] must start with the targets' shape {tuple(rows.shape)}, got {tuple(values.shape)}"
             )
         if values.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached")

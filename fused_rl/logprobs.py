@@ -5,7 +5,8 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
     dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
 Both backends (`fused_rl.kernels.logprob` for GPU tensors, `fused_rl.cpu.logprob` for CPU tensors) have the same two
-functions, `logprob_fwd` and `logprob_bwd`; what they exchange is O(N): the `RowStatistics` m and rest.
+functions, `logprob_fwd` and `logprob_bwd`; what they exchange is O(N): the `RowStatistics` m and rest. Of K targets per
+row the gradients add up, sum_k dlp_k (1{j = target_k} - p_j): `targets_fwd` and `targets_bwd` in `targets.py` beside.
 The registered operators `fused_rl::token_logprobs` and `fused_rl::token_logprobs_backward` stand between them and the
 public function, so that `torch.compile` sees two opaque calls with known shapes.
 """
@@ -18,7 +19,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
 from fused_rl import reference
-from fused_rl.backend import backend_of
+from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
     check_logits,
@@ -61,14 +62,15 @@ def token_logprobs(
         logits: (..., V), bf16, fp16 or fp32. Rows may have any strides; only a last dimension whose stride is not 1
             is copied. fp64 logits are taken too, through `fused_rl.reference`: outputs and gradient are fp64, several
             times the logits' memory is held, and `inplace` has no effect.
-        targets: (...), integers in [0, V) wherever the mask is True.
-        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to the outputs' shape, one per row
+        targets: (...), integers in [0, V) wherever the mask is True; or (..., K), K of them per row: with as many
+            dimensions as the logits. K may be 0, and thousands; ids may come in any order, and more than once.
+        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to the rows' shape, one per row
             (not differentiated).
-        mask: bool, of the outputs' shape, True where a row counts. Any other row is not read forward, returns 0 and
+        mask: bool, of the rows' shape, True where a row counts. Any other row is not read forward, returns 0 and
             gets a gradient of exactly 0, whatever its logits and target are.
         softcap: a number > 0, or None.
-        shift: logits (B, T, V) at t score targets (B, T) at t + 1. Outputs, mask and per-row temperature are
-            (B, T - 1); the gradient is written once to all T positions, zeros at the last.
+        shift: logits (B, T, V) at t score targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
+            are (B, T - 1); the gradient is written once to all T positions, zeros at the last.
         inplace: the gradient takes the storage of the logits, which must not be a leaf. Once it is computed, a second
             backward, and the backward of anything else that saved the logits, raise through autograd's version
             counter; reading the logits yields the gradient. No effect without a gradient. Not under torch.compile.
@@ -78,8 +80,10 @@ def token_logprobs(
             without `support`. For `shift` it has the rows of all T targets.
 
     Returns:
-        `TokenLogprobs(logprobs, entropy, lse)`, each fp32 (of fp64 logits fp64) of the shape of the targets, (B, T - 1)
-        for `shift`, each differentiable once with respect to the logits. entropy >= 0 and logprobs <= 0 exactly.
+        `TokenLogprobs(logprobs, entropy, lse)`, each fp32 (of fp64 logits fp64): logprobs of the shape of the targets,
+        the others one per row; (B, T - 1) for `shift`; each differentiable once with respect to the logits. Several
+        targets take one read forward, one read and one write backward, as one does; upstream gradients of an id that
+        comes more than once add up, with the same bits each time. entropy >= 0 and logprobs <= 0 exactly.
         Between forward and backward, O(rows) are kept beyond the logits; none of it is an output, so these may be
         modified in place.
 
@@ -98,12 +102,13 @@ def token_logprobs(
         return _in_fp64(logits, targets, temperature, mask, softcap, shift, support)
     if inplace:
         _check_inplace(logits)
-    rows = _outputs_shape(targets, shift)
+    rows = _rows_shape(logits, shift)
     temperature, row_temperature = split_temperature(temperature, rows, logits.device)
     if shift:  # position t takes the target of t + 1; the last has none: masked, so that its gradient is zeros
         last = (0, targets.shape[1] - rows[1])
         mask = torch.ones(rows, dtype=torch.bool, device=logits.device) if mask is None else mask
-        targets, mask = pad(targets[:, 1:], last), pad(mask, last, value=False)
+        of_targets = last if targets.dim() == 2 else (0, 0, *last)
+        targets, mask = pad(targets[:, 1:], of_targets), pad(mask, last, value=False)
         row_temperature = None if row_temperature is None else pad(row_temperature, last, value=1.0)
     op = _InplaceGradient.apply if inplace else torch.ops.fused_rl.token_logprobs.default
     op = op if support is None else kept_logprobs(inplace)
@@ -124,8 +129,9 @@ def _kept(support, targets, shift):
 def _in_fp64(logits, targets, temperature, mask, softcap, shift, support) -> TokenLogprobs:
     """The reference, whose arguments are checked as those of the operators."""
     if values_are_checked(logits.device):
-        check_target_values(targets[:, 1:] if shift else targets, mask, logits.shape[-1])
-    number, per_row = split_temperature(temperature, _outputs_shape(targets, shift), logits.device)
+        several = targets.dim() == logits.dim()
+        check_target_values(targets[:, 1:] if shift else targets, mask, logits.shape[-1], several)
+    number, per_row = split_temperature(temperature, _rows_shape(logits, shift), logits.device)
     if per_row is not None and values_are_checked(logits.device):
         check_temperature_values(per_row, mask)
     temperature = number if per_row is None else per_row
@@ -154,7 +160,7 @@ def check_row_arguments(
         raise ValueError(f"shift=True takes logits (B, T, V), got {tuple(logits.shape)}; add the batch dimension")
     hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
     check_targets(targets, f"the rows of logits {tuple(logits.shape)}", logits.shape[:-1], hint)
-    rows = _outputs_shape(targets, shift)
+    rows = _rows_shape(logits, shift)
     if mask is not None:
         hint = "; shift=True takes mask[:, 1:] of a mask over all T tokens" if shift else ""
         check_mask(mask, "the outputs", rows, hint)
@@ -168,8 +174,8 @@ def check_row_arguments(
         _check_transforms(logits)
 
 
-def _outputs_shape(targets, shift):
-    return (targets.shape[0], max(targets.shape[1] - 1, 0)) if shift else tuple(targets.shape)
+def _rows_shape(logits, shift):
+    return (logits.shape[0], max(logits.shape[1] - 1, 0)) if shift else tuple(logits.shape[:-1])
 
 
 def _check_inplace(logits):
@@ -205,8 +211,9 @@ def _one_stride(x):
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
 
 
-def _rows(x):
-    return x if x is None or x.dim() == 1 else x.reshape(-1)
+def _per_row(x, rows):
+    """(*rows) or (*rows, K) -> (N,) or (N, K)."""
+    return x if x is None or len(rows) == 1 else x.reshape(rows.numel(), *x.shape[len(rows) :])
 
 
 def _inverse(temperature, row_temperature):
@@ -228,14 +235,12 @@ def _forward(logits, targets, mask, temperature, row_temperature, softcap):
         slabs = (_select((logits, targets, mask, row_temperature), dim, i) for i in range(logits.shape[dim]))
         parts = [_forward(x, y, k, temperature, rows, softcap) for x, y, k, rows in slabs]
         return tuple(torch.stack(part, dim) for part in zip(*parts, strict=True))
-    outputs = backend_of(logits.device).logprob.logprob_fwd(
-        logits.reshape(-1, logits.shape[-1]),
-        _rows(targets),
-        _rows(mask),
-        _inverse(temperature, row_temperature),
-        softcap,
-    )
-    return tuple(o.resize_(targets.shape) for o in outputs)  # no views, which could not be modified in place
+    rows = logits.shape[:-1]
+    targets = _per_row(targets, rows)
+    forward, _ = row_functions(logits.device, targets)
+    inv_t = _inverse(temperature, row_temperature)
+    outputs = forward(logits.reshape(-1, logits.shape[-1]), targets, _per_row(mask, rows), inv_t, softcap)
+    return tuple(o.resize_(rows + o.shape[1:]) for o in outputs)  # no views, which could not be modified in place
 
 
 def _backward(dlogits, logits, per_row, temperature, row_temperature, softcap):
@@ -246,9 +251,10 @@ def _backward(dlogits, logits, per_row, temperature, row_temperature, softcap):
             out, x, rows, *slab = _select((dlogits, logits, row_temperature, *per_row), dim, i)
             _backward(out, x, slab, temperature, rows, softcap)
         return
-    vocab = logits.shape[-1]
-    dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest = map(_rows, per_row)
-    backend_of(logits.device).logprob.logprob_bwd(
+    vocab, rows = logits.shape[-1], logits.shape[:-1]
+    dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest = (_per_row(x, rows) for x in per_row)
+    _, backward = row_functions(logits.device, targets)
+    backward(
         dlogprobs, dentropy, dlse, logits.reshape(-1, vocab), targets, mask, entropy, m, rest,
         _inverse(temperature, row_temperature), softcap, out=dlogits.view(-1, vocab),
     )  # fmt: skip
@@ -262,32 +268,34 @@ def unit_stride(logits: Tensor) -> Tensor:
 @torch.library.custom_op("fused_rl::token_logprobs", mutates_args=())
 def _token_logprobs(
     logits: Tensor,  # (..., V)
-    targets: Tensor,  # (...) int64
+    targets: Tensor,  # (...) or (..., K) int64
     mask: Tensor | None,  # (...) bool
     temperature: float,
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # logprobs, entropy, lse, m, rest, each (...) fp32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # logprobs as the targets; entropy, lse, m, rest (...); fp32
     if values_are_checked(logits.device):
-        check_target_values(targets, mask, logits.shape[-1])
+        check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
         check_temperature_values(row_temperature, mask)
-    if targets.numel() == 0:
+    if logits.numel() == 0:
         return _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap)
     return _forward(unit_stride(logits), targets, mask, temperature, row_temperature, softcap)
 
 
 @_token_logprobs.register_fake
 def _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap):
-    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields)
+    logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    per_row = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
+    return logprobs, *per_row
 
 
 @torch.library.custom_op("fused_rl::token_logprobs_backward", mutates_args=())
 def _token_logprobs_backward(
-    dlogprobs: Tensor | None,  # (...) fp32, as the next two
-    dentropy: Tensor | None,
+    dlogprobs: Tensor | None,  # as the targets, fp32
+    dentropy: Tensor | None,  # (...) fp32, as the next
     dlse: Tensor | None,
     logits: Tensor,  # (..., V)
-    targets: Tensor,  # (...) int64
+    targets: Tensor,  # (...) or (..., K) int64
     mask: Tensor | None,  # (...) bool
     entropy: Tensor,  # (...) fp32, as m and rest
     m: Tensor,
@@ -298,7 +306,7 @@ def _token_logprobs_backward(
 ) -> Tensor:  # (..., V), contiguous, in the dtype of the logits
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest)
-    if targets.numel():
+    if logits.numel():
         _backward(dlogits, unit_stride(logits), per_row, temperature, row_temperature, softcap)
     return dlogits
 
@@ -359,7 +367,7 @@ class _InplaceGradient(torch.autograd.Function):
         logits, targets, mask, entropy, m, rest, row_temperature = ctx.saved_tensors
         per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest)
         dlogits = logits.detach()
-        if targets.numel():
+        if logits.numel():
             _backward(dlogits, dlogits, per_row, ctx.temperature, row_temperature, ctx.softcap)
         torch.autograd.graph.increment_version(logits)  # a kernel's store is invisible to the version counter
         return dlogits, None, None, None, None, None

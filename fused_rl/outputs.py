@@ -8,7 +8,9 @@ __all__ = ["LinearTokenLoss", "TokenLogprobs"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Per-row outputs of `token_logprobs`, in nats, of the targets' shape, 0 where masked; fp32, of fp64 fp64."""
+    """Outputs of `token_logprobs`, in nats, 0 where masked: logprobs as the targets, (...) or (..., K), the others per
+    row, (...); fp32, of fp64 logits fp64.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -16,7 +18,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class LinearTokenLoss(NamedTuple):
-    """Outputs of `linear_token_loss`: the loss () fp32, and detached, of the targets' shape, fp32, 0 where masked."""
+    """Outputs of `linear_token_loss`: the loss () fp32; detached, fp32 and 0 where masked, logprobs as the targets, and
+    entropy per row.
+    """
 
     loss: Tensor
     logprobs: Tensor

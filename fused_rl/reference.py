@@ -18,6 +18,7 @@ __all__ = [
     "policy_loss",
     "token_kl",
     "token_logprobs",
+    "topk_kl",
 ]
 
 
@@ -43,7 +44,9 @@ def token_logprobs(
     if shift:
         allowed = None if allowed is None else allowed[:, 1:]
         logits, targets = logits[:, :-1], targets[:, 1:]
-    mask = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+    several = targets.dim() == logits.dim()
+    targets = targets if several else targets[..., None]
+    mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
     none = logits.detach() == -torch.inf
     none = none if allowed is None else none | ~allowed
     banned = none.all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
@@ -57,10 +60,11 @@ def token_logprobs(
     logp = x - top - rest.log1p()
     # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
-    chosen = logp.gather(-1, torch.where(live, targets, 0).long()[..., None])[..., 0]
+    chosen = logp.gather(-1, torch.where(live[..., None], targets, 0).long())
     nothing = torch.where(mask & banned, -torch.inf, 0.0).to(x.dtype)
-    lse = (top + rest.log1p())[..., 0]
-    return TokenLogprobs(torch.where(live, chosen, nothing), entropy * live, torch.where(live, lse, nothing))
+    chosen = torch.where(live[..., None], chosen, nothing[..., None])
+    lse = torch.where(live, (top + rest.log1p())[..., 0], nothing)
+    return TokenLogprobs(chosen if several else chosen[..., 0], entropy * live, lse)
 
 
 def linear_token_logprobs(
@@ -75,7 +79,7 @@ def linear_token_logprobs(
 def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):
     """As `fused_rl.linear_token_loss`; `options` as in `linear_token_logprobs`."""
     logprobs, entropy, _ = linear_token_logprobs(hidden, weight, targets, mask=mask, **options)
-    kept = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+    kept = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask
     loss = token_loss(logprobs[kept], entropy[kept], *(values[kept] for values in per_token)).sum()
     return LinearTokenLoss(loss, logprobs.detach(), entropy.detach())
 
@@ -174,15 +178,27 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
     logits, ref_logits = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
     t = _per_column(temperature)
     logp, logq = (torch.log_softmax(x / t, -1) for x in (logits, ref_logits))
+    return _divergence(logp, logq, direction).where(mask, 0)
+
+
+def topk_kl(logprobs, ref_logprobs, *, direction, mask=None):
+    """As `fused_rl.topk_kl`, for K tokens that are not all: the K outcomes, and the tail as one more."""
+    mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool) if mask is None else mask
+    given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
+    logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in given)
+    return _divergence(logp, logq, direction).where(mask, 0)
+
+
+def _divergence(logp, logq, direction):
     if direction == "reverse":
-        return _kl(logp, logq).where(mask, 0)
+        return _kl(logp, logq)
     if direction == "forward":
-        return _kl(logq, logp).where(mask, 0)
+        return _kl(logq, logp)
     none = logp.isinf() & logq.isinf()  # columns without p and q: where() on the input, against 0 * inf in the gradient
     logp_or_0, logq_or_0 = (torch.where(none, 0, z) for z in (logp, logq))
     log_mean = torch.logaddexp(logp_or_0, logq_or_0) - math.log(2)
     p_a, q_b = (z.exp() * torch.where(z.isinf(), 0, z - log_mean) for z in (logp, logq))
-    return ((p_a + q_b) / 2).sum(-1).where(mask, 0)
+    return ((p_a + q_b) / 2).sum(-1)
 
 
 def linear_token_kl(

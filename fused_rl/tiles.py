@@ -9,7 +9,7 @@ of the (V, H) gradient. `backward_tile` takes the smaller; a single tile needs n
 
 import torch
 
-from fused_rl.backend import backend_of
+from fused_rl.backend import row_functions
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics
 
@@ -151,15 +151,19 @@ def one_pass_rows(hidden, vocab, needs, budget):
 
 
 def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, visit=None):
-    """`RowStatistics` of all rows; `visit(rows, logits)` sees every tile, whole rows of it."""
+    """`RowStatistics` of all rows; of targets (N, K) the logprobs are (N, K).
+
+    `visit(rows, logits)` sees every tile, whole rows of it.
+    """
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = backend_of(hidden.device).logprob
-    outputs = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields]  # no views: they are handed out
+    forward, _ = row_functions(hidden.device, targets)
+    per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]  # no views: they are handed out
+    outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
     step = forward_rows(hidden, vocab, budget)
     buffer = in_huge_pages(hidden.new_empty(step * vocab))
     for rows in blocks(n, step):
         logits = logits_tile(hidden[rows], weight, bias, buffer)
-        block = backend.logprob_fwd(logits, targets[rows], None, at(inv_temperature, rows), softcap)
+        block = forward(logits, targets[rows], None, at(inv_temperature, rows), softcap)
         for whole, part in zip(outputs, block, strict=True):
             whole[rows] = part
         if visit is not None:
@@ -170,9 +174,17 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, 
 def in_columns(dlogprobs, dlse, targets, columns):
     """Upstream gradients and targets as a block of columns sees them.
 
-    Where the target stands elsewhere, dlp (1{j = target} - p_j) is -dlp p_j: a gradient -dlp of lse.
+    Where the target stands elsewhere, dlp (1{j = target} - p_j) is -dlp p_j: a gradient -dlp of lse. Of K targets per
+    row, those that stand elsewhere become -1, which is in no vocabulary.
     """
     here = (targets >= columns.start) & (targets < columns.stop)
+    if targets.dim() == 2:
+        local = torch.where(here, targets - columns.start, -1)
+        if dlogprobs is None:
+            return None, dlse, local
+        elsewhere = torch.where(here, 0, dlogprobs).double().sum(1)
+        dlse = (-elsewhere if dlse is None else dlse - elsewhere).float()
+        return torch.where(here, dlogprobs, 0), dlse, local
     local = torch.where(here, targets - columns.start, 0)
     if dlogprobs is None:
         return None, dlse, local
@@ -186,7 +198,7 @@ def recomputed(
 ):
     """Gradients of hidden, weight, bias from those of (logprobs, entropy, lse), over recomputed tiles of logits."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    backend = backend_of(hidden.device).logprob
+    _, backward = row_functions(hidden.device, targets)
     tile = backward_tile(hidden, vocab, needs, budget)
     gradients = Gradients(needs, hidden, weight, bias, tile, dtypes)
     buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
@@ -200,6 +212,6 @@ def recomputed(
             logits = logits_tile(hidden[rows], head, at(bias, columns), buffer)
             d, dl, local = in_columns(dlogprobs, dlse, targets[rows], columns)
             inv_t = at(inv_temperature, rows)
-            backend.logprob_bwd(d, dentropy, dl, logits, local, None, entropy, m, rest, inv_t, softcap, out=logits)
+            backward(d, dentropy, dl, logits, local, None, entropy, m, rest, inv_t, softcap, out=logits)
             gradients.add(logits, hidden[rows], head, rows, columns)
     return gradients

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_rl.backend import backend_of
+from fused_rl.backend import backend_of, row_functions
 from fused_rl.checks import check_choice, check_temperature_values, split_temperature, values_are_checked
 from fused_rl.kernels.states import JensenShannonSums, KeptSets, KLState, RowStatistics
 from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
@@ -41,7 +41,8 @@ def vocab_parallel_token_logprobs(
     Args:
         local_logits: (..., V_rank) bf16, fp16 or fp32: columns vocab_start to vocab_start + V_rank of the logits. The
             shards need not be of one size; together they cover each column once.
-        targets: (...) integers in the whole vocabulary, the same on every rank, as are temperature, mask and softcap.
+        targets: (...) or (..., K) integers in the whole vocabulary, the same on every rank, as are temperature, mask
+            and softcap.
         vocab_start: this rank's first column.
         group: the process group of the split; None is the default group. All its ranks call.
         temperature, mask, softcap: as in `token_logprobs`.
@@ -49,26 +50,27 @@ def vocab_parallel_token_logprobs(
             one more all-reduce, of how many ids of each row the ranks hold.
 
     Returns:
-        `TokenLogprobs`, (...) fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
+        `TokenLogprobs`, fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
         with respect to local_logits, without communication, given the same upstream gradients on every rank.
 
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
     check_row_arguments(local_logits, targets, temperature, mask, softcap)
-    temperature, row_temperature = split_temperature(temperature, tuple(targets.shape), targets.device)
+    rows = local_logits.shape[:-1]
+    temperature, row_temperature = split_temperature(temperature, tuple(rows), targets.device)
     inv_t = 1 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    targets_of_rows, kept = targets.long().reshape(-1), None
+    targets, kept = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :]), None
     if support is not None:
         check_support(support)
-        kept = support.of_rows(targets_of_rows.shape, targets.device)
+        kept = support.of_rows(targets.shape, targets.device)
         if values_are_checked(targets.device):
-            check_kept_values(kept, targets_of_rows, mask, None)
+            check_kept_values(kept, targets, mask, None)
     outputs = _VocabParallelLogprobs.apply(
-        _as_matrix(local_logits), targets_of_rows, mask, inv_t, softcap, vocab_start, group, kept
+        _as_matrix(local_logits), targets, mask, inv_t, softcap, vocab_start, group, kept
     )
-    return TokenLogprobs(*(o.view(targets.shape) for o in outputs))
+    return TokenLogprobs(*(o.view(rows + o.shape[1:]) for o in outputs))
 
 
 def vocab_parallel_token_kl(
@@ -112,16 +114,19 @@ def _as_matrix(logits):
 
 
 def _reduced(rows, op, group):
-    """One all-reduce of several (N,) fp64."""
-    packed = torch.stack(rows)
+    """One all-reduce of several (N,) or (K, N) fp64."""
+    parts = [x if x.dim() == 2 else x[None] for x in rows]
+    packed = torch.cat(parts)
     dist.all_reduce(packed, op=op, group=group)
-    return packed
+    reduced = packed.split([len(part) for part in parts])
+    return [part.view(x.shape) for part, x in zip(reduced, rows, strict=True)]
 
 
 def merge_logprobs(local, owns_target, inv_t, group):
-    """The backend's statistics for the local columns -> those of all columns, (N,) fp64, and how many own the target.
+    """The backend's statistics for the local columns -> those of all columns, fp64, and how many own each target.
 
-    The maximum stays out of the sum: a rank that holds it adds its rest, the others add 1 + rest.
+    Logprobs, `owns_target` and what is returned for them are (N,) or (N, K). The maximum stays out of the sum: a rank
+    that holds it adds its rest, the others add 1 + rest.
     """
     logprobs, entropy, lse, m, rest = (x.double() for x in local)
     known = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
@@ -134,17 +139,17 @@ def merge_logprobs(local, owns_target, inv_t, group):
     own = (entropy - log1p).clamp(min=0)
     spread = share * (1 + rest) * (own - torch.where(share > 0, below, 0))
     mass = torch.where(holds, rest, share * (1 + rest))
-    here = torch.where(m == -torch.inf, -torch.inf, logprobs + log1p + below)
-    target = torch.where(owns_target, here, 0)
+    here = torch.where(m == -torch.inf, -torch.inf, logprobs.t() + log1p + below)  # (N,) or (K, N)
+    target = torch.where(owns_target.t(), here, 0)
 
-    rows = [mass, holds.double(), spread, target, owns_target.double()]
+    rows = [mass, holds.double(), spread, target, owns_target.t().double()]
     rest, count, spread, target, owners = _reduced(rows, dist.ReduceOp.SUM, group)
     dead = (count == 0) & (rest == 0)  # not so with NaN
     rest = torch.where(dead, 0, rest + (count - 1))
     log1p = rest.log1p()
     entropy = torch.where(dead, 0, log1p + spread / (1 + rest))
     logprobs = (target - log1p).clamp(max=0)
-    return RowStatistics(logprobs, entropy, m_all * inv_t + log1p, m_all, rest), owners
+    return RowStatistics(logprobs.t(), entropy, m_all * inv_t + log1p, m_all, rest), owners.t()
 
 
 def _check_held(kept, columns, counts, group):
@@ -168,27 +173,30 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         columns, backend = slice(vocab_start, vocab_start + logits.shape[1]), backend_of(logits.device)
         here = (targets >= columns.start) & (targets < columns.stop)
         local = torch.where(here, targets - columns.start, 0)
-        counts = torch.ones_like(here) if mask is None else mask
-        x = None
+        x, astray = None, False
         if kept is None:
-            statistics = backend.logprob.logprob_fwd(logits, local, mask, inv_t, softcap)
+            row_forward, _ = row_functions(logits.device, targets)
+            statistics = row_forward(logits, local, mask, inv_t, softcap)
         else:
+            counts = torch.ones_like(here) if mask is None else mask
             astray = _check_held(kept, columns, counts, group)
             x = torch.zeros(len(kept.ids), device=logits.device)
             found = backend.support.whole_fwd(logits, local, whole_rows(kept, mask), inv_t, softcap)
             options = {"logits": logits, "first": vocab_start, "into": found}
             statistics = backend.support.kept_fwd(x, kept, targets, mask, inv_t, softcap, **options)
         merged, owners = merge_logprobs(statistics, here, inv_t, group)
-        strays = counts & (owners != 1)
+        counts = torch.ones_like(merged.m, dtype=torch.bool) if mask is None else mask
+        of_targets = counts if targets.dim() == 1 else counts[:, None]
+        strays = of_targets & (owners != 1)
         if logits.device.type == "cpu" and strays.any():  # on every rank alike
-            at = int(strays.nonzero()[0])
+            at = tuple(strays.nonzero()[0].tolist())
             raise ValueError(
-                f"target {int(targets[at])} of row {at} is in the columns of {int(owners[at])} ranks, expected one; "
+                f"target {int(targets[at])} of row {at[0]} is in the columns of {int(owners[at])} ranks, expected one; "
                 f"check vocab_start ({vocab_start} here) and the targets"
             )
-        strays = strays if kept is None else strays | astray
-        logprobs = torch.where(strays, torch.nan, merged.logprobs)
-        logprobs, entropy, lse = (torch.where(counts, o, 0).float() for o in (logprobs, merged.entropy, merged.lse))
+        logprobs = torch.where(strays | astray, torch.nan, merged.logprobs)
+        logprobs = torch.where(of_targets, logprobs, 0).float().contiguous()
+        entropy, lse = (torch.where(counts, o, 0).float() for o in (merged.entropy, merged.lse))
         own = entropy.clone()  # the caller may modify the output
         sets = (None, None, None) if kept is None else kept
         ctx.save_for_backward(logits, targets, mask, x, *sets, own, merged.m.float(), merged.rest.float())
@@ -207,8 +215,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         dlogprobs, dlse, local = in_columns(upstream[0], upstream[2], targets, ctx.columns)
         grads = dlogprobs, upstream[1], dlse
         if ids is None:
-            dlogits = backend.logprob.logprob_bwd(*grads, logits, local, mask, *state, *options)
-            return dlogits, *(None,) * 7
+            _, row_backward = row_functions(logits.device, targets)
+            return row_backward(*grads, logits, local, mask, *state, *options), *(None,) * 7
         kept, dlogits = KeptSets(ids, begin, end), torch.empty_like(logits)
         whole = whole_rows(kept, mask)
         backend.support.whole_bwd(*grads, logits, local, whole, *state, *options, out=dlogits)

@@ -465,7 +465,7 @@ def aligned(x):
     return x.as_strided((size,), (1,), x.storage_offset() - shift), shift
 
 
-def split_inverse(inv_temperature):
+def temperature_scales(inv_temperature):
     """inv_t_ptr or None, inv_t, and log2(e) * inv_t as a sum of two fp32."""
     if isinstance(inv_temperature, torch.Tensor):
         return inv_temperature.contiguous(), 0.0, 0.0, 0.0
@@ -492,7 +492,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     if n == 0:
         return outputs
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
-    inv_t_ptr, *scales = split_inverse(inv_temperature)
+    inv_t_ptr, *scales = temperature_scales(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
     parts, lanes = _programs_per_row(logits, launch["LANES"]), None
     if parts > 1:
@@ -514,7 +514,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     if n == 0:
         return out
     launch, softcap = launch_options(logits), None if softcap is None else float(softcap)
-    inv_t_ptr, inv_t, scale, _ = split_inverse(inv_temperature)
+    inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
     upstream = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
     per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
     (x, x_shift), (dx, dx_shift) = aligned(logits), aligned(out)

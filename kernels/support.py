@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels import logprob
-from fused_rl.kernels.logprob import cap, gradient, row_scale, split_inverse, target_gradient, upstream
+from fused_rl.kernels.logprob import cap, gradient, row_scale, temperature_scales, target_gradient, upstream
 from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import KeptSets, RowStatistics
 
@@ -209,7 +209,7 @@ def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=
     if n == 0:
         return into
     stride, vocab = (0, FAR_ID) if logits is None else (logits.stride(0), logits.shape[1])
-    inv_t_ptr, *scales = split_inverse(inv_temperature)
+    inv_t_ptr, *scales = temperature_scales(inv_temperature)
     rows = [None if r is None else r.contiguous() for r in (*kept, targets, mask, inv_t_ptr)]
     shard, first = first is not None, first or 0
     with torch.cuda.device_of(x):
@@ -228,7 +228,7 @@ def kept_bwd(
         return out
     spread = out.dim() == 2
     stride, vocab = (out.stride(0), out.shape[1]) if spread else (0, FAR_ID)
-    inv_t_ptr, inv_t, scale, _ = split_inverse(inv_temperature)
+    inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
     grads = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
     per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
     ranges = [r.contiguous() for r in kept]

@@ -57,3 +57,5 @@ def test_lengths_temperatures_and_vocabularies_never_compile():
     """20 lengths, 5 temperatures and 3 vocabularies: one forward and one backward kernel."""
     [row] = codegen.subprocess_lines("--count")
     assert row["variants"] == {"logprob_fwd_kernel": 1, "logprob_bwd_kernel": 1}
+    names = ("logprob_fwd", "logprob_bwd", "targets_fwd", "targets_bwd", "targets_store")
+    assert row["of several targets"] == {f"{name}_kernel": 1 for name in names}  # nor does K

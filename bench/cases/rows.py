@@ -126,14 +126,18 @@ class RowsCase(Case):
         """{output: value (n,)} of (n, V) fp64 logits that stand at the indices `at`."""
         raise NotImplementedError
 
+    def checked_rows(self) -> tuple:
+        """The indices of those that are compared with fp64."""
+        n = math.prod(self.scored)
+        picked = torch.linspace(0, n - 1, min(n, CHECKED)).long()
+        picked = torch.unravel_index(picked, self.scored)
+        return tuple(index.to(self.device) for index in picked)
+
     def truth(self):
         """fp64 on some rows of the same rounded logits: their indices, {output: value}, gradients; computed once."""
         if self.exact is not None:
             return self.exact
-        n = math.prod(self.scored)
-        picked = torch.linspace(0, n - 1, min(n, CHECKED)).long()
-        picked = torch.unravel_index(picked, self.scored)
-        at = tuple(index.to(self.device) for index in picked)
+        at = self.checked_rows()
 
         # Each output's own gradient, so that an implementation without one of them can be checked too.
         x = self.logits[0][at].double().requires_grad_()

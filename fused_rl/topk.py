@@ -1,0 +1,230 @@
+"""The divergence of two distributions of which only K log-probabilities each are known: distillation from a server.
+
+What is not among the K tokens is one further outcome, the tail, with probability 1 - sum_k p_k. Each of the K + 1
+outcomes adds a term that is not negative, so that nothing cancels:
+
+    KL(P || Q) = sum_i p_i log(p_i / q_i) = sum_i [ p_i (e^-d_i - 1 + d_i) ],  d_i = log(p_i / q_i)
+
+as the probabilities of both sides sum to 1. Merging outcomes never raises a divergence: this is at most the exact one.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_rl.checks import MASKED, check_choice, check_mask, values_are_checked
+from fused_rl.estimators import k3
+from fused_rl.kl import DIRECTIONS
+
+__all__ = ["topk_kl"]
+
+# Of a log-probability, from the logits that others subtract: half an ulp of a log-sum-exp up to 32.
+_ULPS = 16
+
+
+def topk_kl(logprobs: Tensor, ref_logprobs: Tensor, *, direction: str, mask: Tensor | None = None) -> Tensor:
+    """Divergence between policy and reference over K tokens and the tail of all others, per row, in nats.
+
+    The outcomes are the K tokens, with the probabilities given, and "any other token", with what remains of 1:
+    "reverse" is KL(pi || ref), "forward" KL(ref || pi), "jensen-shannon" the mean of KL(pi || mean) and KL(ref ||
+    mean). Never negative, never above `token_kl` of the whole vocabulary beyond rounding, equal to it where the K
+    tokens are all, and larger the more tokens there are. Without the tail a sum over K tokens is no divergence: it
+    turns negative, and "reverse" is minimised by taking mass away from the K tokens.
+
+        logprobs = fused_rl.token_logprobs(logits, teacher_ids).logprobs  # ids (B, T, K): normalised over all tokens
+        loss = fused_rl.masked_mean(fused_rl.topk_kl(logprobs, teacher_logprobs, direction="forward", mask=mask), mask)
+
+    The log-probabilities count as right to their own last bits, as `token_logprobs` returns them: the tail of one at
+    -1e-9 is 1e-9. A tail below their rounding is unknown. Two such tails add nothing; where that of the second
+    distribution of a KL alone is, it counts as large as the rounding: value and gradient are finite, and the value is a
+    lower bound. A token of probability 0 (-inf) adds nothing where both have it; where only the second distribution of
+    a KL has it, that KL is inf, with a gradient of exactly 0.
+
+    Args:
+        logprobs: (..., K) floating point, of K different tokens under the policy, each normalised over the whole
+            vocabulary.
+        ref_logprobs: same shape, of the same tokens under the reference; detach it to save its gradient.
+        direction: "reverse", "forward" or "jensen-shannon", as in `token_kl`.
+        mask: (...) bool, True where a row counts. Any other row returns 0 and gets a gradient of 0.
+
+    Returns:
+        (...) in the inputs' dtype, at least fp32; differentiable in both.
+
+    Raises:
+        ValueError: an unknown direction; shapes that differ. On CPU, or with FUSED_RL_CHECKED=1 in the environment, in
+            rows that count: NaN, a log-probability above 0, or K of them whose probabilities sum above 1, each beyond
+            rounding. On a GPU, and under torch.compile, such a row is NaN.
+    """
+    check_choice("direction", direction, DIRECTIONS)
+    _check_pair(logprobs, ref_logprobs)
+    if mask is None:
+        mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
+    check_mask(mask, "the rows", logprobs.shape[:-1])
+    dtype = torch.promote_types(torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32)
+    checked = values_are_checked(logprobs.device) and not torch.compiler.is_compiling()
+    sides, rounding, legal = [], [], mask
+    for name, given in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        # what is masked counts as K tokens of probability 0
+        side = torch.where(mask[..., None], given, -torch.inf)
+        if checked:
+            _check_values(name, side)
+        legal = legal & _is_legal(side)
+        sides.append(side.to(dtype))
+        rounding.append(torch.finfo(given.dtype).eps)
+    value = _TopkKL.apply(*(torch.where(legal[..., None], side, -torch.inf) for side in sides), direction, rounding)
+    return torch.where(legal, value, torch.where(mask, torch.nan, 0.0))
+
+
+def _check_pair(logprobs, ref_logprobs):
+    if logprobs.shape != ref_logprobs.shape or logprobs.dim() < 1:
+        raise ValueError(
+            f"logprobs and ref_logprobs must be (..., K) of one shape, got {tuple(logprobs.shape)} and "
+            f"{tuple(ref_logprobs.shape)}; pass the log-probabilities of the same K tokens"
+        )
+    for name, given in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        if not given.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {given.dtype}; use {name}.float()")
+    if logprobs.device != ref_logprobs.device:
+        raise ValueError(f"logprobs are on {logprobs.device}, ref_logprobs on {ref_logprobs.device}; move one of them")
+
+
+@torch.no_grad()
+def _sums(x):
+    """Of log-probabilities (..., K): the sum of probabilities, and how far rounding may take it above 1; fp64."""
+    wide = x.double()
+    p = wide.exp()
+    spread = torch.where(p > 0, p * (1 + wide.abs()), 0).sum(-1)
+    return p.sum(-1), _ULPS * torch.finfo(x.dtype).eps * (1 + spread)
+
+
+def _is_legal(x):
+    total, slack = _sums(x)
+    return (total - 1 <= slack) & (x <= slack[..., None]).all(-1)  # not so with NaN
+
+
+def _check_values(name, x):
+    """Raises where a row is no K log-probabilities of different tokens: by how much, and which row."""
+    bad = ~_is_legal(x)
+    if not bad.any():
+        return
+    at = tuple(bad.nonzero()[0].tolist())
+    row, where = x[at], f"{name}[{', '.join(map(str, at))}]"
+    total, slack = _sums(row)
+    nan, positive = row.isnan(), row > slack
+    if nan.any():
+        what = f"{where} holds NaN at k = {int(nan.nonzero()[0])}; expected log-probabilities"
+    elif positive.any():
+        k = int(positive.nonzero()[0])
+        what = f"{where} holds {row[k].item():g} at k = {k}; expected log-probabilities, at most 0: no logits"
+    else:
+        what = (
+            f"the {len(row)} probabilities of {where} sum to {total.item():.9g}, {total.item() - 1:.3g} above 1 where "
+            f"rounding explains {slack.item():.2g}; expected {len(row)} different tokens, normalised over the whole "
+            "vocabulary"
+        )
+    raise ValueError(f"{what}. {int(bad.sum())} of {bad.numel()} rows are so. {MASKED}")
+
+
+class _Tail(NamedTuple):
+    """What is left of 1, (...) fp64 each."""
+
+    mass: Tensor
+    """1 - sum_k p_k; of rounding it may be negative."""
+    unknown: Tensor
+    """Whether the mass is no more than rounding."""
+    floor: Tensor
+    """How large it may be then."""
+
+
+def _tail(x, p, eps):
+    """Of log-probabilities (..., K), right to 4 eps of themselves, and probabilities."""
+    if x.shape[-1] == 0:
+        one = torch.ones(x.shape[:-1], dtype=torch.float64, device=x.device)
+        return _Tail(one, one < 0, one)
+    # the largest one's complement keeps its digits down to the smallest numbers; the others are taken off it
+    top, at = x.max(-1, keepdim=True)
+    mass = -top.double().expm1()[..., 0] - p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
+    of_top = torch.where(top > -torch.inf, top.exp() * top.abs(), 0)
+    spread = torch.where(p > 0, p * (1 - x), 0).scatter(-1, at, of_top)
+    rounding = 4 * eps * spread.sum(-1, dtype=torch.float64)
+    # where the others leave less than nothing, the largest was rounded to the digits of 1, as by a difference of logits
+    floor = torch.where(mass > -rounding, rounding, _ULPS * eps)
+    return _Tail(mass, mass <= rounding, floor)
+
+
+def _log_ratio(x, y):
+    return torch.where(x == y, 0, x - y)  # -inf - -inf
+
+
+def _term(p, q, d):
+    """p (e^-d - 1 + d), which is q - p + p d, with d = log(p / q): >= 0, and q where p is 0."""
+    some = p > 0
+    near = some & (d.abs() < 1)
+    far = q - p + p * torch.where(some, d, 0)
+    return torch.where(near, p * k3(torch.where(near, d, 0)), far)
+
+
+def _log_share(d):
+    """log(p / mean(p, q)) of d = log(p / q), to the last bits near 0."""
+    near, far = d.clamp(min=-1), d.clamp(max=-1)
+    return torch.where(d > -1, -(torch.expm1(-near) / 2).log1p(), math.log(2) + far - far.exp().log1p())
+
+
+def _kl(p, q, d, tail, ref_tail):
+    """KL(P || Q) of probabilities (..., K) and their log-ratios; its gradients by log p and log q."""
+    a = tail.mass.clamp(min=0)
+    b = torch.where(ref_tail.unknown, ref_tail.floor, ref_tail.mass)
+    nothing = ref_tail.unknown & (a <= torch.maximum(tail.floor, b))
+    a = torch.where(nothing, b, a)
+    # where a is 0, its slope is infinite, but the tail has no probability to move
+    d_tail = torch.where(a > 0, a.log() - b.log(), 0)
+    value = _term(p, q, d).sum(-1, dtype=torch.float64) + _term(a, b, d_tail)
+    moved = torch.where(p > 0, d - d_tail[..., None].to(d), 0)
+    return value, p * moved, q * (a / b)[..., None].to(q) - p
+
+
+def _jensen_shannon(p, q, d, tail, ref_tail):
+    """As `_kl`, of the mean of both KLs from the mean of the two distributions."""
+    a, b = tail.mass.clamp(min=0), ref_tail.mass.clamp(min=0)
+    nothing = tail.unknown & ref_tail.unknown
+    d_tail = torch.where(nothing, 0, _log_ratio(a.log(), b.log()))
+    values, slopes = [], []
+    sides = ((p, q, d, a, b, d_tail), (q, p, -d, b, a, -d_tail))
+    for mine, other, ratio, my_tail, other_tail, tail_ratio in sides:
+        share, tail_share = _log_share(ratio), _log_share(tail_ratio)
+        tokens = _term(mine, (mine + other) / 2, share).sum(-1, dtype=torch.float64)
+        values.append(tokens + torch.where(nothing, 0, _term(my_tail, (my_tail + other_tail) / 2, tail_share)))
+        tail_share = torch.where(my_tail > 0, tail_share, 0)[..., None].to(share)
+        slopes.append(mine / 2 * torch.where(mine > 0, share - tail_share, 0))
+    return (values[0] + values[1]) / 2, *slopes
+
+
+class _TopkKL(torch.autograd.Function):
+    """The divergence and its gradients in closed form: autograd's own would keep a dozen (..., K) tensors."""
+
+    @staticmethod
+    def forward(ctx, logprobs, ref_logprobs, direction, rounding):
+        x, y = (ref_logprobs, logprobs) if direction == "forward" else (logprobs, ref_logprobs)
+        eps_x, eps_y = rounding[::-1] if direction == "forward" else rounding
+        p, q = x.exp(), y.exp()
+        tails = _tail(x, p, eps_x), _tail(y, q, eps_y)
+        formula = _jensen_shannon if direction == "jensen-shannon" else _kl
+        value, dx, dy = formula(p, q, _log_ratio(x, y), *tails)
+        if formula is _kl:
+            infinite = ((y == -torch.inf) & (x > -torch.inf)).any(-1)
+            value = torch.where(infinite, torch.inf, value)
+            dx, dy = (torch.where(infinite[..., None], 0, d) for d in (dx, dy))
+        ctx.save_for_backward(*((dy, dx) if direction == "forward" else (dx, dy)))
+        return value.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        gradients = [g[..., None] * d for d in ctx.saved_tensors]
+        return (
+            *(d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:2], strict=True)),
+            None,
+            None,
+        )
