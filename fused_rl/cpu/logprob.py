@@ -24,7 +24,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     if softcap is None and native.takes(logits):
         found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are handed out
         x = logits, logits.stride(0), logits.dtype, *logits.shape
-        native.call("logprob_fwd", logits.shape, *x, *_per_row(targets, mask), *_either(inv_temperature), *found)
+        native.call("logprob_fwd", logits.numel(), *x, *_per_row(targets, mask), *_either(inv_temperature), *found)
         return RowStatistics(*found)
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
@@ -47,7 +47,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
         x = logits, logits.stride(0), out, out.stride(0), logits.dtype, *logits.shape
         per_row = _per_row(targets, mask, entropy, m, rest)
         upstream = _per_row(dlogprobs, dentropy, dlse)
-        native.call("logprob_bwd", logits.shape, *upstream, *x, *per_row, *_either(inv_temperature))
+        native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))
         return out
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)
     zero = torch.zeros(n, dtype=torch.float64)

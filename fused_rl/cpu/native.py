@@ -17,7 +17,18 @@ import torch
 from fused_rl.cpu.compiled import compiler_found
 
 _SOURCE = Path(__file__).with_name("rows.c")
-_FLAGS = ["-x", "c", "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"]
+_FLAGS = [
+    "-x",
+    "c",
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-Wno-psabi",
+]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as rows.c counts them
 _SERIAL = 1 << 15  # elements; below, waking other threads takes longer than the work
 
@@ -30,29 +41,35 @@ def takes(*matrices: torch.Tensor) -> bool:
     return adjacent and compiler_found() and _library() is not None
 
 
-def call(name: str, shape: torch.Size, *arguments: object) -> None:
-    """The function of rows.c: tensors go as their addresses, dtypes as their number, the threads come last.
+def call(name: str, elements: int, *arguments: object) -> None:
+    """The function of rows.c: a tensor goes as its address, None as a null pointer, a dtype as its number.
 
-    What is per row must be contiguous.
+    The number of threads comes last. What is per row must be contiguous.
     """
-    threads = torch.get_num_threads() if shape.numel() >= _SERIAL else 1
-    _function(name)(*map(_native, arguments), ctypes.c_int(threads))
+    threads = torch.get_num_threads() if elements >= _SERIAL else 1
+    _function(name)(*map(_as_c, arguments), threads)
 
 
-def _native(x):
-    if isinstance(x, torch.Tensor):
-        return ctypes.c_void_p(x.data_ptr())
-    if isinstance(x, torch.dtype):
-        return ctypes.c_int(_DTYPES[x])
-    if isinstance(x, float):
-        return ctypes.c_double(x)
-    return None if x is None else ctypes.c_int64(x)
+def _as_c(x):
+    if x is None or x.__class__ in (int, float):
+        return x
+    return x.data_ptr() if isinstance(x, torch.Tensor) else _DTYPES[x]
+
+
+_POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_TEMPERATURE = [_POINTER, _DOUBLE]  # one per row, or a number
+_ARGUMENTS = {
+    "logprob_fwd": [_POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 2, *_TEMPERATURE, *[_POINTER] * 5],
+    "logprob_bwd": [
+        *[_POINTER] * 3, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 5, *_TEMPERATURE
+    ],
+}  # fmt: skip
 
 
 @functools.cache
 def _function(name: str) -> Callable:
     found = getattr(_library(), name)
-    found.restype = None
+    found.argtypes, found.restype = [*_ARGUMENTS[name], _INT], None
     return found
 
 

@@ -44,6 +44,14 @@ static void load(float *block, const void *x, int64_t i, int n, int dtype) {
     }
 }
 
+// The next columns of a row in fp32, filled up to whole vectors with what adds nothing; how many are the row's.
+static int loaded_block(float *block, const void *x, int64_t offset, int64_t left, int dtype) {
+    int n = left < BLOCK ? (int)left : BLOCK;
+    load(block, x, offset, n, dtype);
+    for (int j = n; j % LANES; j++) block[j] = -INFINITY;
+    return n;
+}
+
 static void store(void *out, int64_t i, const float *block, int n, int dtype) {
     if (dtype == FP32) {
         memcpy((float *)out + i, block, 4 * n);
@@ -117,11 +125,8 @@ static State statistics(const void *x, int64_t offset, int64_t vocab, int dtype,
     State row = {-INFINITY, 0, 0, 0};
     float block[BLOCK] __attribute__((aligned(64)));
     for (int64_t i = 0; i < vocab; i += BLOCK) {
-        // the block in fp32, filled up with what adds nothing
-        int n = vocab - i < BLOCK ? (int)(vocab - i) : BLOCK;
-        load(block, x, offset + i, n, dtype);
+        int n = loaded_block(block, x, offset + i, vocab - i, dtype);
         int filled = (n + LANES - 1) / LANES * LANES;
-        for (int j = n; j < filled; j++) block[j] = -INFINITY;
 
         // what stands so far, seen from a new maximum
         float m = maximum(block, filled);
@@ -156,10 +161,9 @@ static State statistics(const void *x, int64_t offset, int64_t vocab, int dtype,
 
 static void gradient(const void *x, int64_t x_offset, void *out, int64_t offset, int64_t vocab, int dtype, float m,
                      float inv_t, float scale, float mean, float a, float b) {
-    float block[BLOCK] __attribute__((aligned(64))) = {0};
+    float block[BLOCK] __attribute__((aligned(64)));
     for (int64_t i = 0; i < vocab; i += BLOCK) {
-        int n = vocab - i < BLOCK ? (int)(vocab - i) : BLOCK;
-        load(block, x, x_offset + i, n, dtype);
+        int n = loaded_block(block, x, x_offset + i, vocab - i, dtype);
         for (int j = 0; j < n; j += LANES) {
             vec s = at_least((*(vec *)(block + j) - m) * inv_t, LOWEST);
             *(vec *)(block + j) = exponential(s) * scale * (a - b * (s - mean));
