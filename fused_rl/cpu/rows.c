@@ -10,7 +10,7 @@
 enum { BLOCK = 512, LANES = 16 };
 enum { FP32, BF16, FP16 };
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t half_vec __attribute__((vector_size(2 * LANES)));
