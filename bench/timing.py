@@ -51,7 +51,7 @@ def interleaved(runs: dict, budget_s: float, first: dict, keep=(), most: int = 4
     part = (budget_s - least * three_of_each / 3) / max(1, len(runs))
     counts = {}
     for name in runs:
-        fits = least + int(part / max(1e-6, whole(first[name])))
+        fits = least + int(part / max(1e-6, whole(first[name])) + 1e-6)  # a whole number stays one
         counts[name] = max(3 * (name in keep), min(most, fits))
     rounds = max(counts.values(), default=0)
 
