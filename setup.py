@@ -18,6 +18,7 @@ setup(
     package_dir={"fused_rl.kernels": "kernels", "fused_rl.recipes": "recipes", "fused_rl.trainers": "trainers"},
     package_data={
         "fused_rl": ["py.typed"],
+        "fused_rl.cpu": ["*.c"],
         "fused_rl.recipes": ["*.yaml"],  # `fused-rl demo` finds them beside the trainers, here and installed
     },
 )

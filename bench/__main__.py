@@ -67,6 +67,7 @@ def parse():
         value = getattr(args, name)
         if value != parser.get_default(name):
             args.options += [f"--{name}", str(value)]
+    args.options += ["--all-shapes"] if args.all_shapes else []
     return args, groups
 
 

@@ -89,6 +89,14 @@ def _compiled(device, interpreted):
     return Peer("torch.compile", version("torch"), torch.compile(plain_logprobs, dynamic=True), compiles=True)
 
 
+def _logprob_alone(device, interpreted):
+    def call(logits, targets, mask=None):
+        logp = torch.log_softmax(logits.float(), -1)
+        return _masked((logp.gather(-1, targets[..., None])[..., 0], None), mask)
+
+    return Peer("log_softmax + gather", version("torch"), call, "no entropy")
+
+
 def _cross_entropy(device, interpreted):
     def call(logits, targets, mask=None):
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
@@ -385,6 +393,7 @@ LOGPROBS = {
     "TRL": _trl,
     "plain torch": _plain,
     "torch.compile": _compiled,
+    "log_softmax + gather": _logprob_alone,
     "F.cross_entropy": _cross_entropy,
     "TRL kernel": _trl_kernel,
     "Liger GRPO loss": _liger_grpo,

@@ -41,14 +41,17 @@ def interleaved(runs: dict, budget_s: float, first: dict, keep=(), most: int = 4
 
     Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. They take
     turns, so that what slows the machine slows all, and each repeats as often as its equal part of the time allows: a
-    slow one less often, spread over the rounds; one that has no time to repeat at all keeps its first sample. Those in
-    `keep`, to which others are compared, run three times at least.
+    slow one less often, spread over the rounds. Where there is time for three of each, nobody gets fewer; else one that
+    has no time to repeat at all keeps its first sample, and only those in `keep`, to which others are compared, run
+    three times.
     """
     # How often each fits into its part of the time.
-    part = budget_s / max(1, len(runs))
+    three_of_each = 3 * sum(map(whole, first.values()))
+    least = 3 if three_of_each <= budget_s else 0
+    part = (budget_s - least * three_of_each / 3) / max(1, len(runs))
     counts = {}
     for name in runs:
-        fits = int(part / max(1e-6, whole(first[name])))
+        fits = least + int(part / max(1e-6, whole(first[name])) + 1e-6)  # a whole number stays one
         counts[name] = max(3 * (name in keep), min(most, fits))
     rounds = max(counts.values(), default=0)
 

@@ -1,5 +1,6 @@
 """Which of `fused_rl.kernels` and `fused_rl.cpu` serves a device: decided here and nowhere else."""
 
+import functools
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -21,8 +22,12 @@ class Backend(NamedTuple):
 
 def backend_of(device: torch.device) -> Backend:
     """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or with TRITON_INTERPRET=1 the kernels too."""
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type == "cuda" or interpreted:
+    return _backend(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu")
+
+
+@functools.cache
+def _backend(kernels: bool) -> Backend:
+    if kernels:
         from fused_rl.kernels import gae, jensen_shannon, kl, logprob, support, targets
     else:
         from fused_rl.cpu import gae, jensen_shannon, kl, logprob, support, targets

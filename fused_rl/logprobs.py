@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused_rl import reference
 from fused_rl.backend import row_functions
@@ -110,8 +111,7 @@ def token_logprobs(
         of_targets = last if targets.dim() == 2 else (0, 0, *last)
         targets, mask = pad(targets[:, 1:], of_targets), pad(mask, last, value=False)
         row_temperature = None if row_temperature is None else pad(row_temperature, last, value=1.0)
-    op = _InplaceGradient.apply if inplace else torch.ops.fused_rl.token_logprobs.default
-    op = op if support is None else kept_logprobs(inplace)
+    op = _chosen(logits, inplace) if support is None else kept_logprobs(inplace)
     logprobs, entropy, lse, *_ = op(logits, targets.long(), mask, temperature, row_temperature, softcap, *kept)
     if shift:
         return TokenLogprobs(logprobs[:, :-1], entropy[:, :-1], lse[:, :-1])
@@ -206,6 +206,8 @@ def _check_transforms(logits):
 
 def _one_stride(x):
     """Whether all dimensions but the last merge into one without a copy."""
+    if x.dim() < 3:
+        return True
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     leading = [(n, stride) for n, stride in pairs if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
@@ -240,6 +242,8 @@ def _forward(logits, targets, mask, temperature, row_temperature, softcap):
     forward, _ = row_functions(logits.device, targets)
     inv_t = _inverse(temperature, row_temperature)
     outputs = forward(logits.reshape(-1, logits.shape[-1]), targets, _per_row(mask, rows), inv_t, softcap)
+    if len(rows) == 1:
+        return tuple(outputs)
     return tuple(o.resize_(rows + o.shape[1:]) for o in outputs)  # no views, which could not be modified in place
 
 
@@ -265,6 +269,25 @@ def unit_stride(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
 
 
+def _chosen(logits, inplace):
+    """The operator, or where nobody looks at operators a plain function: a small input on a CPU takes half as long."""
+    if inplace:
+        return _InplaceGradient.apply
+    traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if traced or logits.device.type != "cpu" or type(logits) not in (Tensor, torch.nn.Parameter):
+        return torch.ops.fused_rl.token_logprobs.default
+    return _PlainGradient.apply if logits.requires_grad and torch.is_grad_enabled() else _outputs
+
+
+def _outputs(logits, targets, mask, temperature, row_temperature, softcap):
+    if values_are_checked(logits.device):
+        check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
+        check_temperature_values(row_temperature, mask)
+    if logits.numel() == 0:
+        return _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap)
+    return _forward(unit_stride(logits), targets, mask, temperature, row_temperature, softcap)
+
+
 @torch.library.custom_op("fused_rl::token_logprobs", mutates_args=())
 def _token_logprobs(
     logits: Tensor,  # (..., V)
@@ -274,12 +297,7 @@ def _token_logprobs(
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # logprobs as the targets; entropy, lse, m, rest (...); fp32
-    if values_are_checked(logits.device):
-        check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
-        check_temperature_values(row_temperature, mask)
-    if logits.numel() == 0:
-        return _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap)
-    return _forward(unit_stride(logits), targets, mask, temperature, row_temperature, softcap)
+    return _outputs(logits, targets, mask, temperature, row_temperature, softcap)
 
 
 @_token_logprobs.register_fake
@@ -287,6 +305,15 @@ def _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, so
     logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     per_row = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
     return logprobs, *per_row
+
+
+def _gradient_of_logits(dlogprobs, dentropy, dlse, logits, targets, *rest):
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    *kept, temperature, row_temperature, softcap = rest
+    if logits.numel():
+        per_row = (dlogprobs, dentropy, dlse, targets, *kept)
+        _backward(dlogits, unit_stride(logits), per_row, temperature, row_temperature, softcap)
+    return dlogits
 
 
 @torch.library.custom_op("fused_rl::token_logprobs_backward", mutates_args=())
@@ -304,11 +331,8 @@ def _token_logprobs_backward(
     row_temperature: Tensor | None,  # (...) fp32
     softcap: float | None,
 ) -> Tensor:  # (..., V), contiguous, in the dtype of the logits
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest)
-    if logits.numel():
-        _backward(dlogits, unit_stride(logits), per_row, temperature, row_temperature, softcap)
-    return dlogits
+    per_row = (targets, mask, entropy, m, rest)
+    return _gradient_of_logits(dlogprobs, dentropy, dlse, logits, *per_row, temperature, row_temperature, softcap)
 
 
 @_token_logprobs_backward.register_fake
@@ -317,22 +341,28 @@ def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
 
 
 def _setup_context(ctx, inputs, output):
+    _keep(ctx, inputs, output)
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _keep(ctx, inputs, output):
     logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap = inputs
     _, entropy, _, m, rest = output  # `RowStatistics`, as operators return them: a plain tuple
     kept = entropy.clone()  # the caller may modify the output
     ctx.save_for_backward(logits, targets, mask, kept, m, rest, row_temperature)
-    ctx.mark_non_differentiable(m, rest)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dlogprobs, dentropy, dlse, *_):
     if dlogprobs is None and dentropy is None and dlse is None:
         return (None,) * 6
-    *saved, row_temperature = ctx.saved_tensors
-    dlogits = torch.ops.fused_rl.token_logprobs_backward(
-        dlogprobs, dentropy, dlse, *saved, ctx.temperature, row_temperature, ctx.softcap
-    )
+    dlogits = _gradient_by(torch.ops.fused_rl.token_logprobs_backward, ctx, dlogprobs, dentropy, dlse)
     return dlogits, None, None, None, None, None
+
+
+def _gradient_by(function, ctx, *upstream):
+    *saved, row_temperature = ctx.saved_tensors
+    return function(*upstream, *saved, ctx.temperature, row_temperature, ctx.softcap)
 
 
 _token_logprobs.register_autograd(_gradient, setup_context=_setup_context)
@@ -348,13 +378,31 @@ def _no_second_derivative(ctx, *_):
 _token_logprobs_backward.register_autograd(_no_second_derivative)
 
 
+class _PlainGradient(torch.autograd.Function):
+    """The same, outside the operators: no dispatch of theirs."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _outputs(*inputs)
+        _keep(ctx, inputs, output)
+        return output[:3]
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        if torch.is_grad_enabled():  # create_graph=True: the operator's gradient says that it has none
+            return _gradient(ctx, *upstream)
+        if all(d is None for d in upstream):
+            return (None,) * 6
+        return _gradient_by(_gradient_of_logits, ctx, *upstream), None, None, None, None, None
+
+
 class _InplaceGradient(torch.autograd.Function):
     """The same, outside the operators: they may not return what they were given, and this gradient is the logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, mask, temperature, row_temperature, softcap):
         inputs = (logits, targets, mask, temperature, row_temperature, softcap)
-        output = _token_logprobs(*inputs)
+        output = _outputs(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 

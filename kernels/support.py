@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels import logprob
-from fused_rl.kernels.logprob import cap, gradient, row_scale, temperature_scales, target_gradient, upstream
+from fused_rl.kernels.logprob import cap, gradient, row_scale, target_gradient, temperature_scales, upstream
 from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import KeptSets, RowStatistics
 

@@ -218,6 +218,26 @@ def test_turns_share_the_time_and_a_slow_run_keeps_its_first_sample():
     assert calls.index("ours") < 30 < len(calls) - calls[::-1].index("medium"), "spread over the rounds"
 
 
+def test_three_of_each_come_first_where_there_is_time():
+    costs = {"fast": 0.1, "slow": 2.0}
+    runs = {name: (lambda cost=cost: {"forward": cost}) for name, cost in costs.items()}
+    first = {name: {"forward": cost} for name, cost in costs.items()}
+    samples = timing.interleaved(runs, 7.0, first)
+    assert {name: len(found["forward"]) for name, found in samples.items()} == {"fast": 6, "slow": 3}
+
+
+def test_all_shapes_are_an_option(monkeypatch):
+    few, all_of_them = (options.arguments("", "linear", ["--device", "cpu", *more]) for more in ([], ["--all-shapes"]))
+    for case in (LogprobsCase, LinearCase):
+        assert case.specs(few) == case.cpu
+        assert case.specs(all_of_them) == case.cpu + case.cpu_more
+    ran = []
+    monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append(options) or "ok")
+    monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels", "--all-shapes", "--out", "there"])
+    assert suite.main() == 0
+    assert ran == [["--all-shapes", "--out", "there"]]
+
+
 def test_late_turns_are_those_of_what_is_kept(clock):
     def run_of(seconds):
         def one():

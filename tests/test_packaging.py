@@ -50,6 +50,8 @@ USE = """
     fused_rl.token_logprobs(torch.zeros(1, 3), torch.tensor([0]))
     from fused_rl.recipes.demo import RECIPES
     assert (RECIPES / "demo_grpo.yaml").is_file(), RECIPES
+    from pathlib import Path
+    assert (Path(fused_rl.__file__).parent / "cpu" / "rows.c").is_file()
     print(fused_rl.__file__, logprob.__file__, cli.__file__, sep="\\n")
 """
 

@@ -42,6 +42,13 @@ class Case:
         raise NotImplementedError
 
     @classmethod
+    def of_device(cls, args) -> list[Spec]:
+        """Those that a class lists: on a CPU a few, so that each implementation has time for several samples."""
+        if args.device != "cpu":
+            return cls.gpu
+        return cls.cpu + (cls.cpu_more if args.all_shapes else [])
+
+    @classmethod
     def warm_ups(cls, specs: list[Spec], device: str) -> list[Spec]:
         """Small cases that import and compile what these need."""
         return []

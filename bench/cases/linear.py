@@ -51,7 +51,10 @@ class LinearCase(Case):
     }
     # Cheap ones first, so that they leave their time to the others.
     cpu = [
+        Spec((256, 256, 8000), "fp32"),
         Spec((2048, 1024, 32000), "bf16"),
+    ]
+    cpu_more = [
         Spec((512, 896, 151936), "bf16"),
         Spec((2048, 1024, 32000), "fp32"),
         Spec((512, 896, 151936), "fp32"),
@@ -78,7 +81,7 @@ class LinearCase(Case):
 
     @classmethod
     def specs(cls, args):
-        listed = cls.cpu if args.device == "cpu" else cls.gpu
+        listed = cls.of_device(args)
         if args.shapes:
             listed = []
             for dtype in args.dtype:

@@ -16,16 +16,22 @@ class LogprobsCase(RowsCase):
     reads = 1
     outputs = ("logprob", "entropy")
     cpu = [
+        Spec((8, 1000), "fp32"),
+        Spec((256, 8000), "bf16"),
         Spec((1024, 32000), "bf16"),
         Spec((1024, 32000), "fp32"),
         Spec((256, 151936), "bf16"),
+        Spec((1024, 32000), "bf16", masked=0.5),
+        Spec((4, 257, 32000), "bf16", layout="shift"),
+    ]
+    cpu_more = [
+        Spec((64, 1000), "fp32"),
+        Spec((2048, 192), "fp32"),
         Spec((256, 151936), "fp32"),
         Spec((512, 50257), "bf16"),
         Spec((256, 128256), "bf16"),
         Spec((128, 262144), "bf16"),
-        Spec((1024, 32000), "bf16", masked=0.5),
         Spec((1024, 32000), "bf16", masked=0.9),
-        Spec((4, 257, 32000), "bf16", layout="shift"),
     ]
     gpu = [
         Spec((8192, 151936), "bf16"),

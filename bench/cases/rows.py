@@ -25,6 +25,7 @@ class RowsCase(Case):
     reads: int  # tensors of logits that a pass reads
     outputs: tuple[str, ...]
     cpu: list[Spec]
+    cpu_more: list[Spec] = []  # with --all-shapes
     gpu: list[Spec]
     columns = {
         "fwd ms": "forward",
@@ -65,7 +66,7 @@ class RowsCase(Case):
 
     @classmethod
     def specs(cls, args):
-        listed = cls.cpu if args.device == "cpu" else cls.gpu
+        listed = cls.of_device(args)
         if args.shapes:
             listed = []
             for shape in args.shapes:

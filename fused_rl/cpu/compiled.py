@@ -68,7 +68,7 @@ def compiler_found() -> bool:
         "TORCHDYNAMO_DISABLE=1": os.environ.get("TORCHDYNAMO_DISABLE") == "1",
     }
     missing = [reason for reason, holds in obstacles.items() if holds]
-    path = f"eager: {', '.join(missing)}" if missing else "compiled by Inductor"
+    path = f"eager: {', '.join(missing)}" if missing else "compiled"
     _log.info("large logits on the CPU: %s", path)
     return not missing
 

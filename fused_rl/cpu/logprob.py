@@ -1,17 +1,17 @@
 """The CPU path of the row statistics and their gradient, with the functions of `fused_rl.kernels.logprob`.
 
-A row is cut into blocks of the vocabulary that stay in the cache. Each keeps its own maximum, and the few numbers per
-block are merged in fp64. The maximum is left out of the sum, so that entropy and log-probability keep their sign and
-their last bits when one token holds all the mass; blocks also keep fp32 sums of many equal terms from drifting.
+A row is cut into blocks of the vocabulary that stay in the cache, and the few numbers per block are merged in fp64. The
+maximum is left out of the sum, so that entropy and log-probability keep their sign and their last bits when one token
+holds all the mass; blocks also keep fp32 sums of many equal terms from drifting.
 
-Large inputs go through Inductor (one pass over memory, compiled once per dtype in about 10 s, or 2 s from its cache),
-small ones and machines without a C++ compiler through eager PyTorch, a few rows at a time. For one path, the bits of a
-row depend on nothing but the row; the two paths differ in the last bits of exp.
+Two paths: rows.c, one pass over memory and one call for all rows; and eager PyTorch, a few rows at a time, for
+machines without a C compiler, for soft-capping, and for columns that are apart. For one path, the bits of a row depend
+on nothing but the row; the two differ in the last bits of exp.
 """
 
 import torch
 
-from fused_rl.cpu import compiled
+from fused_rl.cpu import compiled, native
 from fused_rl.cpu.compiled import BLOCK, in_huge_pages
 from fused_rl.kernels.states import RowStatistics
 
@@ -21,6 +21,11 @@ _FLAT = -200.0  # exp is 0 from here on; finite, so that 0 * s is 0 for banned t
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n = logits.shape[0]
+    if softcap is None and native.takes(logits):
+        found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are handed out
+        x = logits, logits.stride(0), logits.dtype, *logits.shape
+        native.call("logprob_fwd", logits.numel(), *x, *_per_row(targets, mask), *_either(inv_temperature), *found)
+        return RowStatistics(*found)
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
     with torch.no_grad():
@@ -38,6 +43,12 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     """Gradient of the logits, (N, V) in their dtype; upstream gradients (N,) fp32 or None; `out` may be the logits."""
     n = logits.shape[0]
     out = in_huge_pages(torch.empty_like(logits)) if out is None else out
+    if softcap is None and native.takes(logits, out):
+        x = logits, logits.stride(0), out, out.stride(0), logits.dtype, *logits.shape
+        per_row = _per_row(targets, mask, entropy, m, rest)
+        upstream = _per_row(dlogprobs, dentropy, dlse)
+        native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))
+        return out
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)
     zero = torch.zeros(n, dtype=torch.float64)
     dlp, dh, dlse = (zero if d is None else d.double() for d in (dlogprobs, dentropy, dlse))
@@ -61,7 +72,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     d *= slope
 
     with torch.no_grad():
-        _gradient(logits.detach(), out.detach(), live, per_row, softcap)
+        _chunked_gradient(logits.detach(), out.detach(), live, *per_row, softcap)
     out[at, column] = d.to(out.dtype)
     return out
 
@@ -70,32 +81,22 @@ def _finite(m):
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def _selected_statistics(x, rows, inv_t):
-    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (R, blocks) fp32."""
-    x = x[rows].float()
-    m = x.amax(-1)
-    s = ((x - _finite(m)[..., None]) * inv_t[:, None, None]).clamp(min=_FLAT)
-    p = s.exp()
-    top = s == 0
-    ties = top.float().sum(-1)
-    others = torch.where(top, 0.0, p).sum(-1)
-    return m, ties, others, (p * s).sum(-1)
+def _per_row(*tensors):
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _row_gradient(x, out, live, m, inv_t, scale, mean, a, b):
-    """out = p (a - b (s - mean)), p = exp(s) scale; rows that are not live become 0."""
-    s = ((x.float() - m[:, None]) * inv_t[:, None]).clamp(min=_FLAT)
-    dp = a[:, None] - b[:, None] * (s - mean[:, None])
-    g = s.exp() * scale[:, None] * dp
-    out.copy_(torch.where(live[:, None], g, 0.0))
-
-
-def _inplace_gradient(x, *per_row):
-    _row_gradient(x, x, *per_row)
+def _either(inv_temperature):
+    """As rows.c takes it: one per row or null, and a number."""
+    if isinstance(inv_temperature, torch.Tensor):
+        return inv_temperature.contiguous(), 1.0
+    return None, float(inv_temperature)
 
 
 def _chunked_statistics(x, rows, inv_t, softcap):
-    """As `_selected_statistics`, in eager mode: every pass writes to memory that is warm already."""
+    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (4, R, blocks) fp32.
+
+    Every pass writes to memory that is warm already.
+    """
     step = max(1, compiled.CHUNK // x[0].numel())
     every = rows.numel() == x.shape[0]
     found = torch.empty(4, rows.numel(), x.shape[1])
@@ -114,7 +115,7 @@ def _chunked_statistics(x, rows, inv_t, softcap):
 
 
 def _chunked_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap):
-    """As `_row_gradient`, in eager mode."""
+    """out = p (a - b (s - mean)), p = exp(s) scale; rows that are not live become 0."""
     step = max(1, compiled.CHUNK // x.shape[1])
     work = torch.empty(2, min(step, x.shape[0]), x.shape[1])
     for c in (slice(i, i + step) for i in range(0, x.shape[0], step)):
@@ -145,10 +146,7 @@ def _statistics(logits, rows, inv_t, softcap):
     parts = []
     if vocab >= BLOCK:
         blocks = logits[:, : vocab - tail].unflatten(1, (vocab // BLOCK, BLOCK))
-        if softcap is None and compiled.compile_pays(rows.numel(), vocab):
-            parts.append(compiled.by_inductor(_selected_statistics)(blocks, rows, inv_t))
-        else:
-            parts.append(_chunked_statistics(blocks, rows, inv_t, softcap))
+        parts.append(_chunked_statistics(blocks, rows, inv_t, softcap))
     if tail:
         parts.append(_chunked_statistics(logits[:, None, vocab - tail :], rows, inv_t, softcap))
     return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
@@ -162,12 +160,3 @@ def _merge(m, ties, others, t, inv_t):
     rest = torch.where(m == top, others, alpha * mass).sum(1)
     rest += (torch.where(m == top, ties, 0.0).sum(1) - 1).clamp_(min=0)  # no tie where all is -inf
     return top[:, 0].double(), rest, (alpha * (t + d * mass)).sum(1)
-
-
-def _gradient(logits, out, live, per_row, softcap):
-    if softcap is not None or not compiled.compile_pays(*logits.shape):
-        _chunked_gradient(logits, out, live, *per_row, softcap)
-    elif out.data_ptr() == logits.data_ptr():
-        compiled.by_inductor(_inplace_gradient)(out, live, *per_row)
-    else:
-        compiled.by_inductor(_row_gradient)(logits, out, live, *per_row)

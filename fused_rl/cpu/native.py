@@ -1,0 +1,114 @@
+"""rows.c: compiled at its first use, in about a second, kept for later processes, called through ctypes."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fused_rl.cpu.compiled import compiler_found
+
+_SOURCE = Path(__file__).with_name("rows.c")
+_FLAGS = [
+    "-x",
+    "c",
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-Wno-psabi",
+]
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as rows.c counts them
+_SERIAL = 1 << 15  # elements; below, waking other threads takes longer than the work
+
+_log = logging.getLogger(__name__)
+
+
+def takes(*matrices: torch.Tensor) -> bool:
+    """Whether rows.c serves these: columns side by side, on a machine with a compiler that compiles it."""
+    adjacent = all(x.stride(1) == 1 or x.shape[1] == 1 for x in matrices)
+    return adjacent and compiler_found() and _library() is not None
+
+
+def call(name: str, elements: int, *arguments: object) -> None:
+    """The function of rows.c: a tensor goes as its address, None as a null pointer, a dtype as its number.
+
+    The number of threads comes last. What is per row must be contiguous.
+    """
+    threads = torch.get_num_threads() if elements >= _SERIAL else 1
+    _function(name)(*map(_as_c, arguments), threads)
+
+
+def _as_c(x):
+    if x is None or x.__class__ in (int, float):
+        return x
+    return x.data_ptr() if isinstance(x, torch.Tensor) else _DTYPES[x]
+
+
+_POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_TEMPERATURE = [_POINTER, _DOUBLE]  # one per row, or a number
+_ARGUMENTS = {
+    "logprob_fwd": [_POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 2, *_TEMPERATURE, *[_POINTER] * 5],
+    "logprob_bwd": [
+        *[_POINTER] * 3, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 5, *_TEMPERATURE
+    ],
+}  # fmt: skip
+
+
+@functools.cache
+def _function(name: str) -> Callable:
+    found = getattr(_library(), name)
+    found.argtypes, found.restype = [*_ARGUMENTS[name], _INT], None
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled file; None, with a warning, where the compiler refuses."""
+    compiler = os.environ.get("CXX", "g++")
+    path = _folder() / f"rows-{_fingerprint(compiler)}.so"
+    if path.is_file():
+        return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            _log.warning("logits on the CPU: eager, %s fails:\n%s", " ".join(command), done.stderr)
+            return None
+        os.replace(made, path)  # whole, whoever else compiles it now
+    return ctypes.CDLL(str(path))
+
+
+def _folder() -> Path:
+    """Where compiled files stay; a temporary folder where the user's cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fused_rl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="fused_rl-"))
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that the compiled file depends on: a home folder is shared among machines, and compilers are updated."""
+    binary = Path(shutil.which(compiler)).resolve()
+    parts = [_SOURCE.read_text(), " ".join(_FLAGS), platform.machine(), str(binary), str(binary.stat().st_mtime_ns)]
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features", "model name")):
+            parts.append(line)
+            if line.startswith(("flags", "Features")):
+                break
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

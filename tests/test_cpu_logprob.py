@@ -1,0 +1,131 @@
+"""The two paths of `fused_rl.cpu.logprob`: rows.c, and eager PyTorch for machines without a compiler."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_rl import reference, token_logprobs
+from fused_rl.cpu import compiled, logprob, native
+from tests.test_logprobs import (
+    FLOATS,
+    assert_gradient_close,
+    assert_outputs_close,
+    exact,
+    random_rows,
+    run,
+    upstream_of,
+)
+
+# one column; less than a vector; one short of a block, and one more; several blocks and a tail
+VOCABULARIES = (1, 5, 511, 513, 2000)
+
+
+@pytest.fixture(params=["rows.c", "eager"])
+def path(request, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    if request.param == "eager":
+        monkeypatch.setattr(native, "takes", lambda *matrices: False)
+    elif not compiled.compiler_found():
+        pytest.skip("no C++ compiler")
+    return request.param
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_values_and_gradients(path, dtype, vocab):
+    logits, targets = random_rows(9, vocab, dtype, "cpu")
+    mask = torch.arange(9) % 4 != 0
+    options = {"mask": mask, "temperature": torch.linspace(0.5, 2, 9)}
+    upstream = upstream_of((9,), "cpu")
+    outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
+    expected, expected_gradient = exact(logits, targets, upstream, **options)
+    _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
+    assert_outputs_close(outputs, expected)
+    assert_gradient_close(gradient, expected_gradient, naive)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("column", [0, 3, 511, 512, 1299])  # of a vector, a block, the tail: first and last
+def test_what_is_not_finite_stays_in_its_row(column):
+    logits, targets = random_rows(5, 1300, torch.float32, "cpu")
+    logits[0, column], logits[1, column], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4, torch.arange(1300) != column] = -torch.inf
+    targets[4] = column
+    outputs, gradient = run(token_logprobs, logits, targets, upstream_of((5,), "cpu"))
+    for output in outputs:
+        assert output[:2].isnan().all()
+    assert [o[3].item() for o in outputs] == [-math.inf, 0, -math.inf] and not gradient[3].any()
+    assert [o[4].item() for o in outputs] == [0, 0, logits[4, column].item()]
+    assert gradient[[2, 4]].isfinite().all()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("ties", [2, 700])
+def test_ties_with_the_maximum_are_counted(ties):
+    """In one block, and in two: `rest` holds all of them but one."""
+    logits = torch.full((1, 1500), -math.inf)
+    logits[:, :: 1500 // ties][:, :ties] = 7.0
+    found = logprob.logprob_fwd(logits, torch.tensor([0]), None, 1.0, None)
+    assert found.rest.item() == ties - 1
+    assert found.entropy.item() == pytest.approx(math.log(ties), rel=1e-7)
+
+
+@pytest.mark.usefixtures("path")
+def test_a_rising_maximum_keeps_the_digits_of_what_was_before():
+    """Each block's maximum lies far above the last one's: what stands so far becomes small, and must not be rounded."""
+    logits = torch.full((1, 1536), -math.inf)
+    logits[0, [0, 600, 1100]] = torch.tensor([0.0, 3.0, 27.0])
+    rest = logprob.logprob_fwd(logits, torch.tensor([1100]), None, 1.0, None).rest.item()
+    assert rest == pytest.approx(math.exp(-27) + math.exp(-24), rel=2e-7)
+
+
+def test_the_compiled_file_is_kept_and_made_once(monkeypatch, tmp_path):
+    if not compiled.compiler_found():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build = native._library.__wrapped__
+    assert build() is not None
+    (made,) = (tmp_path / "fused_rl").iterdir()
+    before = made.stat().st_mtime_ns
+    monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    assert build() is not None
+    assert made.stat().st_mtime_ns == before
+
+
+def test_a_compiler_that_fails_says_so_and_leaves_the_eager_path(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    with caplog.at_level(logging.WARNING, "fused_rl.cpu"):
+        assert native._library.__wrapped__() is None
+    assert "eager, false -x c" in caplog.text
+    assert not list((tmp_path / "fused_rl").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_replaced(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native._folder().is_dir()
+
+
+def test_whoever_watches_operators_sees_ours(monkeypatch):
+    """The plain function is for eager calls alone: a mode that counts or traces must find one opaque operator."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    seen = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    logits, targets = random_rows(3, 40, torch.float32, "cpu")
+    logits.requires_grad_()
+    with Watched():
+        token_logprobs(logits, targets).logprobs.sum().backward()
+    watched = logits.grad
+    assert {"fused_rl::token_logprobs", "fused_rl::token_logprobs_backward"} <= set(seen)
+    logits.grad = None
+    token_logprobs(logits, targets).logprobs.sum().backward()
+    assert torch.equal(watched, logits.grad)
