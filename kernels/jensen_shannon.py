@@ -68,12 +68,14 @@ def js_kernel(
     N,
     T,
     V,
+    x_shift,
+    y_shift,
     stride_xb: tl.int64,
     stride_xt: tl.int64,
     stride_yb: tl.int64,
     stride_yt: tl.int64,
     inv_t,
-    ALIGNED: tl.constexpr,  # V and the strides are multiples of 16, and so are the pointers' addresses
+    wide,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -83,20 +85,20 @@ def js_kernel(
         return
     if inv_t_ptr is not None:
         inv_t = valid(tl.load(inv_t_ptr + row))
-    x_ptr += row_offset(row, T, stride_xb, stride_xt, ALIGNED)
-    y_ptr += row_offset(row, T, stride_yb, stride_yt, ALIGNED)
+    x_ptr += row_offset(row, T, stride_xb, stride_xt, x_shift)
+    y_ptr += row_offset(row, T, stride_yb, stride_yt, y_shift)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
     cols = tl.arange(0, BLOCK)
-    state = about_the_maxima(load_state(state_ptr, row, N), inv_t)
+    state = about_the_maxima(load_state(state_ptr, row, N, True), inv_t)
     js = tl.zeros((BLOCK,), tl.float32)
     p_sum = tl.zeros((BLOCK,), tl.float32)
     q_sum = tl.zeros((BLOCK,), tl.float32)
     full = V // BLOCK * BLOCK
     for start in tl.range(0, full, BLOCK, num_stages=1):
-        x, y = load(x_ptr, y_ptr, start + cols, V, False)
+        x, y = load(x_ptr, y_ptr, start + cols, None)
         js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
     if full < V:
-        x, y = load(x_ptr, y_ptr, full + cols, V, True)
+        x, y = load(x_ptr, y_ptr, full + cols, V)
         js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
     divergence = tl.sum(js, 0)
     tl.store(sums_ptr + AT_DIVERGENCE * N, tl.where(divergence < 0, 0.0, divergence))  # NaN is not < 0

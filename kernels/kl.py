@@ -17,16 +17,34 @@ Gradients, with p, q the probabilities, delta = log(p / q) = u + k where k = KL,
 
     dx = g p u / T    dy = g (q - p) / T = g p expm1(-delta) / T
 
-`kl_bwd_kernel` forms those of Jensen-Shannon too, whose formulas are in `jensen_shannon.py`.
+`kl_lanes.py` has the sums, `kl_gradient.py` the gradients.
 
-Bytes: the forward reads both rows once; a gradient reads both and writes what is asked for.
+Bytes: both rows are read once. Where a segment of a row holds what the fast sums cannot (a banned column, q / p or its
+inverse beyond 2^60 of the lane's likeliest), it is read three times more, from the cache.
+
+The bits of a row are its own: V alone says which columns meet in a lane and in which order, and segments merge lane by
+lane, in one program or in many.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
+from fused_rl.kernels.kl_gradient import kl_bwd
+from fused_rl.kernels.kl_lanes import (
+    FLOOR,
+    NOWHERE,
+    NUMBERS,
+    careful,
+    exponent,
+    held,
+    merge,
+    reduce_lanes,
+    settled,
+    start,
+    step,
+)
+from fused_rl.kernels.logprob import multiprocessors
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
@@ -42,141 +60,35 @@ from fused_rl.kernels.pair import (
     LOG2E,
     RUNTIME,
     THREADS,
-    about_the_maxima,
     difference,
-    excess,
     is_masked,
     launch_arguments,
     load,
-    load_state,
-    p_q_delta,
+    load_together,
     row_offset,
     warps,
 )
 from fused_rl.kernels.states import KLState
 
-FLOOR = tl.constexpr(-5e19)  # the maximum of nothing: exp2(BANNED - FLOOR) is 0
+__all__ = ["kl_bwd", "kl_fwd"]
+
 NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, beyond every logit
 MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
-TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
 
-COLUMNS = 32  # of a thread per step, in 16-byte loads; each thread holds the state of its own columns
-
-
-@triton.jit
-def largest(v):  # over the columns of a thread
-    return tl.max(tl.max(v, 2), 0)
-
-
-@triton.jit
-def total(v):
-    return tl.sum(tl.sum(v, 2), 0)
-
-
-@triton.jit
-def _exponent(m, c, n, offset, inv_t):
-    """(m - n - offset) / T - c, right to its own last bits, where its terms may be hundreds of nats."""
-    d = m - n
-    back = d - m
-    low = (m - (d - back)) - (n + back)
-    e = d - offset
-    back = e - d
-    low += (d - (e - back)) - (offset + back)
-    return tl.fma(low, inv_t, tl.fma(e, inv_t, -c))
-
-
-@triton.jit
-def _scale(w, m, c, n, offset, inv_t):
-    """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
-    return tl.where(w > 0, tl.exp2(_exponent(m, c, n, offset, inv_t) * LOG2E), 0.0)
-
-
-@triton.jit
-def _moved(own, w, scale, h, left, some):
-    """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
-
-    `left`: its mean beyond its c, a first moment that counts where h is large.
-    """
-    near = w * scale * excess(-h)
-    far = tl.fma(-own, left, own) - w * scale * (1 + (h - left))
-    return tl.where(tl.abs(h) < tl.where(some, 1.0, -1.0), near, far)
-
-
-@triton.jit
-def _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT: tl.constexpr):
-    """One tile of x and y, (K, threads, VEC), into the state of each thread, (threads,)."""
-    k = inv_t * LOG2E
-    m_new = tl.maximum(m, largest(x))
-    n_new = tl.maximum(n, largest(y))
-    a = tl.exp2((m - m_new) * k)
-    p = tl.exp2((x - m_new[None, :, None]) * k)
-    w_all = w_all * a + total(p)
-    p = tl.where(y > BANNED, p, 0.0)
-    d = difference(x, y, offset, EXACT)
-    d_max = tl.maximum(d_max, largest(d))
-
-    # the tile about its own mean
-    w_t = total(p)
-    some = w_t > TINY
-    c_t = tl.where(some, total(p * d) / w_t * inv_t, 0.0)
-    w_t = tl.where(some, w_t, 0.0)  # NaN in f tells that this was NaN
-    scale = _scale(w_t, m_new, c_t, n_new, offset, inv_t)
-    u = tl.fma(d, inv_t, -c_t[None, :, None])
-    left_t = tl.where(some, total(p * u) / w_t, 0.0)  # what fp32 leaves out of c_t
-    near = tl.abs(u) < tl.where(some, 1.0, -1.0)[None, :, None]
-    q = tl.exp2((y - n_new[None, :, None]) * k)
-    a_y = tl.exp2((n - n_new) * k)
-    s = s * a_y + total(q)  # = f + scale w, and right to the last bits also where the exponent of scale is large
-    f_t = total(tl.where(near, 0.0, q)) + scale * total(p * tl.where(near, excess(u), u - 1))
-
-    # both about their common mean
-    own = w * _scale(w, m, c, n_new, offset, inv_t)
-    own_t = w_t * scale
-    w = w * a
-    w_new = w + w_t
-    some = w_new > TINY
-    c_new = tl.where(some, c + (c_t - c) * (w_t / w_new), 0.0)
-    left_new = tl.where(some, (w * ((c - c_new) + left) + w_t * ((c_t - c_new) + left_t)) / w_new, 0.0)
-    w_new = tl.where(some, w_new, 0.0)
-    scale = _scale(w_new, m_new, c_new, n_new, offset, inv_t)
-    f = f * a_y + f_t
-    f += _moved(own, w, scale, c_new - c, left, some)
-    f += _moved(own_t, w_t, scale, c_new - c_t, left_t, some)
-    return m_new, w_new, w_all, c_new, left_new, n_new, s, f, d_max
-
-
-@triton.jit
-def _merge(m, w, w_all, c, left, n, s, f, d_max, offset, inv_t):
-    """The states of all threads, (threads,), into that of the row."""
-    k = inv_t * LOG2E
-    m_row = tl.max(m, 0)
-    n_row = tl.max(n, 0)
-    a = tl.exp2((m - m_row) * k)
-    own = w * _scale(w, m, c, n_row, offset, inv_t)
-    w = w * a
-    w_row = tl.sum(w, 0)
-    some = w_row > TINY
-    c_row = tl.where(some, tl.sum(w * c, 0) / w_row, 0.0)
-    left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
-    w_row = tl.where(some, w_row, 0.0)
-    scale = _scale(w_row, m_row, c_row, n_row, offset, inv_t)
-    a_y = tl.exp2((n - n_row) * k)
-    f = tl.sum(f * a_y + _moved(own, w, scale, c_row - c, left, some), 0)
-    w_all = tl.sum(w_all * a, 0)
-    s = tl.sum(s * a_y, 0)
-    return m_row, w_row, w_all, c_row, left_row, n_row, s, f, tl.max(d_max, 0)
+K = 4  # windows of 16 bytes that a thread reads at once of each row
+SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
 
 
 @triton.jit
 def _offset(x_ptr, y_ptr, V):
     """x - y at one of the first columns that both allow: a constant between the rows then costs c and u no bits."""
     offset = -float("inf")
-    start = 0
-    while (offset == -float("inf")) & (start < V):
-        x, y = load(x_ptr, y_ptr, start + tl.arange(0, 32), V, True)
+    begin = 0
+    while (offset == -float("inf")) & (begin < V):
+        x, y = load(x_ptr, y_ptr, begin + tl.arange(0, 32), V)
         offset = tl.max(tl.where((x > BANNED) & (y > BANNED), x - y, -float("inf")), 0)
-        start += 32
+        begin += 32
     return tl.where(offset == -float("inf"), 0.0, offset)
 
 
@@ -186,7 +98,7 @@ def _divergence(m, w, c, left, n, f, offset, inv_t):
 
     F is about c, which fp32 leaves h = `left` short of the mean: about the mean, F / W is e^h (F / W + 1 - h) - 1.
     """
-    z = -_exponent(m, c, n, offset, inv_t)
+    z = -exponent(m, c, n, offset, inv_t)
     r = tl.where(w > 0, f / w, 1.0)
     far = z + left + tl.log(tl.where(r > 0, r, 1.0))
     a = r * tl.exp2(tl.minimum(z + left, 30.0) * LOG2E)
@@ -197,59 +109,62 @@ def _divergence(m, w, c, left, n, f, offset, inv_t):
     return tl.where(w > 0, tl.where(z > 28, far, near), 0.0)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def kl_fwd_kernel(
-    x_ptr,  # (B, T, V)
-    y_ptr,  # (B, T, V)
-    mask_ptr,  # (N,) bool or None, N = B T
-    inv_t_ptr,  # (N,) fp32 or None
-    kl_ptr,  # (N,) fp32
-    state_ptr,  # (9, N) fp32, see KLState
-    N,
-    T,
+@triton.jit
+def _segment(
+    x_row,
+    y_row,
+    x_wide,
+    y_wide,
+    segment,
     V,
-    stride_xb: tl.int64,
-    stride_xt: tl.int64,
-    stride_yb: tl.int64,
-    stride_yt: tl.int64,
+    wide,
+    offset,
     inv_t,
-    ALIGNED: tl.constexpr,  # V and the strides are multiples of 16, and so are the pointers' addresses
     THREADS: tl.constexpr,
     K: tl.constexpr,
     VEC: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    if is_masked(mask_ptr, row):
-        tl.store(kl_ptr + row, 0.0)
-        return
-    if inv_t_ptr is not None:
-        inv_t = valid(tl.load(inv_t_ptr + row))
-    x_ptr += row_offset(row, T, stride_xb, stride_xt, ALIGNED)
-    y_ptr += row_offset(row, T, stride_yb, stride_yt, ALIGNED)
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
-    cols = (
-        tl.arange(0, K)[:, None, None] * (THREADS * VEC)
-        + tl.arange(0, THREADS)[None, :, None] * VEC
-        + tl.arange(0, VEC)[None, None, :]
-    )
-    offset = _offset(x_ptr, y_ptr, V)
-    m = tl.full((THREADS,), FLOOR, tl.float32)
-    n = tl.full((THREADS,), FLOOR, tl.float32)
-    w = tl.zeros((THREADS,), tl.float32)
-    w_all = tl.zeros((THREADS,), tl.float32)
-    c = tl.zeros((THREADS,), tl.float32)
-    left = tl.zeros((THREADS,), tl.float32)
-    s = tl.zeros((THREADS,), tl.float32)
-    f = tl.zeros((THREADS,), tl.float32)
-    d_max = tl.zeros((THREADS,), tl.float32)
-    full = V // (THREADS * K * VEC) * (THREADS * K * VEC)
-    for start in tl.range(0, full, THREADS * K * VEC, num_stages=1):
-        x, y = load(x_ptr, y_ptr, start + cols, V, False)
-        m, w, w_all, c, left, n, s, f, d_max = _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT)
-    if full < V:
-        x, y = load(x_ptr, y_ptr, full + cols, V, True)
-        m, w, w_all, c, left, n, s, f, d_max = _step(m, w, w_all, c, left, n, s, f, d_max, x, y, offset, inv_t, EXACT)
-    m, w, w_all, c, left, n, s, f, d_max = _merge(m, w, w_all, c, left, n, s, f, d_max, offset, inv_t)
+    """`Lane` of the columns of a segment."""
+    EXACT: tl.constexpr = x_row.dtype.element_ty != tl.bfloat16
+    TILE: tl.constexpr = THREADS * K * VEC
+    first = segment * SEGMENT
+    whole = tl.minimum(V // TILE, first + SEGMENT)
+    k = inv_t * LOG2E
+    m, w, c, a, f, far = start(THREADS)
+    # whole tiles: neighbouring columns in a thread where its 16 bytes begin at a boundary, else in neighbouring threads
+    apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, K * VEC)[None, :] * THREADS
+    if wide:
+        for i in tl.range(first, whole, num_stages=1):
+            xs, ys = (), ()
+            for j in tl.static_range(K):
+                at = (i * K + j) * (THREADS * VEC)
+                xs = xs + (load_together(x_wide + at, THREADS, VEC),)
+                ys = ys + (load_together(y_wide + at, THREADS, VEC),)
+            m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
+    else:
+        for i in tl.range(first, whole, num_stages=1):
+            x = tl.load(x_row + (i * TILE + apart)).to(tl.float32)
+            y = tl.load(y_row + (i * TILE + apart)).to(tl.float32)
+            m, w, c, a, f, far = step(m, w, c, a, f, far, (x,), (y,), None, offset, k, EXACT, 1)
+    # the row's end
+    stop = tl.minimum(V, (first + SEGMENT) * TILE)
+    if whole * TILE < stop:
+        at = whole * TILE + apart
+        x = tl.load(x_row + at, mask=at < stop, other=NOWHERE).to(tl.float32)
+        y = tl.load(y_row + at, mask=at < stop, other=NOWHERE).to(tl.float32)
+        m, w, c, a, f, far = step(m, w, c, a, f, far, (x,), (y,), at < stop, offset, k, EXACT, 1)
+    right = held(m, w, a, f, far, k)
+    m, w, w_all, c, left, n, s, f, d_max = settled(m, w, c, a, f, offset, k, inv_t)
+    if right == 0:
+        m, w, w_all, c, left, n, s, f, d_max = careful(x_row, y_row, first * TILE, stop, offset, inv_t, EXACT, THREADS)
+    return m, w, w_all, c, left, n, s, f, d_max
+
+
+@triton.jit
+def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
+    """Reduce the lanes of a row and store its divergence and its `KLState`."""
+    m, w, w_all, c, left, n, s, f, d_max = reduce_lanes(lanes, offset, inv_t)
     kl = _divergence(m, w, c, left, n, f, offset, inv_t)
     distance = tl.abs(m - n) * inv_t
     kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
@@ -276,116 +191,124 @@ def kl_fwd_kernel(
 
 
 @triton.jit
-def _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS: tl.constexpr, EXACT: tl.constexpr):
-    m, w_all, offset, c, n, s, k = state
-    p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
-    if JS:
-        a, b, r = js_logs(delta, expm1)
-        return 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
-    return g * p * u, g * tl.where(tl.abs(delta) < 1, p * expm1, q - p)
-
-
-@triton.jit
-def _store(dx_ptr, dy_ptr, dx, dy, cols, V, MASKED: tl.constexpr):
-    mask = (cols < V) if MASKED else None
-    if dx_ptr is not None:
-        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if dy_ptr is not None:
-        tl.store(dy_ptr + cols, dy.to(dy_ptr.dtype.element_ty), mask=mask)
+def _nothing(LANES: tl.constexpr):
+    """`Lane` of no columns."""
+    zero = tl.zeros((LANES,), tl.float32)
+    return zero + FLOOR, zero, zero, zero, zero, zero + FLOOR, zero, zero, zero
 
 
 @triton.jit(do_not_specialize=RUNTIME)
-def kl_bwd_kernel(
-    g_ptr,  # (N,) fp32, gradient of the divergence
+def kl_fwd_kernel(
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
-    mask_ptr,  # (N,) bool or None
+    mask_ptr,  # (N,) bool or None, N = B T
     inv_t_ptr,  # (N,) fp32 or None
-    divergence_ptr,  # (N,) fp32
+    kl_ptr,  # (N,) fp32
     state_ptr,  # (9, N) fp32, see KLState
-    sums_ptr,  # (3, N) fp32, see JensenShannonSums, or None: KL
-    dx_ptr,  # (N, V) or None
-    dy_ptr,  # (N, V) or None
+    lanes_ptr,  # (N, segments, 9, THREADS) fp32: a program per segment leaves its lanes there; None: a program per row
     N,
     T,
     V,
+    x_shift,
+    y_shift,
     stride_xb: tl.int64,
     stride_xt: tl.int64,
     stride_yb: tl.int64,
     stride_yt: tl.int64,
     inv_t,
-    ALIGNED: tl.constexpr,  # V and the strides are multiples of 16, and so are the pointers' addresses
-    BLOCK: tl.constexpr,
+    wide,
+    THREADS: tl.constexpr,
+    K: tl.constexpr,
+    VEC: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     row = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
-    full = V // BLOCK * BLOCK
-    out = row.to(tl.int64) * V
-    out = tl.multiple_of(out, 16) if ALIGNED else out
-    dx_ptr = None if dx_ptr is None else dx_ptr + out
-    dy_ptr = None if dy_ptr is None else dy_ptr + out
     if is_masked(mask_ptr, row):
-        zeros = tl.zeros((BLOCK,), tl.float32)
-        for start in tl.range(0, full, BLOCK, num_stages=1):
-            _store(dx_ptr, dy_ptr, zeros, zeros, start + cols, V, False)
-        _store(dx_ptr, dy_ptr, zeros, zeros, full + cols, V, True)
+        if lanes_ptr is None:
+            tl.store(kl_ptr + row, 0.0)
         return
     if inv_t_ptr is not None:
         inv_t = valid(tl.load(inv_t_ptr + row))
-    g = tl.load(g_ptr + row) * inv_t
-    none = tl.load(state_ptr + AT_W_ALL * N + row) == 0  # P bans everything
-    g = tl.where((tl.load(divergence_ptr + row) == float("inf")) | none, 0.0, g)
-    a_mean = 0.0
-    b_mean = 0.0
-    if sums_ptr is not None:
-        a_mean = tl.load(sums_ptr + AT_P_A * N + row)
-        b_mean = tl.load(sums_ptr + AT_Q_B * N + row)
-    state = load_state(state_ptr, row, N)
-    JS: tl.constexpr = sums_ptr is not None
-    if JS:
-        state = about_the_maxima(state, inv_t)
-    x_ptr += row_offset(row, T, stride_xb, stride_xt, ALIGNED)
-    y_ptr += row_offset(row, T, stride_yb, stride_yt, ALIGNED)
-    for start in tl.range(0, full, BLOCK, num_stages=1):
-        x, y = load(x_ptr, y_ptr, start + cols, V, False)
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty != tl.bfloat16)
-        _store(dx_ptr, dy_ptr, dx, dy, start + cols, V, False)
-    if full < V:
-        x, y = load(x_ptr, y_ptr, full + cols, V, True)
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, x_ptr.dtype.element_ty != tl.bfloat16)
-        _store(dx_ptr, dy_ptr, dx, dy, full + cols, V, True)
+    x_at = row_offset(row, T, stride_xb, stride_xt, x_shift)
+    y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
+    x_row, x_wide = x_ptr + x_at, x_ptr + x_at // VEC * VEC
+    y_row, y_wide = y_ptr + y_at, y_ptr + y_at // VEC * VEC
+    offset = _offset(x_row, y_row, V)
+    if lanes_ptr is not None:
+        segment = tl.program_id(1)
+        part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
+        at = (row.to(tl.int64) * tl.num_programs(1) + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
+        for i in tl.static_range(NUMBERS):
+            tl.store(lanes_ptr + at + i * THREADS, part[i])
+    else:
+        m, w, w_all, c, left, n, s, f, d_max = _nothing(THREADS)
+        for segment in tl.range(0, tl.cdiv(V, SEGMENT * K * VEC * THREADS), num_stages=1):
+            part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
+            lanes = (m, w, w_all, c, left, n, s, f, d_max)
+            m, w, w_all, c, left, n, s, f, d_max = merge(lanes, part, offset, inv_t)
+        _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, d_max), offset, inv_t)
 
 
-def _layout(dtype, aligned):
-    """As many columns in each thread as its registers hold beside what exact differences need.
-
-    Neighbouring columns in a thread where 16 bytes can be loaded at once, else in neighbouring threads.
-    """
-    vec = 16 // dtype.itemsize if aligned else 1
-    columns = COLUMNS if dtype == torch.bfloat16 else COLUMNS // 2
-    return {"THREADS": THREADS, "K": columns // vec, "VEC": vec, "num_warps": warps()}
+@triton.jit(do_not_specialize=[*RUNTIME, "segments"])
+def kl_merge_kernel(
+    x_ptr,  # (B, T, V)
+    y_ptr,  # (B, T, V)
+    mask_ptr,  # (N,) bool or None
+    inv_t_ptr,  # (N,) fp32 or None
+    kl_ptr,  # (N,) fp32
+    state_ptr,  # (9, N) fp32
+    lanes_ptr,  # (N, segments, 9, THREADS) fp32
+    segments,
+    N,
+    T,
+    V,
+    x_shift,
+    y_shift,
+    stride_xb: tl.int64,
+    stride_xt: tl.int64,
+    stride_yb: tl.int64,
+    stride_yt: tl.int64,
+    inv_t,
+    wide,
+    THREADS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if is_masked(mask_ptr, row):
+        tl.store(kl_ptr + row, 0.0)
+        return
+    if inv_t_ptr is not None:
+        inv_t = valid(tl.load(inv_t_ptr + row))
+    x_row = x_ptr + row_offset(row, T, stride_xb, stride_xt, x_shift)
+    y_row = y_ptr + row_offset(row, T, stride_yb, stride_yt, y_shift)
+    offset = _offset(x_row, y_row, V)
+    m, w, w_all, c, left, n, s, f, d_max = _nothing(THREADS)
+    for segment in tl.range(0, segments, num_stages=1):
+        at = lanes_ptr + (row.to(tl.int64) * segments + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
+        part = ()
+        for i in tl.static_range(NUMBERS):
+            part = part + (tl.load(at + i * THREADS),)
+        lanes = (m, w, w_all, c, left, n, s, f, d_max)
+        m, w, w_all, c, left, n, s, f, d_max = merge(lanes, part, offset, inv_t)
+    _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, d_max), offset, inv_t)
 
 
 def kl_fwd(x, y, mask, inv_t):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
-    n = x.shape[0] * x.shape[1]
+    n, vocab = x.shape[0] * x.shape[1], x.shape[2]
     kl = torch.empty(n, device=x.device, dtype=torch.float32)
     state = torch.empty(len(KLState._fields), n, device=x.device, dtype=torch.float32)
+    if n == 0:
+        return kl, state
+    vec = 16 // x.element_size()
+    segments = triton.cdiv(vocab, SEGMENT * K * vec * THREADS)
+    parts, lanes = segments if n < multiprocessors(x.device) else 1, None
+    if parts > 1:
+        lanes = torch.empty(n, parts, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
-    if n:
-        with torch.cuda.device_of(x):
-            layout = _layout(x.dtype, aligned=numbers[-1])
-            kl_fwd_kernel[(n,)](x, y, mask, inv_t, kl, state, *numbers, **layout)
+    rows = (x, y, mask, inv_t, kl, state, lanes)
+    layout = {"THREADS": THREADS, "num_warps": warps()}
+    with torch.cuda.device_of(x):
+        kl_fwd_kernel[(n, parts)](*rows, *numbers, K=K, VEC=vec, SEGMENT=SEGMENT, **layout)
+        if parts > 1:
+            kl_merge_kernel[(n,)](*rows, parts, *numbers, **layout)
     return kl, state
-
-
-def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
-    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
-    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if wants_dx else None
-    dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None
-    x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
-    if numbers[0]:
-        arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
-        with torch.cuda.device_of(x):
-            kl_bwd_kernel[(numbers[0],)](*arguments, BLOCK=1024, num_warps=warps())
-    return dx, dy

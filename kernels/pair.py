@@ -8,9 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rl.kernels.logprob import aligned
+from fused_rl.kernels.online import widen
 from fused_rl.kernels.states import KLState
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 BANNED = tl.constexpr(-1e20)  # stands for -inf, and for whatever is below: differences stay finite
 ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -28,18 +31,33 @@ AT_K = tl.constexpr(KLState._fields.index("k"))
 THREADS = 128  # per program
 
 # A new length, batch, vocabulary or temperature must not compile anything.
-RUNTIME = ("N", "T", "V", "stride_xb", "stride_xt", "stride_yb", "stride_yt", "inv_t")
+RUNTIME = ("N", "T", "V", "x_shift", "y_shift", "stride_xb", "stride_xt", "stride_yb", "stride_yt", "inv_t", "wide")
 
 
 @triton.jit
-def load(x_ptr, y_ptr, cols, V, MASKED: tl.constexpr):
-    if MASKED:
-        x = tl.load(x_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-        y = tl.load(y_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-    else:
-        x = tl.load(x_ptr + cols).to(tl.float32)
-        y = tl.load(y_ptr + cols).to(tl.float32)
-    return tl.maximum(x, BANNED, propagate_nan=ALL_NAN), tl.maximum(y, BANNED, propagate_nan=ALL_NAN)
+def banned_as_finite(x):
+    return tl.maximum(x.to(tl.float32), BANNED, propagate_nan=ALL_NAN)
+
+
+@triton.jit
+def load(x_ptr, y_ptr, cols, stop):
+    """Columns of both rows in fp32; those from `stop` on are banned. None: there are none."""
+    mask = None if stop is None else cols < stop
+    other = None if stop is None else float("-inf")
+    x = tl.load(x_ptr + cols, mask=mask, other=other)
+    y = tl.load(y_ptr + cols, mask=mask, other=other)
+    return banned_as_finite(x), banned_as_finite(y)
+
+
+@triton.jit
+def load_together(ptr, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """(THREADS, VEC) fp32 in memory order from `ptr` on, which is at a 16-byte boundary: a load per thread."""
+    thread = tl.arange(0, THREADS)[:, None]
+    if ptr.dtype.element_ty == tl.bfloat16:
+        words = thread * (VEC // 2) + tl.arange(0, VEC // 2)[None, :]
+        return widen(tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + words))
+    else:  # noqa: RET505
+        return tl.load(ptr + (thread * VEC + tl.arange(0, VEC)[None, :])).to(tl.float32)
 
 
 @triton.jit
@@ -68,10 +86,9 @@ def is_masked(mask_ptr, row):
 
 
 @triton.jit
-def row_offset(row, T, stride_b, stride_t, ALIGNED: tl.constexpr):
+def row_offset(row, T, stride_b, stride_t, shift):
     row = row.to(tl.int64)
-    offset = (row // T) * stride_b + (row % T) * stride_t
-    return tl.multiple_of(offset, 16) if ALIGNED else offset
+    return (row // T) * stride_b + (row % T) * stride_t + shift
 
 
 @triton.jit
@@ -85,16 +102,16 @@ def p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_state(state_ptr, row, N):
-    """Of `KLState` what the gradients take."""
+def load_state(state_ptr, row, N, alive):
+    """Of `KLState` what the gradients take; zeros where not alive."""
     state_ptr += row
-    m = tl.load(state_ptr + AT_M * N)
-    w_all = tl.load(state_ptr + AT_W_ALL * N)
-    offset = tl.load(state_ptr + AT_OFFSET * N)
-    c = tl.load(state_ptr + AT_C * N)
-    n = tl.load(state_ptr + AT_N * N)
-    s = tl.load(state_ptr + AT_S * N)
-    k = tl.load(state_ptr + AT_K * N)
+    m = tl.load(state_ptr + AT_M * N, mask=alive, other=0.0)
+    w_all = tl.load(state_ptr + AT_W_ALL * N, mask=alive, other=0.0)
+    offset = tl.load(state_ptr + AT_OFFSET * N, mask=alive, other=0.0)
+    c = tl.load(state_ptr + AT_C * N, mask=alive, other=0.0)
+    n = tl.load(state_ptr + AT_N * N, mask=alive, other=0.0)
+    s = tl.load(state_ptr + AT_S * N, mask=alive, other=0.0)
+    k = tl.load(state_ptr + AT_K * N, mask=alive, other=0.0)
     return m, w_all, offset, c, n, s, k
 
 
@@ -114,15 +131,19 @@ def warps():
 
 
 def launch_arguments(x, y, inv_t):
-    """x, y; inv_t_ptr or None; sizes, strides, inv_t and ALIGNED as every kernel here takes them."""
+    """x, y from a 16-byte boundary on; inv_t_ptr or None; the numbers that every kernel here takes, in this order.
+
+    They are the sizes; where x and y begin, in elements; strides; inv_t; and whether all rows begin at 16 bytes.
+    """
     b, t, vocab = x.shape
-    aligned = vocab % 16 == 0
-    if aligned:
+    wide = vocab % 16 == 0
+    if wide:
         x, y = from_16_bytes(x), from_16_bytes(y)
-    per_row = isinstance(inv_t, torch.Tensor)
     strides = [*x.stride()[:2], *y.stride()[:2]]
+    (x, x_shift), (y, y_shift) = aligned(x), aligned(y)
+    per_row = isinstance(inv_t, torch.Tensor)
     inv_t_ptr, inv_t = (inv_t, 1.0) if per_row else (None, inv_t)
-    return x, y, inv_t_ptr, (b * t, t, vocab, *strides, inv_t, aligned)
+    return x, y, inv_t_ptr, (b * t, t, vocab, x_shift, y_shift, *strides, inv_t, int(wide))
 
 
 def from_16_bytes(x):

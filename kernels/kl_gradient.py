@@ -1,0 +1,137 @@
+"""The gradients of KL and of Jensen-Shannon, from the state that their forward passes leave: `kl.py` has the formulas.
+
+Bytes: both rows are read, and what is asked for is written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
+from fused_rl.kernels.logprob import multiprocessors
+from fused_rl.kernels.online import valid
+from fused_rl.kernels.pair import (
+    AT_W_ALL,
+    RUNTIME,
+    THREADS,
+    about_the_maxima,
+    banned_as_finite,
+    is_masked,
+    launch_arguments,
+    load_state,
+    p_q_delta,
+    row_offset,
+    warps,
+)
+
+BLOCK = 1024  # columns of a program at once
+
+
+@triton.jit
+def _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS: tl.constexpr, EXACT: tl.constexpr):
+    m, w_all, offset, c, n, s, k = state
+    p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
+    if JS:
+        a, b, r = js_logs(delta, expm1)
+        return 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
+    return g * p * u, g * tl.where(tl.abs(delta) < 1, p * expm1, q - p)
+
+
+@triton.jit
+def _store(dx_ptr, dy_ptr, dx, dy, cols, mask):
+    if dx_ptr is not None:
+        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dy_ptr is not None:
+        tl.store(dy_ptr + cols, dy.to(dy_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def kl_bwd_kernel(
+    g_ptr,  # (N,) fp32, gradient of the divergence
+    x_ptr,  # (B, T, V)
+    y_ptr,  # (B, T, V)
+    mask_ptr,  # (N,) bool or None
+    inv_t_ptr,  # (N,) fp32 or None
+    divergence_ptr,  # (N,) fp32
+    state_ptr,  # (9, N) fp32, see KLState
+    sums_ptr,  # (3, N) fp32, see JensenShannonSums, or None: KL
+    dx_ptr,  # (N, V) or None
+    dy_ptr,  # (N, V) or None
+    N,
+    T,
+    V,
+    x_shift,
+    y_shift,
+    stride_xb: tl.int64,
+    stride_xt: tl.int64,
+    stride_yb: tl.int64,
+    stride_yt: tl.int64,
+    inv_t,
+    wide,
+    BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
+    VEC: tl.constexpr,  # elements in 16 bytes
+):
+    row = tl.program_id(0)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    alive = is_masked(mask_ptr, row) == 0
+    if inv_t_ptr is not None:
+        inv_t = valid(tl.load(inv_t_ptr + row, mask=alive, other=1.0))
+    # of a masked row nothing is read, so that its constants are 0, and its gradient
+    g = tl.load(g_ptr + row, mask=alive, other=0.0) * inv_t
+    none = tl.load(state_ptr + AT_W_ALL * N + row, mask=alive, other=0.0) == 0  # P bans everything
+    infinite = tl.load(divergence_ptr + row, mask=alive, other=0.0) == float("inf")
+    g = tl.where(infinite | none, 0.0, g)
+    a_mean, b_mean = 0.0, 0.0
+    if sums_ptr is not None:
+        a_mean = tl.load(sums_ptr + AT_P_A * N + row, mask=alive, other=0.0)
+        b_mean = tl.load(sums_ptr + AT_Q_B * N + row, mask=alive, other=0.0)
+    state = load_state(state_ptr, row, N, alive)
+    JS: tl.constexpr = sums_ptr is not None
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
+    if JS:
+        state = about_the_maxima(state, inv_t)
+
+    # whole blocks between two 16-byte boundaries, if all have these at the same columns; then the columns around
+    x_at = row_offset(row, T, stride_xb, stride_xt, x_shift)
+    y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
+    out = row.to(tl.int64) * V
+    alike = (x_at % VEC == y_at % VEC) & (x_at % VEC == out % VEC)
+    lead = tl.minimum((VEC - x_at % VEC) % VEC, V).to(tl.int32)
+    blocks = tl.where(alike, (V - lead) // BLOCK, 0)
+    around = V - blocks * BLOCK
+    begin = (out + (VEC - 1)) // VEC * VEC
+    x_begin = (x_at + (VEC - 1)) // VEC * VEC
+    y_begin = (y_at + (VEC - 1)) // VEC * VEC
+    cols = tl.arange(0, BLOCK)
+    read = tl.where(alive, BLOCK, 0)
+    for i in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=1):
+        inside = cols // VEC * VEC < read
+        x = banned_as_finite(tl.load(x_ptr + x_begin + i * BLOCK + cols, mask=inside, other=0.0))
+        y = banned_as_finite(tl.load(y_ptr + y_begin + i * BLOCK + cols, mask=inside, other=0.0))
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, EXACT)
+        _store(dx_ptr, dy_ptr, dx, dy, begin + i * BLOCK + cols, None)
+    for i in tl.range(part * THREADS, around, parts * THREADS, num_stages=1):
+        column = i + tl.arange(0, THREADS)
+        inside = column < around
+        wanted = column < tl.where(alive, around, 0)
+        column += tl.where(column < lead, 0, blocks * BLOCK)
+        x = banned_as_finite(tl.load(x_ptr + x_at + column, mask=wanted, other=0.0))
+        y = banned_as_finite(tl.load(y_ptr + y_at + column, mask=wanted, other=0.0))
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, EXACT)
+        _store(dx_ptr, dy_ptr, dx, dy, out + column, inside)
+
+
+def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
+    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if wants_dx else None
+    dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None
+    vec = 16 // x.element_size()
+    x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
+    n, _, vocab, *_ = numbers
+    if n:
+        parts = triton.cdiv(vocab, 32 * BLOCK) if n < multiprocessors(x.device) else 1
+        arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
+        with torch.cuda.device_of(x):
+            kl_bwd_kernel[(n, parts)](*arguments, BLOCK=BLOCK, THREADS=THREADS, VEC=vec, num_warps=warps())
+    return dx, dy

@@ -1,0 +1,257 @@
+"""The sums of KL over columns, spread over lanes (a lane is a thread): fast, careful, merged. `kl.py` has the formulas.
+
+A lane carries `Lane`, each (lanes,) fp32. Two ways lead there from some columns:
+
+`start`, `step`, `settled`: one look at each column, in units of p about the lane's largest x, t = -u in log2 units:
+
+    W = sum p        A = sum p t        F = sum p (2^t - 1 - t ln 2)
+
+sum q is W + F + A ln 2 and is not added up, nor is there an exponent or a maximum of y: 2^t is q / p. A tile of columns
+is kept in registers: p and the mean of t first, then A and F about it, so that only what the lane had before is moved.
+The centre may be any number near the mean, as A holds the rest. This is right while q / p and its inverse stay below
+2^FARTHEST and no column is banned; `held` tells, because whatever it does not cover leaves inf, NaN or a large |t|.
+
+`careful`: any logits, from three looks at each column: maxima, mean, sums about it, with p and q scaled for themselves.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_rl.kernels.pair import BANNED, LN2, LOG2E, difference, excess, load
+
+FLOOR = tl.constexpr(-5e19)  # the maximum of nothing: exp2(BANNED - FLOOR) is 0
+TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
+FARTHEST = tl.constexpr(60.0)  # log2 units
+LARGEST = tl.constexpr(16777216.0)  # log2 units from 0: a reference there is off by 1 at most
+NOWHERE = tl.constexpr(-1e30)  # stands in fast sums for a column past the row's end
+
+# The numbers of a lane: m, w, w_all, c, left, n, s, f as in `KLState` (left: the mean beyond c), and max(x - y).
+NUMBERS = tl.constexpr(9)
+
+
+# ------------------------------------------------------------------------------------------- one look at each column
+
+
+@triton.jit
+def excess2(t):
+    """2^t - 1 - t ln 2 for |t| <= 1 by a polynomial (minimax, 1.7e-7 relative): exp2 would cancel."""
+    p = tl.fma(t, 1.5303376e-05, 1.5602181e-04)
+    p = tl.fma(t, p, 1.3334262e-03)
+    p = tl.fma(t, p, 9.6173873e-03)
+    p = tl.fma(t, p, 5.5504080e-02)
+    p = tl.fma(t, p, 2.4022655e-01)
+    return (t * t) * p
+
+
+@triton.jit
+def start(LANES: tl.constexpr):
+    """Lanes that have seen nothing: (m, w, c, a, f, far)."""
+    zero = tl.zeros((LANES,), tl.float32)
+    return zero + FLOOR, zero, zero, zero, zero, zero
+
+
+@triton.jit
+def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: tl.constexpr):
+    """The lanes after one more tile; xs, ys: tuples of K windows (lanes, columns); inside: (lanes, columns), or None.
+
+    No sum begins from zeros, which the compiler would add; nothing is negated, which costs it a subtraction.
+    """
+    old = tl.fma(m, k, 0.0)
+    top = xs[0]
+    for i in tl.static_range(1, K):
+        top = tl.maximum(top, xs[i])
+    m = tl.maximum(m, tl.max(top, 1))
+    ref = tl.fma(m, k, 0.0)
+    ps, vs = (), ()
+    for i in tl.static_range(K):
+        v = difference(xs[i], ys[i], offset, EXACT)
+        vs = vs + (v if inside is None else tl.where(inside, v, 0.0),)
+        ps = ps + (tl.exp2(tl.fma(xs[i], k, -ref[:, None])),)
+    p_sum, pv_sum = ps[0], ps[0] * vs[0]
+    for i in tl.static_range(1, K):
+        p_sum += ps[i]
+        pv_sum = tl.fma(ps[i], vs[i], pv_sum)
+    w_tile = tl.sum(p_sum, 1)
+
+    # about a centre near the mean of lane and tile
+    rescale = tl.exp2(old - ref)
+    w_old, a_old, f_old = w * rescale, a * rescale, f * rescale
+    w = w_old + w_tile
+    centre = c + tl.fma(tl.sum(pv_sum, 1), k, -c * w_tile) / w
+    for i in tl.static_range(K):
+        t = tl.fma(vs[i], -k, centre[:, None])
+        g = tl.where(tl.abs(t) < 1, excess2(t), tl.fma(t, -LN2, -1.0) + tl.exp2(t))
+        if i == 0:
+            a_tile, f_tile, most = ps[0] * t, ps[0] * g, tl.abs(t)
+        else:
+            a_tile, f_tile, most = tl.fma(ps[i], t, a_tile), tl.fma(ps[i], g, f_tile), tl.maximum(most, tl.abs(t))
+
+    # what the lane had, moved there
+    h = centre - c
+    g = tl.where(tl.abs(h) < 1, excess2(h), tl.fma(h, -LN2, tl.exp2(h) - 1))
+    f_old += tl.fma(tl.fma(h, LN2, g), tl.fma(a_old, LN2, f_old), w_old * g)
+    a = tl.fma(h, w_old, a_old) + tl.sum(a_tile, 1)
+    return m, w, centre, a, f_old + tl.sum(f_tile, 1), tl.maximum(far, tl.max(most, 1))
+
+
+@triton.jit
+def held(m, w, a, f, far, k):
+    """Whether `step` was right in all lanes."""
+    right = (far < FARTHEST) & (tl.abs(m * k) < LARGEST) & (w > 0)
+    right = right & (w - w == 0) & (a - a == 0) & (f - f == 0)
+    return tl.min(right.to(tl.int32), 0) == 1
+
+
+@triton.jit
+def settled(m, w, c, a, f, offset, k, inv_t):
+    """`Lane` of what `step` gathered; its c is in nats, right to the last bits as log2 units, too."""
+    _, rounded = _times(m, k)
+    unit = tl.exp2(-rounded)
+    w, a, f = w * unit, a * unit, f * unit
+    nats = inv_t / k
+    nats_low = tl.fma(-nats, k, inv_t) / k
+    c_nats, c_low = _times(c, nats)
+    c_low = tl.fma(c, nats_low, c_low)
+
+    # F moves with the centre, by c_low
+    moment = -LN2 * a
+    f += w * (0.5 * c_low * c_low) - c_low * (f - moment)
+    left = tl.where(w > 0, moment / w, 0.0) + c_low
+    n = m - offset - c_nats / inv_t  # where p and q are alike
+    unit = scale(w, m, c_nats, n, offset, inv_t)
+    return m, w, w, c_nats, left, n, unit * (f + w * (1 - left)), unit * f, tl.zeros_like(w)
+
+
+@triton.jit
+def _times(a, b):
+    """The product and what its rounding took."""
+    product = tl.fma(a, b, 0.0)  # an fma, which the compiler does not contract into another one
+    return product, tl.fma(a, b, -product)
+
+
+# ----------------------------------------------------------------------------------------- three looks at each column
+
+
+@triton.jit
+def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, EXACT: tl.constexpr, LANES: tl.constexpr):
+    """`Lane` of the columns from `begin` to `stop`."""
+    COLUMNS: tl.constexpr = 8
+    cols = tl.arange(0, LANES)[:, None] + tl.arange(0, COLUMNS)[None, :] * LANES
+    zero = tl.zeros((LANES,), tl.float32)
+    k = inv_t * LOG2E
+    m, n, d_max = zero + FLOOR, zero + FLOOR, zero
+    for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
+        x, y = load(x_ptr, y_ptr, at + cols, stop)
+        m = tl.maximum(m, tl.max(x, 1))
+        n = tl.maximum(n, tl.max(y, 1))
+
+    # the mean of d / T under P, over the columns that Q allows
+    w_all, w, c = zero, zero, zero
+    for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
+        x, y = load(x_ptr, y_ptr, at + cols, stop)
+        p = tl.exp2((x - m[:, None]) * k)
+        w_all += tl.sum(p, 1)
+        p = tl.where(y > BANNED, p, 0.0)
+        w += tl.sum(p, 1)
+        d = difference(x, y, offset, EXACT)
+        c += tl.sum(p * d, 1)
+        d_max = tl.maximum(d_max, tl.max(d, 1))
+    some = w > TINY
+    c = tl.where(some, c / w * inv_t, 0.0)
+    w = tl.where(some, w, 0.0)  # NaN in f tells that this was NaN
+
+    # f about it
+    left, s, f, f_q = zero, zero, zero, zero
+    for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
+        x, y = load(x_ptr, y_ptr, at + cols, stop)
+        p = tl.where(y > BANNED, tl.exp2((x - m[:, None]) * k), 0.0)
+        q = tl.exp2((y - n[:, None]) * k)
+        u = tl.fma(difference(x, y, offset, EXACT), inv_t, -c[:, None])
+        near = tl.abs(u) < tl.where(some, 1.0, -1.0)[:, None]
+        s += tl.sum(q, 1)
+        left += tl.sum(p * u, 1)
+        f += tl.sum(p * tl.where(near, excess(u), u - 1), 1)
+        f_q += tl.sum(tl.where(near, 0.0, q), 1)
+    left = tl.where(some, left / w, 0.0)
+    f = f_q + scale(w, m, c, n, offset, inv_t) * f
+    return m, w, w_all, c, left, n, s, f, d_max
+
+
+# --------------------------------------------------------------------------------------------------------- together
+
+
+@triton.jit
+def exponent(m, c, n, offset, inv_t):
+    """(m - n - offset) / T - c, right to its own last bits, where its terms may be hundreds of nats."""
+    d = m - n
+    back = d - m
+    low = (m - (d - back)) - (n + back)
+    e = d - offset
+    back = e - d
+    low += (d - (e - back)) - (offset + back)
+    return tl.fma(low, inv_t, tl.fma(e, inv_t, -c))
+
+
+@triton.jit
+def scale(w, m, c, n, offset, inv_t):
+    """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
+    return tl.where(w > 0, tl.exp2(exponent(m, c, n, offset, inv_t) * LOG2E), 0.0)
+
+
+@triton.jit
+def _moved(own, w, unit, h, left, some):
+    """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
+
+    `left`: its mean beyond its c, a first moment that counts where h is large.
+    """
+    near = w * unit * excess(-h)
+    far = tl.fma(-own, left, own) - w * unit * (1 + (h - left))
+    return tl.where(tl.abs(h) < tl.where(some, 1.0, -1.0), near, far)
+
+
+@triton.jit
+def merge(one, other, offset, inv_t):
+    """Lane by lane, of the columns of both."""
+    m, w, w_all, c, left, n, s, f, d_max = one
+    m2, w2, w_all2, c2, left2, n2, s2, f2, d_max2 = other
+    k = inv_t * LOG2E
+    m_new, n_new = tl.maximum(m, m2), tl.maximum(n, n2)
+    own = w * scale(w, m, c, n_new, offset, inv_t)
+    own2 = w2 * scale(w2, m2, c2, n_new, offset, inv_t)
+    x_unit, x_unit2 = tl.exp2((m - m_new) * k), tl.exp2((m2 - m_new) * k)
+    y_unit, y_unit2 = tl.exp2((n - n_new) * k), tl.exp2((n2 - n_new) * k)
+    w, w2 = w * x_unit, w2 * x_unit2
+    w_new = w + w2
+    some = w_new > TINY
+    c_new = tl.where(some, c + (c2 - c) * (w2 / w_new), 0.0)
+    left_new = tl.where(some, (w * ((c - c_new) + left) + w2 * ((c2 - c_new) + left2)) / w_new, 0.0)
+    w_new = tl.where(some, w_new, 0.0)
+    unit = scale(w_new, m_new, c_new, n_new, offset, inv_t)
+    f = f * y_unit + f2 * y_unit2
+    f += _moved(own, w, unit, c_new - c, left, some)
+    f += _moved(own2, w2, unit, c_new - c2, left2, some)
+    w_all = w_all * x_unit + w_all2 * x_unit2
+    s = s * y_unit + s2 * y_unit2
+    return m_new, w_new, w_all, c_new, left_new, n_new, s, f, tl.maximum(d_max, d_max2)
+
+
+@triton.jit
+def reduce_lanes(lanes, offset, inv_t):
+    """`Lane` of the row, scalars."""
+    m, w, w_all, c, left, n, s, f, d_max = lanes
+    k = inv_t * LOG2E
+    m_row = tl.max(m, 0)
+    n_row = tl.max(n, 0)
+    x_unit, y_unit = tl.exp2((m - m_row) * k), tl.exp2((n - n_row) * k)
+    own = w * scale(w, m, c, n_row, offset, inv_t)
+    w = w * x_unit
+    w_row = tl.sum(w, 0)
+    some = w_row > TINY
+    c_row = tl.where(some, tl.sum(w * c, 0) / w_row, 0.0)
+    left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
+    w_row = tl.where(some, w_row, 0.0)
+    unit = scale(w_row, m_row, c_row, n_row, offset, inv_t)
+    f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, some), 0)
+    w_all = tl.sum(w_all * x_unit, 0)
+    s = tl.sum(s * y_unit, 0)
+    return m_row, w_row, w_all, c_row, left_row, n_row, s, f, tl.max(d_max, 0)
