@@ -63,9 +63,9 @@ class GRPOConfig(PolicyConfig):
     advantage: Literal["group-std", "group-mean", "leave-one-out", "batch-std"] | None = None
     """Reward less the group's mean, divided by its standard deviation or not; less the mean of the others in the
     group; or whitened over the whole batch. None is the preset's."""
-    share_prompts: bool = True
-    """Compute a prompt once for several of its responses, where the model's attention can and it is cheaper;
-    minibatches are then of whole groups. Otherwise once per response, in minibatches of responses at random."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for several of its responses, where that is cheaper; minibatches are then of whole groups,
+    otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
     kl_every: NonNegativeInt = 1
     """Measure the exact KL to the starting model every so many steps, by one more pass of both models; 0 is never, and
     then the starting model is loaded only where kl_coef needs it."""
@@ -94,10 +94,10 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     local = prompts * config.group_size
     if local % config.minibatches:
         raise InputError(f"minibatches={config.minibatches} does not divide the {local} responses of each process")
-    if config.share_prompts and prompts % config.minibatches:
+    if config.share_prompts and not _keeps_groups(config, world):
         raise InputError(
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "
-            f"{prompts} prompts of each process; choose another number, or --share_prompts false"
+            f"{prompts} prompts of each process; choose another number, or drop --share_prompts"
         )
     minibatch, responses = local // config.minibatches, local * world
     parts = math.ceil(minibatch / config.micro_batch_size)
@@ -114,9 +114,14 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     }
 
 
+def _keeps_groups(config: GRPOConfig, world: int) -> bool:
+    """Whether every minibatch is of whole groups, as it is where prompts may be shared."""
+    return config.share_prompts is not False and config.prompts_per_step // world % config.minibatches == 0
+
+
 def plan(config: GRPOConfig, count: int, device) -> list[list[torch.Tensor]]:
     """For each update of a step the micro-batches of its minibatch, as indices into this rank's `count` responses."""
-    unit = config.group_size if config.share_prompts else 1  # responses that stay together
+    unit = config.group_size if _keeps_groups(config, engine.world_size()) else 1  # responses that stay together
     responses = torch.arange(count).view(-1, unit)
     updates = []
     for _ in range(config.epochs):
@@ -263,7 +268,8 @@ def train(config: GRPOConfig) -> str:
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
-        needed = {"share_prompts": config.share_prompts, "needs_reference": config.kl_coef > 0 or config.kl_every > 0}
+        shared = config.share_prompts if _keeps_groups(config, engine.world_size()) else False
+        needed = {"share_prompts": shared, "needs_reference": config.kl_coef > 0 or config.kl_every > 0}
         policy = load_policy(config, tokenizer, scorers, device, updates, **needed)
         check_policy_fits(policy, [*prompts, *held_out])
     evaluated, held_out = bool(held_out), share_of_rank(held_out)

@@ -172,7 +172,7 @@ def load_policy(
     updates: int,
     *,
     extend: Callable[[models.LanguageModel], models.LanguageModel] = lambda lm: lm,
-    share_prompts: bool = False,
+    share_prompts: bool | None = False,
     needs_reference: bool = True,
 ) -> Policy:
     """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
@@ -181,12 +181,12 @@ def load_policy(
         config, tokenizer, scorers, device: of the run.
         updates: of the whole run.
         extend: adds to the model that is trained what the reference does not need: a value head.
-        share_prompts: compute a prompt once for several responses, where the model can.
+        share_prompts: compute a prompt once for several responses; None where the model can.
         needs_reference: whether anything is measured against the starting model.
     """
     lm = extend(models.load_lm(config, device))
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
-    costs = _costs(config, lm.base) if share_prompts else None
+    costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
     reference = None
     if needs_reference and not config.lora_rank:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
@@ -201,11 +201,13 @@ def load_policy(
     return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
 
 
-def _costs(config: PolicyConfig, lm) -> Costs | None:
+def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
     """The costs by which prompts are shared; None, and a line that says why, where the model cannot."""
     reason = why_not(lm, config.max_prompt_length + config.max_new_tokens)
     if reason is None:
         return costs_of(lm)
+    if required:
+        raise InputError(f"share_prompts: {reason}; drop --share_prompts")
     if engine.rank() == 0:
         print(f"prompts are computed once per response: {reason}", flush=True)
     return None
