@@ -273,11 +273,12 @@ def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
 def test_shared_prompts_train_as_prompts_of_their_own_do(files, tmp_path, monkeypatch):
     packed = []
     monkeypatch.setattr(policy, "pack", lambda part, in_row: packed.append(in_row) or packing.pack(part, in_row))
-    options = {"minibatches": 1, "kl_coef": 0.1, "lr": 1e-3, "epochs": 2}
+    # One step: the order of minibatches is drawn otherwise, and with it the responses of the next step.
+    options = {"steps": 1, "minibatches": 1, "kl_coef": 0.1, "lr": 1e-3, "epochs": 4}
     grpo.train(grpo_config(files, tmp_path / "own", share_prompts=False, **options))
     assert not packed
     grpo.train(grpo_config(files, tmp_path / "shared", share_prompts=True, **options))
-    assert set(packed) <= {2, 3, 4} and len(packed) > 10
+    assert set(packed) <= {2, 3, 4} and len(packed) > 4
     assert_same_metrics(tmp_path / "own", tmp_path / "shared", rtol=1e-3)
     assert_same_weights(tmp_path / "own", tmp_path / "shared", atol=1e-4)
 
