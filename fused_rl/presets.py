@@ -191,17 +191,22 @@ def surrogate_of(chosen: PolicyLossOptions) -> Callable:
     return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
 
 
-def check_token_level(chosen: PolicyLossOptions) -> None:
-    """A loss formed token by token cannot see the rest of a sequence, or of the batch."""
+def wide_option(chosen: PolicyLossOptions) -> str | None:
+    """The first option by which a token's loss depends on the rest of its sequence or batch; None where none does."""
     wide = {
         "ratio_level": chosen.ratio_level != "token",
         "surrogate": getattr(surrogate_of(chosen), "needs_sequences", False),  # what the decorator has marked
         "off_policy_threshold": chosen.off_policy_threshold is not None,
         "top_entropy": chosen.top_entropy is not None,
     }
-    for name, needs_more in wide.items():
-        if needs_more:
-            raise ValueError(
-                f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
-                "policy_loss (for top_entropy, entropy_threshold)"
-            )
+    return next((name for name, needs_more in wide.items() if needs_more), None)
+
+
+def check_token_level(chosen: PolicyLossOptions) -> None:
+    """A loss formed token by token cannot see the rest of a sequence, or of the batch."""
+    name = wide_option(chosen)
+    if name is not None:
+        raise ValueError(
+            f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
+            "policy_loss (for top_entropy, entropy_threshold)"
+        )

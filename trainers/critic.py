@@ -125,10 +125,10 @@ class PolicyWithValues(LanguageModel):
             raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
 
-    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, want_logits=False, want_values=False):
+    def forward(self, input_ids, mask, temperature=1.0, *, want_values=False, **options):
         """As `LanguageModel`; with `want_values` also the values, as `Critic` returns them."""
         if not want_values:
-            return super().forward(input_ids, mask, temperature, token_loss, want_logits)
+            return super().forward(input_ids, mask, temperature, **options)
         lm = self.base
         hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         head, targets = lm.get_output_embeddings(), input_ids[:, 1:]

@@ -336,13 +336,18 @@ class Batch:
     """(B, T - 1) bool, True where token t + 1 is of the response, its EOS included."""
     where: tuple[str, ...]
     """Of each sequence the file and line, or the like, that it came from: for errors."""
+    prompts: torch.Tensor
+    """(B,) int64: a number for each prompt; neighbours of one number have the same prompt."""
+    prompt_lengths: torch.Tensor
+    """(B,) int64: tokens before the response."""
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
         mask = self.response_mask[index]
         width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
         where = tuple(self.where[i] for i in index.tolist())
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where)
+        prompts, lengths = self.prompts[index], self.prompt_lengths[index]
+        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths)
 
 
 def make_batch(
@@ -358,6 +363,14 @@ def make_batch(
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     input_ids = pad(whole, pad_id, width=max(width, 2)).to(device)
     position = torch.arange(1, input_ids.shape[1], device=device)
-    start = torch.tensor([len(p) for p in prompts], device=device)[:, None]
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    start = lengths[:, None]
     end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
-    return Batch(input_ids, (position >= start) & (position < end), tuple(where) or ("a row",) * len(prompts))
+    mask = (position >= start) & (position < end)
+    return Batch(input_ids, mask, tuple(where) or ("a row",) * len(prompts), _numbered(prompts).to(device), lengths)
+
+
+def _numbered(prompts: list[list[int]]) -> torch.Tensor:
+    """(B,) int64: as many numbers as there are runs of equal neighbours."""
+    changes = [0, *(int(prompts[i] != prompts[i - 1]) for i in range(1, len(prompts)))]
+    return torch.tensor(changes).cumsum(0)

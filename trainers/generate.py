@@ -1,6 +1,14 @@
-"""A sampler in this process: transformers' `generate` on the model that is trained."""
+"""A sampler in this process, on the model that is trained: each prompt is computed once for all of its responses.
+
+Where a model keeps its past in another form than keys and values, transformers' `generate` is used instead.
+"""
+
+import inspect
+from collections.abc import Iterable
+from itertools import groupby
 
 import torch
+import torch.distributed as dist
 
 from fused_rl.trainers.data import pad
 from fused_rl.trainers.rollout import Response, Sampling
@@ -23,7 +31,7 @@ class TransformersSampler:
         """One response per prompt, in their order."""
         self.model.eval()
         options = {"pad_id": self.pad_id, "batch_size": self.batch_size, "synced_gpus": self.synced_gpus}
-        responses = generate(self.model.module.lm, prompts, sampling, **options)
+        responses = generate(self.model.module.base, prompts, sampling, **options)
         return [Response(ids, "stop" if ids and ids[-1] in sampling.stop_ids else "length") for ids in responses]
 
     def publish(self, step: int) -> None:
@@ -38,10 +46,102 @@ def generate(
 
     Args:
         lm: a transformers causal LM.
-        prompts: token ids.
+        prompts: token ids; those of neighbours that are equal are computed once.
         sampling: the whole softmax at a temperature, or greedy at 0.
         pad_id, batch_size, synced_gpus: as `TransformersSampler`.
     """
+    runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
+    runs.sort(key=lambda run: len(prompts[run[0]]))
+    by_length = [i for run in runs for i in run]
+    draw = _decode if _keeps_keys_and_values(lm) else _transformers_generate
+    responses = [[]] * len(prompts)
+    for start in range(0, len(by_length), batch_size):
+        indices = by_length[start : start + batch_size]
+        drawn = draw(lm, [prompts[i] for i in indices], sampling, pad_id, synced_gpus)
+        for i, response in zip(indices, drawn, strict=True):
+            responses[i] = response
+    return responses
+
+
+def _keeps_keys_and_values(lm) -> bool:
+    """Whether the past of a model is a key and a value per token, and positions can be told."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    if "position_ids" not in inspect.signature(lm.forward).parameters or not lm._supports_default_dynamic_cache():
+        return False
+    layers = {type(layer) for layer in DynamicCache(config=lm.config).layers}
+    return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+
+def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synced_gpus: bool) -> list[list[int]]:
+    """One response per prompt; rows that have ended are computed no further."""
+    # The distinct prompts, padded on the left, and then a row of the cache for every response.
+    runs = [list(run) for _, run in groupby(prompts)]
+    input_ids, mask = _left_padded([run[0] for run in runs], pad_id, lm.device)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    output = lm(
+        input_ids=input_ids, attention_mask=mask, position_ids=position, use_cache=True, **_last_logits_alone(lm)
+    )
+    copies = torch.tensor([len(run) for run in runs], device=lm.device)
+    row = torch.arange(len(runs), device=lm.device).repeat_interleave(copies)
+    cache, logits, mask = output.past_key_values, output.logits[row, -1], mask[row]
+    cache.batch_select_indices(row)
+    length = mask.sum(1)
+
+    # Token by token; `open_rows` are the responses that have not ended.
+    responses, stop_ids = [[] for _ in prompts], torch.tensor(sampling.stop_ids, device=lm.device)
+    open_rows = list(range(len(prompts)))
+    for step in range(1, sampling.max_new_tokens + 1):
+        token = _draw(logits, sampling)
+        for response, drawn in zip(open_rows, token.tolist(), strict=False):
+            responses[response].append(drawn)
+        going = ~torch.isin(token, stop_ids) if open_rows else torch.zeros_like(token, dtype=torch.bool)
+        if step == sampling.max_new_tokens or not _any_going(going, synced_gpus):
+            break
+        keep = going.nonzero()[:, 0]
+        open_rows = [open_rows[i] for i in keep.tolist()]
+        if not open_rows:  # another rank is still going: one row keeps step with it
+            keep = torch.zeros(1, dtype=torch.int64, device=lm.device)
+        if len(keep) < len(token):
+            cache.batch_select_indices(keep)
+            token, mask, length = token[keep], mask[keep], length[keep]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        output = lm(
+            input_ids=token[:, None],
+            attention_mask=mask,
+            position_ids=length[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
+    return responses
+
+
+def _draw(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """(B, V) -> (B,) int64: a token of each row."""
+    if not sampling.temperature:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits.float() / sampling.temperature, -1)
+    return torch.multinomial(probabilities, 1)[:, 0]
+
+
+def _any_going(going: torch.Tensor, synced_gpus: bool) -> bool:
+    """Whether a response goes on, here or (where ranks must keep in step) on any rank."""
+    some = going.any()
+    if synced_gpus:
+        some = some.int()
+        dist.all_reduce(some, op=dist.ReduceOp.MAX)
+    return bool(some)
+
+
+def _last_logits_alone(lm) -> dict[str, int]:
+    """For a prompt the logits of its last token alone, where the model can."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
+
+
+def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> list[list[int]]:
+    """As `_decode`, for any model that transformers can generate with."""
     from transformers import GenerationConfig
 
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
@@ -52,23 +152,20 @@ def generate(
         use_cache=True,
         **(drawn if sampling.temperature else {}),
     )
-    device, responses = next(lm.parameters()).device, [[]] * len(prompts)
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(by_length), batch_size):
-        indices = by_length[start : start + batch_size]
-        # Padded on the left, so that every response begins in the same column.
-        batch = [prompts[i] for i in indices]
-        input_ids = pad(batch, pad_id, left=True).to(device)
-        attention_mask = pad([[1] * len(prompt) for prompt in batch], 0, left=True).to(device)
-        output = lm.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=options, synced_gpus=synced_gpus
-        )
-        for i, tokens in zip(indices, output[:, input_ids.shape[1] :].tolist(), strict=True):
-            responses[i] = until_stop(tokens, sampling.stop_ids)
-    return responses
+    input_ids, mask = _left_padded(prompts, pad_id, lm.device)
+    output = lm.generate(input_ids=input_ids, attention_mask=mask, generation_config=options, synced_gpus=synced_gpus)
+    tokens = output[:, input_ids.shape[1] :].tolist()
+    return [until_stop(response, sampling.stop_ids) for response in tokens]
 
 
-def until_stop(response: list[int], stop_ids) -> list[int]:
+def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, each (B, P), such that every response begins in the same column."""
+    input_ids = pad(prompts, pad_id, left=True).to(device)
+    mask = pad([[1] * len(prompt) for prompt in prompts], 0, left=True).to(device)
+    return input_ids, mask
+
+
+def until_stop(response: list[int], stop_ids: Iterable[int]) -> list[int]:
     """The response up to and including its first stop token; what follows it in the row is padding."""
     end = next((i for i, token in enumerate(response) if token in stop_ids), len(response) - 1)
     return response[: end + 1]

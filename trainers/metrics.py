@@ -187,10 +187,14 @@ class Sums:
 
 
 def keyed(table: dict[str, Metric], sums: dict[str, float], prefix: str = "") -> dict[str, float]:
-    """The keys of `table` that come from a loss's bare metrics; with `prefix` only those that begin with it."""
+    """The keys of `table` that come from a loss's bare metrics; with `prefix` only those that begin with it.
+
+    What a loss does not return, the KL to a reference that it was not given, has no key.
+    """
     found = {}
     for key, metric in table.items():
-        if metric.of is None or not key.startswith(prefix):
+        absent = isinstance(metric.of, str) and metric.of not in sums
+        if metric.of is None or absent or not key.startswith(prefix):
             continue
         found[key] = metric.of(sums) if callable(metric.of) else sums[metric.of]
     return found

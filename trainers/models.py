@@ -10,6 +10,7 @@ import fused_rl
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
+from fused_rl.trainers.packing import inputs_of
 
 NOT_A_MODEL = "neither a local folder with a model nor on the Hub, or it is damaged"
 
@@ -32,7 +33,7 @@ class LanguageModel(nn.Module):
         """The transformers model, without the wrapper that LoRA puts around it."""
         return self.lm.get_base_model() if self.lora else self.lm
 
-    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, want_logits=False):
+    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, per_token=(), want_logits=False, packed=None):
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
         Args:
@@ -40,30 +41,57 @@ class LanguageModel(nn.Module):
             mask: (B, T - 1) bool, True where token t + 1 counts.
             temperature: of the softmax.
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it.
+            per_token: (B, T - 1) tensors that `token_loss` takes.
             want_logits: also return the logits (mask.sum(), V) of the rows that count.
+            packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
 
         Returns:
             (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` (its sum, logprobs, entropy), the last two
             without gradient; with `want_logits` the pair of the first and the logits.
         """
-        lm, options = self.base, {"temperature": temperature, "mask": mask}
         if self.loss_from == "logits":
-            logits = lm(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
-            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
+            rows, logits = self._from_logits(input_ids, mask, temperature, packed, want_logits)
             if token_loss is not None:
-                loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy), mask)
+                loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
                 return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
-            return (rows, logits[:, :-1][mask]) if want_logits else rows
-        hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
-        options |= {"bias": head.bias, "softcap": self.softcap}
+            return (rows, logits) if want_logits else rows
+
+        # From hidden states: those that predict a token that counts, and only they, meet the head.
+        hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, mask, packed)
+        head, targets = self.base.get_output_embeddings(), input_ids[:, 1:][mask]
+        options = {"temperature": temperature, "bias": head.bias, "softcap": self.softcap}
         if token_loss is not None:
-            return fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, **options)
+            per_token = [tensor[mask] for tensor in per_token]
+            found = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
+            return found._replace(logprobs=_at(mask, found.logprobs), entropy=_at(mask, found.entropy))
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
+        rows = fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows))
         if not want_logits:
             return rows
-        logits = head(hidden[mask])
+        logits = head(hidden)
         return rows, logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _from_logits(self, input_ids, mask, temperature, packed, want_logits):
+        """(logprobs, entropy, lse), each (B, T - 1), and the logits of the rows that count if they are wanted."""
+        if packed is None:
+            logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
+            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, temperature=temperature, mask=mask)
+            return rows, logits[:, :-1][mask] if want_logits else None
+        logits = self._states(self.base, "logits", input_ids, mask, packed)
+        rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature)
+        return fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows)), logits
+
+    def _states(self, module, output: str, input_ids, mask, packed):
+        """(N, ·): what `module` puts out at the positions that predict the tokens that count."""
+        if packed is None:
+            return module(input_ids=input_ids, use_cache=False)[output][:, :-1][mask]
+        found = module(**inputs_of(self.base, packed), use_cache=False)[output]
+        return found.flatten(0, 1)[packed.states]
+
+
+def _at(mask, values):
+    """(N,) values at the True places of (B, T - 1), 0 elsewhere; differentiable."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def _check_plain_head(lm) -> None:

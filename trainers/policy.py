@@ -27,6 +27,7 @@ from fused_rl.trainers.config import (
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.metrics import phase
+from fused_rl.trainers.packing import Costs, Packed, costs_of, pack, responses_per_row, why_not
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out
 
 
@@ -132,12 +133,31 @@ class Policy:
     model: object
     """The DeepSpeed engine around a `LanguageModel`."""
     reference: object | None
-    """The frozen starting model; None with LoRA, where it is the policy without its adapters."""
+    """The frozen starting model; None where nothing is measured against it, and with LoRA, where it is the policy
+    without its adapters."""
     sampler: Sampler
     sampling: Sampling
     scorers: Sequence[Scorer]
     tokenizer: object
     device: torch.device
+    has_reference: bool = True
+    """Whether anything is measured against the starting model."""
+    costs: Costs | None = None
+    """Of the model, by which prompts are shared; None where every response has a prompt of its own."""
+
+    def inputs(self, part: Batch) -> dict[str, object]:
+        """What the model and the reference take to score `part`."""
+        scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
+        return scored | {"packed": self._packed(part)}
+
+    def _packed(self, part: Batch) -> Packed | None:
+        """The part with shared prompts, where that is cheaper."""
+        if self.costs is None or not part.response_mask.any():
+            return None
+        copies = int(part.prompts.bincount().max())
+        prompt, response = part.prompt_lengths.max().item(), part.response_mask.sum(1).double().mean().item()
+        in_row = responses_per_row(self.costs, prompt, response, copies)
+        return pack(part, in_row) if in_row > 1 else None
 
     def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int) -> Rollout:
         """`copies` scored responses to each of this rank's prompts."""
@@ -150,16 +170,25 @@ def load_policy(
     scorers: Sequence[Scorer],
     device,
     updates: int,
+    *,
     extend: Callable[[models.LanguageModel], models.LanguageModel] = lambda lm: lm,
+    share_prompts: bool | None = False,
+    needs_reference: bool = True,
 ) -> Policy:
     """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
 
-    `extend` adds to the model that is trained what the reference does not need: a value head.
+    Args:
+        config, tokenizer, scorers, device: of the run.
+        updates: of the whole run.
+        extend: adds to the model that is trained what the reference does not need: a value head.
+        share_prompts: compute a prompt once for several responses; None where the model can.
+        needs_reference: whether anything is measured against the starting model.
     """
     lm = extend(models.load_lm(config, device))
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
+    costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
     reference = None
-    if not config.lora_rank:
+    if needs_reference and not config.lora_rank:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(
@@ -169,7 +198,19 @@ def load_policy(
         synced_gpus=config.zero_stage == 3,
     )
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids)
-    return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device)
+    return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
+
+
+def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
+    """The costs by which prompts are shared; None, and a line that says why, where the model cannot."""
+    reason = why_not(lm, config.max_prompt_length + config.max_new_tokens)
+    if reason is None:
+        return costs_of(lm)
+    if required:
+        raise InputError(f"share_prompts: {reason}; drop --share_prompts")
+    if engine.rank() == 0:
+        print(f"prompts are computed once per response: {reason}", flush=True)
+    return None
 
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
@@ -222,39 +263,50 @@ class Measured:
     """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked."""
 
     old_logprobs: torch.Tensor
-    ref_logprobs: torch.Tensor
+    """0 also where the policy was not run."""
     entropy: torch.Tensor
-    kl: torch.Tensor
-    """Exact, from both models' logits."""
+    """0 also where the policy was not run."""
+    ref_logprobs: torch.Tensor | None
+    """None where no reference is read."""
+    kl: torch.Tensor | None
+    """Exact, from both models' logits; None where it was not asked for."""
 
 
 @torch.no_grad()
-def measure(policy: Policy, batch: Batch, parts: list[torch.Tensor]) -> Measured:
+def measure(
+    policy: Policy, batch: Batch, parts: list[torch.Tensor], *, exact_kl: bool = True, skipped: int = 0
+) -> Measured:
     """Score `batch` with the policy and the reference.
 
     Args:
         policy: the policy.
         batch: B sequences.
-        parts: indices of the micro-batches of the first pass: the same tensors give the same bits, so the ratio of the
-            first update is 1.
+        parts: indices of the micro-batches of the first pass.
+        exact_kl: also from the logits of both.
+        skipped: so many of the first parts the policy is run on for the exact KL alone.
     """
-    measured = Measured(*(torch.zeros(batch.response_mask.shape, device=policy.device) for _ in range(4)))
-    temperature = policy.config.temperature
-    for index in parts:
+    shape, device = batch.response_mask.shape, policy.device
+    old_logprobs, entropy, ref_logprobs, kl = (torch.zeros(shape, device=device) for _ in range(4))
+    for number, index in enumerate(parts):
         part = batch.rows(index)
-        inputs = (part.input_ids, part.response_mask, temperature)
-        rows, logits = policy.model(*inputs, want_logits=True)
-        with _as_reference(policy) as reference:
-            ref_rows, ref_logits = reference(*inputs, want_logits=True)
-        kl = torch.zeros_like(rows.logprobs)
-        kl[part.response_mask] = fused_rl.token_kl(logits, ref_logits, temperature=temperature)
+        inputs, width = policy.inputs(part), part.response_mask.shape[1]
+        if exact_kl or number >= skipped:
+            rows, logits = _scored(policy.model, inputs, want_logits=exact_kl)
+            old_logprobs[index, :width], entropy[index, :width] = rows.logprobs, rows.entropy
+        if policy.has_reference:
+            with _as_reference(policy) as model:
+                ref_rows, ref_logits = _scored(model, inputs, want_logits=exact_kl)
+            ref_logprobs[index, :width] = ref_rows.logprobs
+        if exact_kl:
+            divergence = fused_rl.token_kl(logits, ref_logits, temperature=policy.config.temperature)
+            kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
+    return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
 
-        width = part.response_mask.shape[1]
-        measured.old_logprobs[index, :width] = rows.logprobs
-        measured.ref_logprobs[index, :width] = ref_rows.logprobs
-        measured.entropy[index, :width] = rows.entropy
-        measured.kl[index, :width] = kl
-    return measured
+
+def _scored(model, inputs: dict[str, object], *, want_logits: bool):
+    """The rows of `inputs`, and their logits if they are wanted."""
+    found = model(**inputs, want_logits=want_logits)
+    return found if want_logits else (found, None)
 
 
 @contextlib.contextmanager
@@ -278,7 +330,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
         sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
     parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
-    measured = measure(policy, sampled.batch, list(parts))
+    measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
 
     # Over all ranks: problems and tokens are counted, and everything else is divided by them.
     right = sampled.solved.view(-1, k)[:count]
@@ -287,9 +339,10 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         "eval/accuracy_sampled": right.sum() / k,
         "eval/pass_at_k": right.any(1).sum(),
         "eval/score": sampled.rewards[: count * k].sum() / k,
-        "eval/kl_exact": measured.kl[: count * k].sum().cpu() / k,
-        "eval/entropy": measured.entropy[: count * k].sum().cpu(),
     }
+    if measured.kl is not None:
+        sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
+    sums["eval/entropy"] = measured.entropy[: count * k].sum().cpu()
     tokens = sampled.batch.response_mask[: count * k].sum().cpu()
     counts = {"problems": torch.tensor(count), "tokens": tokens}
     local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])

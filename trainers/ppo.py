@@ -300,7 +300,7 @@ def train(config: PPOConfig) -> str:
         updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
         critic = None if shared else load_critic(config, tokenizer, device, updates)
         extend = PolicyWithValues if shared else (lambda lm: lm)
-        policy = load_policy(config, tokenizer, scorers, device, updates, extend)
+        policy = load_policy(config, tokenizer, scorers, device, updates, extend=extend)
         check_policy_fits(policy, [*prompts, *held_out])
     stop_ids = stop_ids_of(config, tokenizer, policy.sampling.stop_ids)
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)

@@ -20,7 +20,7 @@ FIXED = frozenset(
         *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
         *("max_length", "max_response_length", "too_long", "normalize_pairs", "reference_dataset"),
         # The batch of a step.
-        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs"),
+        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts"),
         # Rollouts and rewards.
         *("verifiers", "max_new_tokens", "temperature"),
         # The loss.
@@ -45,7 +45,7 @@ MAY_CHANGE = frozenset(
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
-        *("show_samples", "save_every", "keep_checkpoints", "wandb_project", "output_dir"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "wandb_project", "output_dir"),
     )
 )
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone

@@ -92,12 +92,15 @@ def step_of_a_rank(rank, world, folder):
     made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler = Sampler(given["responses"])
 
-    def measure(policy_, batch, parts):
+    def measure(policy_, batch, parts, **options):
         width = batch.response_mask.shape[1]
         masked = {k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()}
         return policy.Measured(**masked)
 
+    # As in a later minibatch, whose ratio is not 1: the old log-probabilities are those that were measured.
+    accumulate = grpo.accumulate
     grpo.measure = measure
+    grpo.accumulate = lambda *args, on_policy: accumulate(*args, on_policy=False)
     metrics = grpo.train_step(made, given["prompts"], 3)
     assert made.sampler.published == [3]
     return metrics
@@ -207,6 +210,9 @@ class Read(dict):
     def __init__(self):
         super().__init__()
         self.names = set()
+
+    def __contains__(self, name):
+        return True
 
     def __missing__(self, name):
         self.names.add(name)

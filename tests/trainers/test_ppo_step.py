@@ -1,5 +1,6 @@
 """A whole PPO step against a literal transcription of the published algorithm: losses, gradients and metrics, fp64."""
 
+import dataclasses
 import math
 
 import pytest
@@ -310,7 +311,9 @@ def step_of_a_rank(rank, world, folders, pads, options):
         make_batch = data.make_batch
         given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}
         rollout.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
-        data.Batch.rows = lambda self, index: data.Batch(self.input_ids[index], self.response_mask[index], self.where)
+        data.Batch.rows = lambda self, index: dataclasses.replace(
+            self, input_ids=self.input_ids[index], response_mask=self.response_mask[index]
+        )
     critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))
     return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
 

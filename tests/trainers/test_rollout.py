@@ -93,6 +93,36 @@ def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_p
             ids.append(token)
 
 
+def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
+    # Neighbours that are equal are computed once; rows that have ended leave the batch while others go on.
+    lm, prompts = load(folder), [[1, 70, 71], [1, 70, 71], [1, 80], [1, 70, 71], [1, 80, 81, 82], [1, 80, 81, 82]]
+    free = sample(lm, prompts, temperature=0.0, batch_size=1, stop_ids=(259,))
+    stops = (free[0][1], free[2][3], 259)
+    together, alone = (sample(lm, prompts, temperature=0.0, batch_size=size, stop_ids=stops) for size in (6, 1))
+    assert together == alone and len({len(response) for response in alone}) > 1
+    torch.manual_seed(0)
+    first, second = sample(lm, prompts[:1] * 2, batch_size=2)
+    assert first != second  # the copies are drawn each for itself
+
+
+@pytest.mark.parametrize("kind", ["Bloom", "Mamba"])
+def test_models_without_keys_values_and_positions_are_sampled_by_transformers(kind, tmp_path):
+    import transformers
+
+    sizes = {"vocab_size": 264, "hidden_size": 16, "initializer_range": 0.3}
+    sizes |= {"n_layer": 1, "n_head": 2} if kind == "Bloom" else {"num_hidden_layers": 1, "state_size": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert not generate._keeps_keys_and_values(lm)
+    sampling = Sampling(0.0, 4, (3,))
+    (response,) = generate.generate(lm, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
+    ids = [1, 70, 71]
+    for token in response:
+        assert lm(input_ids=torch.tensor([ids])).logits[0, -1].argmax() == token
+        ids.append(token)
+
+
 def test_several_stop_tokens_end_a_response(folder):
     lm = load(folder)
     free = sample(lm, [[1, 70]], temperature=0.0, stop_ids=(259,))[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, engine, grpo, models, policy, rollout, sft, verifiers
+from fused_rl.trainers import data, engine, grpo, models, packing, policy, rollout, sft, verifiers
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
@@ -270,6 +270,43 @@ def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
     assert m["objective/entropy"] == pytest.approx(m["policy/entropy_avg"] * tokens, rel=0.25)
 
 
+def test_shared_prompts_train_as_prompts_of_their_own_do(files, tmp_path, monkeypatch):
+    packed = []
+    monkeypatch.setattr(policy, "pack", lambda part, in_row: packed.append(in_row) or packing.pack(part, in_row))
+    # One step: the order of minibatches is drawn otherwise, and with it the responses of the next step.
+    options = {"steps": 1, "minibatches": 1, "kl_coef": 0.1, "lr": 1e-3, "epochs": 4}
+    grpo.train(grpo_config(files, tmp_path / "own", share_prompts=False, **options))
+    assert not packed
+    grpo.train(grpo_config(files, tmp_path / "shared", share_prompts=True, **options))
+    assert set(packed) <= {2, 3, 4} and len(packed) > 4
+    assert_same_metrics(tmp_path / "own", tmp_path / "shared", rtol=1e-3)
+    assert_same_weights(tmp_path / "own", tmp_path / "shared", atol=1e-4)
+
+
+def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, monkeypatch):
+    loaded, load_lm = [], models.load_lm
+    monkeypatch.setattr(models, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k))
+    grpo.train(grpo_config(files, tmp_path / "none", kl_every=0))
+    assert len(loaded) == 1
+    grpo.train(grpo_config(files, tmp_path / "second", kl_every=2))
+    none, second = (tiny.read_metrics(tmp_path / name) for name in ("none", "second"))
+    assert not [
+        key for metrics in none for key in metrics if "kl" in key.replace("approxkl", "").replace("kl_coef", "")
+    ]
+    assert ["objective/kl_exact" in metrics for metrics in second] == [False, False, True, False]
+    # What is not measured changes nothing of what is trained.
+    assert_same_weights(tmp_path / "none", tmp_path / "second")
+
+
+def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypatch):
+    options = {"preset": "dapo", "kl_coef": 0.1, "entropy_coef": 0.01, "epochs": 2, "steps": 2}
+    grpo.train(grpo_config(files, tmp_path / "one", **options))
+    monkeypatch.setattr(grpo, "_is_token_level", lambda options: False)
+    grpo.train(grpo_config(files, tmp_path / "two", **options))
+    assert_same_metrics(tmp_path / "one", tmp_path / "two", rtol=1e-3)
+    assert_same_weights(tmp_path / "one", tmp_path / "two", atol=1e-4)
+
+
 def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatch):
     options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
@@ -281,7 +318,8 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
         return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128))
 
     def untrimmed(batch, index):
-        return data.Batch(batch.input_ids[index], batch.response_mask[index], batch.where)
+        prompts, lengths = batch.prompts[index], batch.prompt_lengths[index]
+        return data.Batch(batch.input_ids[index], batch.response_mask[index], batch.where, prompts, lengths)
 
     monkeypatch.setattr(rollout, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)
