@@ -33,12 +33,6 @@ class Patch:
         """Whether the host is patched now."""
         return bool(self._pairs)
 
-    def original(self, name: str) -> object:
-        """The host's own `package.module.attribute`, patched or not: for what a replacement does not serve."""
-        module, _, attribute = name.rpartition(".")
-        found = getattr(importlib.import_module(module), attribute)
-        return next((original for original, ours in self._pairs if ours is found), found)
-
     def check_version(self) -> None:
         """Refuse a host that is absent, or of a version that the integration does not know."""
         try:
@@ -64,8 +58,8 @@ class Patch:
         self._pairs, self._originals = pairs, originals
         return Applied(self, owner=True)
 
-    def original(self, name: str):
-        """The host's own object of that name in `replacements`, whether or not the host is patched now."""
+    def original(self, name: str) -> object:
+        """The host's own object of that name in `replacements`, patched or not: for what a replacement does not serve."""
         return self._originals[name] if self.applied else self._read(name)
 
     def remove(self) -> None:
