@@ -234,8 +234,8 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
-def _kept_sets(support, targets, mask, vocab):
-    check_support(support)
+def _kept_sets(support, hidden, targets, mask, vocab):
+    check_support(support, several=targets.dim() == hidden.dim())
     kept = support.of_rows(targets.shape, targets.device)
     if values_are_checked(targets.device):
         check_kept_values(kept, targets, mask, vocab)
@@ -292,7 +292,7 @@ def linear_token_logprobs(
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
     if support is not None:
-        kept = _kept_sets(support, targets, mask, weight.shape[0])
+        kept = _kept_sets(support, hidden, targets, mask, weight.shape[0])
         kept = kept._replace(begin=rows.select(kept.begin), end=rows.select(kept.end))
         return TokenLogprobs(*map(rows.restore, linear_kept_logprobs(kept, *rows.arguments)))
     return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))

@@ -98,7 +98,7 @@ def token_logprobs(
             synchronisation per call.
     """
     check_row_arguments(logits, targets, temperature, mask, softcap, shift, (*LOGITS_DTYPES, torch.float64))
-    kept = _kept(support, targets, shift)
+    kept = _kept(support, logits, targets, shift)
     if logits.dtype == torch.float64:
         return _in_fp64(logits, targets, temperature, mask, softcap, shift, support)
     if inplace:
@@ -118,11 +118,11 @@ def token_logprobs(
     return TokenLogprobs(logprobs, entropy, lse)
 
 
-def _kept(support, targets, shift):
+def _kept(support, logits, targets, shift):
     """`KeptSets` of the rows of the logits, or nothing."""
     if support is None:
         return ()
-    check_support(support)
+    check_support(support, several=targets.dim() == logits.dim())
     return support.of_rows(targets.shape, targets.device, shift)
 
 

@@ -122,7 +122,10 @@ class TokenSupport:
         return KeptSets(self.ids, begin, end)
 
 
-def check_support(support: object) -> None:
+def check_support(support: object, several: bool = False) -> None:
+    """`several`: the targets are (..., K)."""
+    if several:
+        raise ValueError("support takes one target per row; leave it out, or score the K targets in K calls")
     if not isinstance(support, TokenSupport):
         raise ValueError(
             f"support must be a TokenSupport or None, got {described(support)}; see TokenSupport.from_lists"

@@ -63,7 +63,7 @@ def vocab_parallel_token_logprobs(
     mask = None if mask is None else mask.reshape(-1).contiguous()
     targets, kept = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :]), None
     if support is not None:
-        check_support(support)
+        check_support(support, several=targets.dim() == 2)
         kept = support.of_rows(targets.shape, targets.device)
         if values_are_checked(targets.device):
             check_kept_values(kept, targets, mask, None)

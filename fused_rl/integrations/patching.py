@@ -59,7 +59,7 @@ class Patch:
         return Applied(self, owner=True)
 
     def original(self, name: str) -> object:
-        """The host's own object of that name in `replacements`, patched or not: for what a replacement does not serve."""
+        """The host's own object of that name in `replacements`, patched or not: what a replacement does not serve."""
         return self._originals[name] if self.applied else self._read(name)
 
     def remove(self) -> None:
