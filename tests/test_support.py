@@ -134,6 +134,16 @@ def test_sets_that_do_not_fit(case, backend):
             fused_rl.linear_token_logprobs(torch.zeros(2, 3, 4), torch.zeros(8, 4), Y, support=support)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_several_targets_have_no_set(k):
+    support, targets = TokenSupport.from_lists([[1, 2]] * 3), torch.ones(3, k, dtype=torch.int64)
+    for dtype in (FP32, FP64):
+        with pytest.raises(ValueError, match="one target per row"):
+            fused_rl.token_logprobs(random_logits(3, 8).to(dtype), targets, support=support)
+    with pytest.raises(ValueError, match="one target per row"):
+        fused_rl.linear_token_logprobs(torch.zeros(3, 4), torch.zeros(8, 4), targets, support=support)
+
+
 def test_what_the_mask_drops_may_have_any_set(backend):
     targets, mask = torch.tensor([1, 2], device=backend), torch.tensor([True, False], device=backend)
     support = TokenSupport.from_lists([[1, 3], [99, 1]]).to(backend)
