@@ -21,8 +21,8 @@ import time
 from bench.machine import ROOT
 
 GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth")
-# Of a shape: rows (x hidden) x vocabulary.
-DIMENSIONS = {"kernels": (2,), "linear": (3,), "support": (2, 3), "topk": (2,)}
+# Of a shape: rows x vocabulary, rows x hidden x vocabulary.
+DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3, "topk": 2}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {"kernels": "run", "linear": "run", "support": "run", "topk": "run"}
 for _name in ("traffic", "codegen", "numerics", "growth", "prototypes", "report", "gpu"):
@@ -39,7 +39,7 @@ def run_group(group: str, options: list[str]) -> str:
 
 def of_group(shapes: str | None, group: str) -> list[str]:
     """Those of the shapes that have as many dimensions as the group's cases."""
-    return [shape for shape in (shapes or "").split(",") if shape.count("x") + 1 in DIMENSIONS.get(group, ())]
+    return [shape for shape in (shapes or "").split(",") if shape.count("x") + 1 == DIMENSIONS.get(group)]
 
 
 def parse():
@@ -58,7 +58,7 @@ def parse():
         parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
     usable = [group for group in groups if of_group(args.shapes, group)]
     if args.shapes and not usable:
-        wanted = [f"{' or '.join(map(str, n))} dimensions for {group}" for group, n in DIMENSIONS.items()]
+        wanted = [f"{n} dimensions for {group}" for group, n in DIMENSIONS.items()]
         parser.error(f"--shapes {args.shapes}: expected {', '.join(wanted)}")
 
     # The options that were given, as words again.

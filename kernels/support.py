@@ -17,8 +17,7 @@ from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import KeptSets, RowStatistics
 
 LANES = 128  # ids at a time; one warp, as most sets are shorter
-IDS, WIDTH = 16, 256  # a tile of the head: rows x hidden
-PARTS = 4  # programs that share a long set's products
+IDS, WIDTH, PARTS = 16, 256, 4  # a tile of the head, rows x hidden; programs that share a long set's products
 FAR_ID = 2**62  # every id is below
 
 
@@ -190,9 +189,8 @@ def whole_fwd(logits, targets, whole, inv_temperature, softcap):
 
 def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out):
     """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
-    return logprob.logprob_bwd(
-        dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out
-    )
+    upstream, state = (dlogprobs, dentropy, dlse), (entropy, m, rest)
+    return logprob.logprob_bwd(*upstream, logits, targets, whole, *state, inv_temperature, softcap, out)
 
 
 def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
@@ -389,11 +387,10 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
         dweight, dbias: gradients to add to, or None.
     """
     hidden, add = _unit(hidden), dweight is not None or dbias is not None
-    new = hidden.new_zeros
     if wants[0] and dweight is None:
-        dweight = new(vocab, hidden.shape[1])
+        dweight = hidden.new_zeros(vocab, hidden.shape[1])
     if wants[1] and dbias is None:
-        dbias = new(vocab)
+        dbias = hidden.new_zeros(vocab)
     if len(ids):
         with torch.cuda.device_of(hidden):
             kept_head_kernel[(len(ids), triton.cdiv(hidden.shape[1], WIDTH))](

@@ -73,7 +73,7 @@ class KeptLogits(RowsCase):
     @classmethod
     def specs(cls, args):
         listed = cls.cpu if args.device == "cpu" else cls.gpu
-        shapes = [shape for shape in args.shapes or () if len(shape) == 2]
+        shapes = [(shape[0], shape[-1]) for shape in args.shapes or ()]
         if args.shapes:
             listed = [Spec(shape, dtype, layout=kept) for shape in shapes for dtype in args.dtype for kept in SETS]
         return [spec for spec in listed if spec.dtype in args.dtype]
