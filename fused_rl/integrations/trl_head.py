@@ -84,7 +84,8 @@ class HeadLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, head, gathered):
         ctx.set_materialize_grads(False)
         budget = tiles.budget(WORKSPACE_MB, hidden, copied=False)
-        found, extra = scored(*cast(head.dtype, hidden, weight, bias), targets, head, budget)
+        with torch.autocast(hidden.device.type, enabled=False):  # the mean of the logits is one product in fp32
+            found, extra = scored(*cast(head.dtype, hidden, weight, bias), targets, head, budget)
         ctx.options = head, gathered, budget
         ctx.save_for_backward(hidden, weight, bias, targets, found.entropy.clone(), found.m, found.rest)
         entropy = found.entropy if "entropy" in head.outputs else None
