@@ -84,12 +84,9 @@ BF16 = {"dtype": torch.bfloat16}
 AUTOCAST = {"bf16": True}
 LOW_PRECISION = [
     (Cell("GRPO", {"beta": 0.1, "entropy_coef": 0.1}), AUTOCAST),
-    (Cell("GRPO", {"temperature": 0.7, "loss_type": "cispo"}, model="tied"), BF16),
-    (Cell("RLOO"), BF16),
     (Cell("DPO", {"use_weighting": True}), BF16),
     (Cell("KTO"), AUTOCAST),
     (Cell("SFT", {"loss_type": "dft"}, model="gemma2"), BF16),
-    (Cell("SFT", model="cohere"), AUTOCAST),
     (Cell("Distillation", {"beta": 0.5}), BF16),
 ]
 # The optional outputs that a trainer reads: all of them must come from here.
