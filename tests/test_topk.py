@@ -63,7 +63,8 @@ def check(logits, targets, upstream, **options):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_values_and_every_gradient(backend, dtype, count):
     logits, targets = random_rows(4, 1000, count, dtype, backend)
-    for names in itertools.chain(*(itertools.combinations(OUTPUTS, n) for n in (1, 2, 3))):
+    every = [itertools.combinations(OUTPUTS, n) for n in (1, 2, 3)]
+    for names in itertools.chain(*every) if count == 5 else (OUTPUTS, OUTPUTS[:1]):
         check(logits, targets, upstream_of(targets, names))
 
 
@@ -389,7 +390,7 @@ def sharded(rank, world):
     return True
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_over_split_vocabularies(world):
     assert run_distributed(sharded, world) == [True] * world
 

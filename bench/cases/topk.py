@@ -42,6 +42,10 @@ class TopkCase(RowsCase):
         whole = [spec for spec in found if not spec.masked]
         return [spec._replace(layout=f"K={count}") for spec in whole for count in COUNTS]
 
+    @classmethod
+    def warm_ups(cls, specs, device):
+        return super().warm_ups(list(dict.fromkeys(spec._replace(layout="K=8") for spec in specs)), device)
+
     def label(self):
         return f"{super().label()}, {self.layout}"
 
