@@ -21,7 +21,7 @@ import time
 from bench.machine import ROOT
 
 GROUPS = ("kernels", "linear", "topk", "traffic", "codegen", "numerics", "growth")
-DIMENSIONS = {"kernels": 2, "linear": 3, "topk": 2}  # of a shape: rows x vocabulary, rows x hidden x vocabulary
+DIMENSIONS = {"kernels": 2, "linear": 3}  # of a shape: rows x vocabulary, rows x hidden x vocabulary
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {"kernels": "run", "linear": "run", "topk": "run"}
 for _name in ("traffic", "codegen", "numerics", "growth", "prototypes", "report", "gpu"):
