@@ -22,7 +22,7 @@ from bench.machine import ROOT
 
 GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth")
 # Of a shape: rows x vocabulary, rows x hidden x vocabulary.
-DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3, "topk": 2}
+DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {"kernels": "run", "linear": "run", "support": "run", "topk": "run"}
 for _name in ("traffic", "codegen", "numerics", "growth", "prototypes", "report", "gpu"):

@@ -19,8 +19,8 @@ class TopkCase(RowsCase):
     known = peers.TOPK
     reads = 1
     outputs = ("logprob",)
-    cpu = [Spec((512, 32000), "bf16", layout=f"K={count}") for count in COUNTS]
-    cpu += [Spec((512, 32000), "fp32", layout=f"K={count}") for count in COUNTS]
+    cpu = [Spec((1024, 32000), "bf16", layout=f"K={count}") for count in COUNTS]
+    cpu += [Spec((1024, 32000), "fp32", layout=f"K={count}") for count in COUNTS]
     cpu += [Spec((128, 151936), "bf16", layout=f"K={count}") for count in COUNTS]
     gpu = [Spec((8192, 151936), "bf16", layout=f"K={count}") for count in COUNTS]
     gpu += [Spec((8192, 50257), "bf16", layout=f"K={count}") for count in COUNTS]
