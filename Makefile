@@ -63,9 +63,9 @@ test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the tr
 # it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
 HOSTS := verl openrlhf
 .PHONY: test-integrations
-test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, installed and patched against unpatched: 5 minutes
+test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, installed and patched against unpatched: 5 minutes once installed
 	@status=0; for host in $(HOSTS); do \
-	  $(VENV)-$$host/bin/python -m pytest --confcutdir=tests/hosts tests/hosts/test_$$host.py || status=1; \
+	  $(VENV)-$$host/bin/python -m pytest --confcutdir=tests/hosts tests/hosts/test_$$host*.py || status=1; \
 	done; exit $$status
 
 $(VENV)-%/bin/python:

@@ -91,6 +91,7 @@ def compute_approx_kl(
     value = capped_kl(log_probs, log_probs_base, kl_estimator)
     if not unbiased_gradient:
         return value
+    # straight-through: the estimate's value, the gradient of the importance-weighted k2
     k2 = (log_probs - log_probs_base).square() / 2
     weight = 1.0 if log_probs_old is None else _importance_weight(log_probs, log_probs_old)
     return with_gradient_of(value, weight * k2)

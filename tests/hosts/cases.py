@@ -46,6 +46,13 @@ def value_and_gradient(
     return value.detach(), leaf.grad
 
 
+def both(integration, call: Callable[[], object]) -> tuple:
+    """call() unpatched and patched."""
+    theirs = call()
+    with integration.patch():
+        return theirs, call()
+
+
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, check_dtype=False)
 

@@ -1,5 +1,6 @@
 """OpenRLHF 0.11 patched against unpatched: each replaced function, and OpenRLHF's own training step around them."""
 
+import functools
 import importlib.metadata
 import itertools
 import os
@@ -27,11 +28,7 @@ def unpatched_afterwards():
     integration.unpatch()
 
 
-def both(call):
-    """call() unpatched and patched."""
-    theirs = call()
-    with integration.patch():
-        return theirs, call()
+both = functools.partial(cases.both, integration)
 
 
 def assert_both_close(theirs, ours, tolerance=1e-5):

@@ -12,6 +12,8 @@ from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.utils.losses import ppo_loss
 
+K3 = ("low_var_kl", "k3", "low_var_kl+", "k3+")
+KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "kl+", "k1+", "abs+", "mse+", "k2+", *K3)
 VOCAB = 96
 PROMPTS, RESPONSES = (2, 2, 3), (5, 3, 6)
 NOT_LOSS = {"remove_padding": True, "entropy": True, "temperature": 0.8, "fused_kernels": False}
