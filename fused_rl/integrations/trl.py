@@ -173,20 +173,11 @@ def selective_log_softmax(
     """
     if not _serves_logits(logits, index, temperature):
         return _PATCH.original(f"{_UTILS}.selective_log_softmax")(logits, index, temperature, row_mask)
-    if index.dim() == logits.dim() - 1:
-        mask = None if row_mask is None else row_mask != 0
-        return token_logprobs(logits, index, temperature=temperature, mask=mask).logprobs
-    found = _several(logits, index.long(), temperature)
-    return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
-
-
-def _several(logits: Tensor, index: Tensor, temperature: float) -> Tensor:
-    """(..., V), (..., K) -> (..., K), each from the row's maximum: differences of logits keep their digits."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()  # gradients add up before they are rounded
-    top = logits.detach().argmax(-1)
-    of_top = token_logprobs(logits, top, temperature=temperature).logprobs
-    distance = logits.gather(-1, index) - logits.gather(-1, top[..., None])
-    return of_top[..., None] + distance / temperature
+    mask = None if row_mask is None else row_mask != 0
+    several = index.dim() == logits.dim()
+    if several and mask is not None:  # TRL's mask has a place for every target
+        return token_logprobs(logits, index, temperature=temperature).logprobs.masked_fill(~mask, 0.0)
+    return token_logprobs(logits, index, temperature=temperature, mask=mask).logprobs
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
