@@ -105,12 +105,21 @@ def assert_close(name, ours, theirs, exact, slack=1.0):
     """At most the host's error against fp64, but for `slack` of luck."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
     if name == "is_top1":  # rounding to 16 bits makes ties: a row or two may fall either way
-        assert (ours != exact).sum() <= (theirs != exact).sum() + (2 if slack == 1.02 else 0)
+        assert (ours != exact).sum() <= (theirs != exact).sum() + (2 if slack < 2 else 0)
         return
     finite = exact[exact.isfinite()].double()
     size = finite.abs().max().item() if finite.numel() else 0.0
     allowed = slack * error(theirs, exact) + 2**-22 * size
     assert error(ours, exact) <= allowed, f"{name}: {error(ours, exact):.3g} > {allowed:.3g}"
+
+
+def luck(name):
+    """Of roundings to bf16 in 1500 rows: 2 % of a per-token error; a sum over them is one draw per entry.
+
+    Over ten seeds, ours by TRL's: every per-token output 0.90 to 0.99, the gradient of hidden 0.97 to 1.00, of the
+    weight 0.88 to 1.16, of the bias 0.63 to 1.44.
+    """
+    return {"dweight": 1.25, "dbias": 1.6}.get(name, 1.02)
 
 
 def assert_near_the_host(name, ours, theirs, exact):
@@ -159,10 +168,9 @@ def test_head_in_fp32(name, workspace, monkeypatch):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("workspace", [512, 0.1])
 def test_head_in_bf16(name, workspace, monkeypatch):
-    """So many rows that the luck of single roundings is 2 %."""
     monkeypatch.setattr(trl_head, "WORKSPACE_MB", workspace)
     for one in head_on_both(name, BF16, 1500):
-        assert_close(*one, slack=1.02)
+        assert_close(*one, luck(one[0]))
 
 
 @pytest.mark.parametrize("name", ["all of it", "banned"])
@@ -256,7 +264,7 @@ def test_dtypes_that_differ(name, workspace, monkeypatch):
     exact = exact_head(head, targets, options)
     teacher = make_head(BF16, seed=1, n=1500)
     exact += exact_divergence(head, teacher, 0.0, 0.8)
-    found = []  # ours, then TRL's, which this module has under the same names
+    found, head_leaves = [], None  # ours, then TRL's, which this module has under the same names
     for module in (integration, sys.modules[__name__]):
         leaves, again = ([x.detach().clone().requires_grad_() for x in head] for _ in range(2))
         with torch.autocast("cpu", enabled=autocast):
@@ -265,9 +273,13 @@ def test_dtypes_that_differ(name, workspace, monkeypatch):
         backward_of(outputs[:2])
         backward_of(divergence[:1])
         found.append([*outputs, *gradients(leaves), *divergence, *gradients(again)])
+        head_leaves = head_leaves or (leaves, again)
     names = (*NAMES, "divergence", "entropy", "dhidden", "dweight", "dbias")
     for one, *three in zip(names, *found, exact, strict=True):
-        assert_close(one, *three, slack=1.02)
+        assert_close(one, *three, luck(one))
+    for one in (*gradients(head_leaves[0]), *gradients(head_leaves[1])):
+        rounded = torch.equal(one, one.bfloat16().to(one.dtype))
+        assert rounded == (one.dtype == BF16), "an fp32 gradient that was rounded on its way"
 
 
 def test_backward_twice_and_changed_outputs():

@@ -173,7 +173,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def costs(repeats: int) -> Iterator[list[str]]:
-    """Forward and backward at SHAPE: peak extra MB of each side, and the median ratio of interleaved CPU seconds."""
+    """Forward and backward at SHAPE: dtype, what, and the columns of `measured`."""
     n, width, vocab = SHAPE
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(vocab, (n,), generator=generator)
@@ -198,7 +198,7 @@ def costs(repeats: int) -> Iterator[list[str]]:
 
 
 def measured(call: Callable[[Side], None], leaves: tuple[torch.Tensor, ...], repeats: int) -> list[str]:
-    """Of TRL's and ours: peak MB beside the inputs, gradients among it; median CPU seconds; median ratio."""
+    """Peak MB of both beside inputs and gradients (of the call before); median CPU seconds of both; median ratio."""
 
     def once(side):
         for leaf in leaves:
