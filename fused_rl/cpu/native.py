@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,9 @@ def _function(name: str) -> Callable:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled file; None, with a warning, where the compiler refuses."""
+    """The compiled file; None elsewhere than on Linux, and, with a warning, where the compiler refuses."""
+    if sys.platform != "linux":
+        return None
     compiler = os.environ.get("CXX", "g++")
     path = _folder() / f"rows-{_fingerprint(compiler)}.so"
     if path.is_file():
