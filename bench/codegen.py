@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -96,16 +97,18 @@ def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
     return (x, y, mask, row if per_row else 0.7), row
 
 
-def kl_fwd(jensen_shannon=False, **options):
+def kl_fwd(jensen_shannon=False, split=False, **options):
     from fused_rl.kernels import jensen_shannon as js
-    from fused_rl.kernels import kl
+    from fused_rl.kernels import kl, logprob
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     if jensen_shannon:
         js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
-        kl.kl_fwd(*rows)
+        count = 10**6 if split else 0
+        with _device(logprob), mock.patch.object(kl, "multiprocessors", lambda device: count):
+            kl.kl_fwd(*rows)
 
 
 def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
@@ -162,6 +165,8 @@ VARIANTS = {
     "kl_fwd fp16": (kl_fwd, {"dtype": "float16"}, 4),
     "kl_fwd fp16, odd vocabulary": (kl_fwd, {"dtype": "float16", "vocab": 50257}, 4),
     "kl_fwd bf16, odd vocabulary": (kl_fwd, {"vocab": 50257}, 4),
+    "kl_fwd bf16, split": (kl_fwd, {"split": True}, 4),
+    "js_fwd fp32, odd vocabulary": (kl_fwd, {"jensen_shannon": True, "dtype": "float32", "vocab": 50257}, 8),
     "kl_bwd fp32, odd vocabulary": (kl_bwd, {"dtype": "float32", "vocab": 50257, "wants": (True, True)}, 8),
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, {"jensen_shannon": True, "wants": (True, True)}, 4),
 }
