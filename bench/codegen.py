@@ -86,15 +86,15 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
-def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
+def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROWS, inv_t=0.7):
     import torch
 
-    shape = (1, ROWS, vocab)
+    shape = (1, rows, vocab)
     x = torch.empty(shape, dtype=getattr(torch, dtype))
     y = torch.empty_like(x)
-    row = torch.ones(ROWS)
+    row = torch.ones(rows)
     mask = row.bool() if mask else None
-    return (x, y, mask, row if per_row else 0.7), row
+    return (x, y, mask, row if per_row else inv_t), row
 
 
 def kl_fwd(jensen_shannon=False, split=False, **options):
@@ -223,12 +223,15 @@ def launches(run, arguments, target, compile_them=True):
 
 def _inspect_all(cases, targets):
     """Print the figures of every kernel and target as JSON."""
+    import triton
+
     for name, (run, arguments, element_bytes) in cases.items():
         for target in targets:
             vendor = TARGETS[target][0]
             for kernel_name, _, kernel in launches(run, arguments, target):
                 figures = machine_code.inspect_kernel(kernel, vendor, element_bytes)
-                row = {"case": name, "kernel": kernel_name, "target": target, "status": "ok"}
+                row = {"case": name, "kernel": kernel_name, "target": target, "triton": triton.__version__}
+                row["status"] = "ok"
                 print(json.dumps(row | figures), flush=True)
 
 
@@ -239,6 +242,9 @@ def _launch_both(rows, temperature, vocab):
     logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
     logprob.logprob_fwd(logits, targets, mask, 1 / temperature, None)
     logprob.logprob_bwd(row, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
+    for jensen_shannon in (False, True):
+        kl_fwd(jensen_shannon, vocab=vocab, rows=rows, inv_t=1 / temperature)
+    kl_bwd(vocab=vocab, rows=rows, inv_t=1 / temperature)
 
 
 def _count_variants():
@@ -268,7 +274,8 @@ def _between(loops, name, form="{:.2f}"):
 
 
 def table(rows):
-    """The figures as text."""
+    """The figures as text, under the release of Triton that they are of."""
+    release = " and ".join(sorted({row["triton"] for row in rows}))
     head = ["case", "kernel", "target", "regs", "spills", "smem", "load B", "store B", "barriers", "instr/el", "ALU/el"]
     lines = []
     for row in rows:
@@ -285,7 +292,7 @@ def table(rows):
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         padded.append("  ".join(cells).rstrip())
-    return "\n".join(padded)
+    return "\n".join([f"triton {release}", *padded])
 
 
 def command(name: str, words: list[str]) -> int:
