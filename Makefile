@@ -54,6 +54,24 @@ test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
 test-slow: $(VENV)/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
+# What compilers make of a kernel differs between Triton's releases; 3.6.0 comes with torch 2.11.
+TRITONS := 3.6.0 3.7.1 3.9.0
+KERNEL_TESTS := tests/test_codegen.py tests/test_kernels.py tests/test_kl.py tests/test_extremes.py tests/test_gae.py
+
+.PHONY: test-triton
+test-triton: $(TRITONS:%=.venv-triton-%/tested)  ## the kernels' tests and their code under each release of Triton in TRITONS
+
+.venv-triton-%/installed: constraints.txt
+	$(PYTHON) -m venv .venv-triton-$*
+	.venv-triton-$*/bin/python -m pip --disable-pip-version-check install -q triton==$* 'numpy<2.4' \
+	  $$(grep -E '^(torch|pytest|pytest-xdist|rich)==' constraints.txt) hypothesis
+	@touch $@
+
+.PHONY: $(TRITONS:%=.venv-triton-%/tested)
+$(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/installed
+	.venv-triton-$*/bin/python -m pytest -q -n 2 -m "not slow and not gpu" $(KERNEL_TESTS)
+	TRITON_INTERPRET=0 .venv-triton-$*/bin/python bench/codegen.py
+
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults
 test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults

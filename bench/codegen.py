@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -110,27 +111,29 @@ def targets_bwd(count=64, grads=("entropy", "lse"), **options):
         module.targets_bwd(dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap)
 
 
-def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False):
+def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROWS, inv_t=0.7):
     import torch
 
-    shape = (1, ROWS, vocab)
+    shape = (1, rows, vocab)
     x = torch.empty(shape, dtype=getattr(torch, dtype))
     y = torch.empty_like(x)
-    row = torch.ones(ROWS)
+    row = torch.ones(rows)
     mask = row.bool() if mask else None
-    return (x, y, mask, row if per_row else 0.7), row
+    return (x, y, mask, row if per_row else inv_t), row
 
 
-def kl_fwd(jensen_shannon=False, **options):
+def kl_fwd(jensen_shannon=False, split=False, **options):
     from fused_rl.kernels import jensen_shannon as js
-    from fused_rl.kernels import kl
+    from fused_rl.kernels import kl, logprob
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     if jensen_shannon:
         js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
-        kl.kl_fwd(*rows)
+        count = 10**6 if split else 0
+        with _device(logprob), mock.patch.object(kl, "multiprocessors", lambda device: count):
+            kl.kl_fwd(*rows)
 
 
 def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
@@ -250,6 +253,8 @@ VARIANTS = {
     "kl_fwd fp16": (kl_fwd, {"dtype": "float16"}, 4),
     "kl_fwd fp16, odd vocabulary": (kl_fwd, {"dtype": "float16", "vocab": 50257}, 4),
     "kl_fwd bf16, odd vocabulary": (kl_fwd, {"vocab": 50257}, 4),
+    "kl_fwd bf16, split": (kl_fwd, {"split": True}, 4),
+    "js_fwd fp32, odd vocabulary": (kl_fwd, {"jensen_shannon": True, "dtype": "float32", "vocab": 50257}, 8),
     "kl_bwd fp32, odd vocabulary": (kl_bwd, {"dtype": "float32", "vocab": 50257, "wants": (True, True)}, 8),
     "kept_fwd fp32, per-row temperature, softcap": (
         kept_fwd,
@@ -326,12 +331,15 @@ def launches(run, arguments, target, compile_them=True):
 
 def _inspect_all(cases, targets):
     """Print the figures of every kernel and target as JSON."""
+    import triton
+
     for name, (run, arguments, element_bytes) in cases.items():
         for target in targets:
             vendor = TARGETS[target][0]
             for kernel_name, _, kernel in launches(run, arguments, target):
                 figures = machine_code.inspect_kernel(kernel, vendor, element_bytes)
-                row = {"case": name, "kernel": kernel_name, "target": target, "status": "ok"}
+                row = {"case": name, "kernel": kernel_name, "target": target, "triton": triton.__version__}
+                row["status"] = "ok"
                 print(json.dumps(row | figures), flush=True)
 
 
@@ -342,6 +350,9 @@ def _launch_both(rows, temperature, vocab):
     logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
     logprob.logprob_fwd(logits, targets, mask, 1 / temperature, None)
     logprob.logprob_bwd(row, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
+    for jensen_shannon in (False, True):
+        kl_fwd(jensen_shannon, vocab=vocab, rows=rows, inv_t=1 / temperature)
+    kl_bwd(vocab=vocab, rows=rows, inv_t=1 / temperature)
 
 
 def _launch_several(rows, temperature, vocab, count):
@@ -384,7 +395,8 @@ def _between(loops, name, form="{:.2f}"):
 
 
 def table(rows):
-    """The figures as text."""
+    """The figures as text, under the release of Triton that they are of."""
+    release = " and ".join(sorted({row["triton"] for row in rows}))
     head = ["case", "kernel", "target", "regs", "spills", "smem", "load B", "store B", "barriers", "instr/el", "ALU/el"]
     lines = []
     for row in rows:
@@ -401,7 +413,7 @@ def table(rows):
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         padded.append("  ".join(cells).rstrip())
-    return "\n".join(padded)
+    return "\n".join([f"triton {release}", *padded])
 
 
 def command(name: str, words: list[str]) -> int:

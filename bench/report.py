@@ -255,8 +255,9 @@ def codegen(result, kind) -> str:
             pairs.append(" / ".join(dict.fromkeys(texts)))
         headroom = [f"{h:.2f}" for h in row["headroom"]] if row["target"] == "sm_90" else []
         sizes = [str(row[name]) for name in ("registers", "spills", "shared")]
-        lines.append([row["case"], row["kernel"], row["target"], *sizes, *pairs, " / ".join(headroom)])
-    columns = ["case", "kernel", "target", "registers", "spills", "shared bytes", "load bytes", "store bytes"]
+        release = row.get("triton", result["environment"]["versions"]["triton"])
+        lines.append([row["case"], row["kernel"], row["target"], release, *sizes, *pairs, " / ".join(headroom)])
+    columns = ["case", "kernel", "target", "triton", "registers", "spills", "shared bytes", "load bytes", "store bytes"]
     columns += ["barriers", "instructions", "ALU", "special", "headroom"]
     return f"## Machine code, counted\n\n{machine(result)}\n{MACHINE_CODE}\n\n{table(columns, lines)}"
 

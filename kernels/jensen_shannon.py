@@ -13,15 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.online import log1p, valid
+from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
+    LN2,
     LOG2E,
     RUNTIME,
+    THREADS,
     about_the_maxima,
+    banned_as_finite,
     is_masked,
     launch_arguments,
     load,
     load_state,
+    load_together,
     p_q_delta,
     row_offset,
     warps,
@@ -33,28 +37,58 @@ AT_DIVERGENCE = tl.constexpr(JensenShannonSums._fields.index("divergence"))
 AT_P_A = tl.constexpr(JensenShannonSums._fields.index("p_a"))
 AT_Q_B = tl.constexpr(JensenShannonSums._fields.index("q_b"))
 
-
-@triton.jit
-def js_logs(delta, expm1):
-    """a = log(p / mean(p, q)), b = log(q / mean(p, q)) and |r| = |p - q| / (p + q)."""
-    ratio = tl.exp2(-tl.abs(delta) * LOG2E)  # of the smaller to the larger
-    r = tl.where(tl.abs(delta) < 1, tl.abs(expm1) / (2 + expm1), (1 - ratio) / (1 + ratio))
-    larger = log1p(r)
-    smaller = larger - tl.abs(delta)
-    return tl.where(delta > 0, larger, smaller), tl.where(delta > 0, smaller, larger), r
+SEGMENT = 32  # tiles of 16 bytes per thread; V alone says how a row is cut
 
 
 @triton.jit
-def _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT: tl.constexpr):
+def _larger(distance):
+    """log(larger / mean) of two numbers whose logarithms are `distance` apart: -log((1 + exp(-distance)) / 2)."""
+    near = tl.fma(distance, -2.16920087e-04, -1.92123653e-04)  # minimax on [0, 1], 8e-8 relative
+    near = tl.fma(distance, near, 5.32027427e-03)
+    near = tl.fma(distance, near, -2.83246651e-05)
+    near = tl.fma(distance, near, -1.24997403e-01)
+    near = tl.fma(distance, near, 4.99999961e-01) * distance
+    ratio = tl.exp2(distance * -LOG2E)
+    far = tl.fma(ratio, 6.26193626e-02, -1.57825792e-01)  # log1p(ratio) / -ratio, minimax below exp(-1); a log takes 20
+    far = tl.fma(ratio, far, 2.40578864e-01)
+    far = tl.fma(ratio, far, -3.32213895e-01)
+    far = tl.fma(ratio, far, 4.99937021e-01)
+    far = tl.fma(ratio, tl.fma(ratio, far, -9.99998794e-01), LN2)
+    return tl.where(distance < 1, near, far)
+
+
+@triton.jit
+def _near(distance):
+    """[p log(p / mean) + q log(q / mean)] / max(p, q) for |log p - log q| <= 1, whose terms would cancel."""
+    near = tl.fma(distance, -1.06589424e-04, 7.91226737e-04)  # minimax, 5e-8 relative
+    near = tl.fma(distance, near, -5.16750586e-03)
+    near = tl.fma(distance, near, 3.12400975e-02)
+    near = tl.fma(distance, near, -1.24999109e-01)
+    return distance * distance * tl.fma(distance, near, 2.49999987e-01)
+
+
+@triton.jit
+def js_logs(delta):
+    """a = log(p / mean(p, q)) and b = log(q / mean(p, q))."""
+    distance = tl.abs(delta)
+    larger = _larger(distance)
+    smaller = larger - distance
+    return tl.where(delta > 0, larger, smaller), tl.where(delta > 0, smaller, larger)
+
+
+@triton.jit
+def _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT: tl.constexpr):
+    """Twice the divergence, sum(p a) and sum(q b), (threads,), with one more window (threads, columns).
+
+    Sums of two dimensions, carried through the loops, would lead some compilers to change their layout in each.
+    """
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
-    a, b, r = js_logs(delta, expm1)
-    # mean(p, q) [(1 + r) log(1 + r) + (1 - r) log(1 - r)] / 2 in powers of r, |r| < 0.47: 4e-8 relative
-    z = r * r
-    j = tl.fma(z, tl.fma(z, tl.fma(z, tl.fma(z, 1 / 240, 1 / 182), 1 / 132), 1 / 90), 1 / 56)
-    j = z * tl.fma(z, tl.fma(z, tl.fma(z, j, 1 / 30), 1 / 12), 0.5) * p * (1 + 0.5 * expm1)
-    js += tl.where(tl.abs(delta) < 1, j, 0.5 * (p * a + q * b))
-    return js, p_sum + p * a, q_sum + q * b
+    distance = tl.abs(delta)
+    a, b = js_logs(delta)
+    a, b = p * a, q * b
+    twice = tl.where(distance < 1, tl.where(delta > 0, p, q) * _near(distance), a + b)
+    return js + tl.sum(twice, 1), p_sum + tl.sum(a, 1), q_sum + tl.sum(b, 1)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -64,7 +98,7 @@ def js_kernel(
     mask_ptr,  # (N,) bool or None
     inv_t_ptr,  # (N,) fp32 or None
     state_ptr,  # (9, N) fp32, see KLState
-    sums_ptr,  # (3, N) fp32, see JensenShannonSums
+    sums_ptr,  # (segments, 3, N) fp32, see JensenShannonSums
     N,
     T,
     V,
@@ -76,42 +110,58 @@ def js_kernel(
     stride_yt: tl.int64,
     inv_t,
     wide,
-    BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
+    VEC: tl.constexpr,  # elements in 16 bytes
+    SEGMENT: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    sums_ptr += row
-    if is_masked(mask_ptr, row):
-        tl.store(sums_ptr + AT_DIVERGENCE * N, 0.0)
-        return
+    row, segment = tl.program_id(0), tl.program_id(1)
+    sums_ptr += segment.to(tl.int64) * 3 * N + row
+    alive = is_masked(mask_ptr, row) == 0
     if inv_t_ptr is not None:
-        inv_t = valid(tl.load(inv_t_ptr + row))
-    x_ptr += row_offset(row, T, stride_xb, stride_xt, x_shift)
-    y_ptr += row_offset(row, T, stride_yb, stride_yt, y_shift)
+        inv_t = valid(tl.load(inv_t_ptr + row, mask=alive, other=1.0))
     EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
-    cols = tl.arange(0, BLOCK)
-    state = about_the_maxima(load_state(state_ptr, row, N, True), inv_t)
-    js = tl.zeros((BLOCK,), tl.float32)
-    p_sum = tl.zeros((BLOCK,), tl.float32)
-    q_sum = tl.zeros((BLOCK,), tl.float32)
-    full = V // BLOCK * BLOCK
-    for start in tl.range(0, full, BLOCK, num_stages=1):
-        x, y = load(x_ptr, y_ptr, start + cols, None)
-        js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
-    if full < V:
-        x, y = load(x_ptr, y_ptr, full + cols, V)
-        js, p_sum, q_sum = _js_step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
-    divergence = tl.sum(js, 0)
-    tl.store(sums_ptr + AT_DIVERGENCE * N, tl.where(divergence < 0, 0.0, divergence))  # NaN is not < 0
+    TILE: tl.constexpr = THREADS * VEC
+    x_at = row_offset(row, T, stride_xb, stride_xt, x_shift)
+    y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
+    state = about_the_maxima(load_state(state_ptr, row, N, alive), inv_t)
+    js = tl.zeros((THREADS,), tl.float32)
+    p_sum, q_sum = js, js
+    begin = segment * SEGMENT * TILE
+    stop = tl.where(alive, tl.minimum(V, begin + SEGMENT * TILE), begin)
+    whole = begin + (stop - begin) // TILE * TILE
+    if wide:
+        x_wide, y_wide = x_ptr + x_at // VEC * VEC, y_ptr + y_at // VEC * VEC
+        for at in tl.range(begin, whole, TILE, num_stages=1):
+            x = banned_as_finite(load_together(x_wide + at, THREADS, VEC))
+            y = banned_as_finite(load_together(y_wide + at, THREADS, VEC))
+            js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+    apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
+    x_apart, y_apart = x_ptr + x_at + apart, y_ptr + y_at + apart
+    if wide == 0:
+        for at in tl.range(begin, whole, TILE, num_stages=1):
+            x, y = load(x_apart, y_apart, at, None)
+            js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+    if whole < stop:
+        x, y = load(x_ptr + x_at, y_ptr + y_at, whole + apart, stop)
+        js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+    tl.store(sums_ptr + AT_DIVERGENCE * N, 0.5 * tl.sum(js, 0))
     tl.store(sums_ptr + AT_P_A * N, tl.sum(p_sum, 0))
     tl.store(sums_ptr + AT_Q_B * N, tl.sum(q_sum, 0))
 
 
 def js_fwd(x, y, mask, inv_t, state):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32, state (9, N) of `kl_fwd` -> sums (3, N) fp32."""
-    n = x.shape[0] * x.shape[1]
-    sums = torch.empty(len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32)
+    n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
+    segments = triton.cdiv(vocab, SEGMENT * THREADS * vec)
+    parts = torch.empty(segments, len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
     if n:
+        layout = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}
         with torch.cuda.device_of(x):
-            js_kernel[(n,)](x, y, mask, inv_t, state, sums, *numbers, BLOCK=1024, num_warps=warps())
+            js_kernel[(n, segments)](x, y, mask, inv_t, state, parts, *numbers, **layout)
+    sums = parts[0]
+    for part in parts[1:]:  # in this order in any batch
+        sums = sums + part
+    divergence = sums[JensenShannonSums._fields.index("divergence")]
+    divergence.masked_fill_(divergence < 0, 0.0)  # NaN is not
     return sums

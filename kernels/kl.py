@@ -44,7 +44,7 @@ from fused_rl.kernels.kl_lanes import (
     start,
     step,
 )
-from fused_rl.kernels.logprob import multiprocessors
+from fused_rl.kernels.logprob import launch_options, multiprocessors
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
@@ -66,7 +66,6 @@ from fused_rl.kernels.pair import (
     load,
     load_together,
     row_offset,
-    warps,
 )
 from fused_rl.kernels.states import KLState
 
@@ -133,7 +132,8 @@ def _segment(
     k = inv_t * LOG2E
     m, w, c, a, f, far = start(THREADS)
     # whole tiles: neighbouring columns in a thread where its 16 bytes begin at a boundary, else in neighbouring threads
-    apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, K * VEC)[None, :] * THREADS
+    apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
+    x_apart, y_apart = x_row + apart, y_row + apart
     if wide:
         for i in tl.range(first, whole, num_stages=1):
             xs, ys = (), ()
@@ -144,16 +144,23 @@ def _segment(
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
     else:
         for i in tl.range(first, whole, num_stages=1):
-            x = tl.load(x_row + (i * TILE + apart)).to(tl.float32)
-            y = tl.load(y_row + (i * TILE + apart)).to(tl.float32)
-            m, w, c, a, f, far = step(m, w, c, a, f, far, (x,), (y,), None, offset, k, EXACT, 1)
+            xs, ys = (), ()
+            for j in tl.static_range(K):
+                at = (i * K + j) * (THREADS * VEC)
+                xs = xs + (tl.load(x_apart + at).to(tl.float32),)
+                ys = ys + (tl.load(y_apart + at).to(tl.float32),)
+            m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
     # the row's end
     stop = tl.minimum(V, (first + SEGMENT) * TILE)
     if whole * TILE < stop:
-        at = whole * TILE + apart
-        x = tl.load(x_row + at, mask=at < stop, other=NOWHERE).to(tl.float32)
-        y = tl.load(y_row + at, mask=at < stop, other=NOWHERE).to(tl.float32)
-        m, w, c, a, f, far = step(m, w, c, a, f, far, (x,), (y,), at < stop, offset, k, EXACT, 1)
+        xs, ys, inside = (), (), ()
+        for j in tl.static_range(K):
+            at = whole * TILE + j * (THREADS * VEC)
+            mask = at + apart < stop
+            xs = xs + (tl.load(x_apart + at, mask=mask, other=NOWHERE).to(tl.float32),)
+            ys = ys + (tl.load(y_apart + at, mask=mask, other=NOWHERE).to(tl.float32),)
+            inside = inside + (mask,)
+        m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
     right = held(m, w, a, f, far, k)
     m, w, w_all, c, left, n, s, f, d_max = settled(m, w, c, a, f, offset, k, inv_t)
     if right == 0:
@@ -306,7 +313,9 @@ def kl_fwd(x, y, mask, inv_t):
         lanes = torch.empty(n, parts, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
     rows = (x, y, mask, inv_t, kl, state, lanes)
-    layout = {"THREADS": THREADS, "num_warps": warps()}
+    layout = launch_options(x)
+    del layout["LANES"], layout["VEC"]
+    layout["THREADS"] = THREADS
     with torch.cuda.device_of(x):
         kl_fwd_kernel[(n, parts)](*rows, *numbers, K=K, VEC=vec, SEGMENT=SEGMENT, **layout)
         if parts > 1:

@@ -32,7 +32,7 @@ def _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS: tl.constexpr, EXACT: t
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
     if JS:
-        a, b, r = js_logs(delta, expm1)
+        a, b = js_logs(delta)
         return 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
     return g * p * u, g * tl.where(tl.abs(delta) < 1, p * expm1, q - p)
 

@@ -52,7 +52,7 @@ def start(LANES: tl.constexpr):
 
 @triton.jit
 def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: tl.constexpr):
-    """The lanes after one more tile; xs, ys: tuples of K windows (lanes, columns); inside: (lanes, columns), or None.
+    """The lanes after one more tile; xs, ys: K windows (lanes, columns) each; inside: the same, bool, or None.
 
     No sum begins from zeros, which the compiler would add; nothing is negated, which costs it a subtraction.
     """
@@ -65,7 +65,7 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
     ps, vs = (), ()
     for i in tl.static_range(K):
         v = difference(xs[i], ys[i], offset, EXACT)
-        vs = vs + (v if inside is None else tl.where(inside, v, 0.0),)
+        vs = vs + (v if inside is None else tl.where(inside[i], v, 0.0),)
         ps = ps + (tl.exp2(tl.fma(xs[i], k, -ref[:, None])),)
     p_sum, pv_sum = ps[0], ps[0] * vs[0]
     for i in tl.static_range(1, K):

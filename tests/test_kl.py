@@ -294,6 +294,42 @@ def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
         assert torch.equal(fused_rl.token_kl(*shifted), want), at
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device decides by its own count")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_row_in_several_programs_has_the_bits_of_one(direction, monkeypatch):
+    """Three segments: one of fast sums, one with a banned column and a rival hundreds of nats up, an end."""
+    kernels = [pytest.importorskip(f"fused_rl.kernels.{name}") for name in ("kl", "kl_gradient")]
+    x, y = pair(2, 2 * 32768 + 77, dtype=torch.bfloat16)
+    x[:, 40000], y[:, 40000] = -torch.inf, -torch.inf
+    x[1, 50000], y[1, 50000] = 300.0, 250.0
+    upstream = torch.randn(2)
+    one = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: 100)
+    with interpreter.check_memory():
+        many = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    want = reference.token_kl(x.double(), y.double(), direction=direction)
+    torch.testing.assert_close(one[0].double(), want, rtol=2e-6, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")
+def test_only_segments_that_need_it_are_read_again():
+    """Three times more: a banned column, or one 80 nats off in one row, in one segment of three."""
+    vocab, segment = 2 * 32768 + 77, 32768
+    for column, far in ((40000, -torch.inf), (40000, -80.0)):
+        x, y = pair(1, vocab, dtype=torch.bfloat16)
+        x[0, column] = y[0, column] = far
+        y[0, column] += 80.0
+        with interpreter.count_traffic() as launches:
+            value = fused_rl.token_kl(x, y)
+        assert round(launches[0].bytes()[0] / (2 * 2), -3) == round(vocab + 3 * segment, -3)
+        torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=2e-6, atol=0)
+        with interpreter.count_traffic() as launches:
+            fused_rl.token_kl(*pair(1, vocab, dtype=torch.bfloat16))
+        assert round(launches[0].bytes()[0] / (2 * 2), -3) == round(vocab, -3)
+
+
 def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
     """Where the likeliest column's difference is far from all others': 1 - 1e-3 of F would cancel."""
     x = torch.zeros(1, 4000, device=backend)

@@ -9,7 +9,6 @@ import torch
 import fused_rl
 from bench import interpreter
 from fused_rl import TokenSupport, reference
-from fused_rl.cpu import compiled
 from fused_rl.kernels.states import KeptSets
 from tests.distributed import run_distributed
 from tests.test_linear import Work, assert_as_good, in_dtype, peak_bytes
@@ -219,27 +218,17 @@ def test_whole_rows_keep_their_bits(backend, dtype):
     torch.testing.assert_close(found[1][-1], plain[1][-1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("whole", [1, 2, 3])
-def test_whole_rows_take_the_way_of_all_rows_on_a_cpu(monkeypatch, whole):
-    """Few among many: compiled where all would be, never for one row alone, which Inductor would compile for itself."""
+@pytest.mark.parametrize("whole", [1, 3])
+@pytest.mark.parametrize("compiled_c", [True, False])
+def test_few_whole_rows_have_the_bits_of_all_on_a_cpu(monkeypatch, whole, compiled_c):
+    """Copied out a few at a time, by rows.c and by the eager path."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 6 * 2048)
-    monkeypatch.setattr(compiled, "compiler_found", lambda: True)
     monkeypatch.setattr("fused_rl.cpu.support.CHUNK", 2 * 2048)
-    seen = []
-
-    def recorded(function):
-        def run(*args):
-            seen.append(min(len(args[0]), len(args[1])))
-            return function(*args)
-
-        return run
-
-    monkeypatch.setattr(compiled, "by_inductor", recorded)
+    if not compiled_c:
+        monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
     logits, targets = random_logits(6, 2048), torch.zeros(6, dtype=torch.long)
     support = TokenSupport.from_lists([[]] * whole + [[0, 1]] * (6 - whole))
     found = outputs_and_gradient(fused_rl, logits, targets, upstream_of(targets), support=support)
-    assert len(seen) == 1 + -(-whole // 2) and min(seen) > 1
     plain = outputs_and_gradient(fused_rl, logits, targets, upstream_of(targets))
     assert_same_bits([x[:whole] for x in found], [x[:whole] for x in plain])
 

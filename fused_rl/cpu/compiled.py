@@ -1,7 +1,5 @@
 """What every function of the CPU path shares: blocks and chunks, when compiling pays, and memory in huge pages."""
 
-import contextlib
-import contextvars
 import ctypes
 import functools
 import logging
@@ -9,7 +7,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,21 +36,7 @@ def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
     return fresh
 
 
-_rows_of_call = contextvars.ContextVar("rows of the call", default=0)
-
-
-@contextlib.contextmanager
-def as_for(rows: int) -> Iterator[None]:
-    """Within, decide as for so many rows: some rows of a call get the bits that they have among all."""
-    token = _rows_of_call.set(rows)
-    try:
-        yield
-    finally:
-        _rows_of_call.reset(token)
-
-
 def compile_pays(rows: int, vocab: int) -> bool:
-    rows = _rows_of_call.get() or rows
     large = rows > 1 and vocab >= 2 * BLOCK and rows * vocab >= WORTH_COMPILING
     return large and compiler_found()
 

@@ -46,7 +46,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     if softcap is None and native.takes(logits, out):
         x = logits, logits.stride(0), out, out.stride(0), logits.dtype, *logits.shape
         per_row = _per_row(targets, mask, entropy, m, rest)
-        upstream = _per_row(dlogprobs, dentropy, dlse)
+        upstream = _per_row(*(None if d is None else d.float() for d in (dlogprobs, dentropy, dlse)))
         native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))
         return out
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)

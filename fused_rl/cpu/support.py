@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.cpu import compiled, logprob
+from fused_rl.cpu import logprob
 from fused_rl.cpu.compiled import CHUNK, in_huge_pages
 from fused_rl.kernels.states import KeptSets, RowStatistics
 
@@ -82,22 +82,14 @@ def _sum(values, offsets):
 
 def whole_fwd(logits, targets, whole, inv_temperature, softcap):
     """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
-    n, count = len(targets), int(whole.sum())
-    if count == 0:
-        return RowStatistics(*(torch.zeros(n) for _ in RowStatistics._fields))
-    read = whole
-    if count == 1 and n > 1:  # a size of 1 would be compiled for itself
-        read = whole.clone()
-        read[(int(whole.nonzero()[0]) + 1) % n] = True
-    # by the way that all rows would take: its bits
-    with compiled.as_for(n), torch.no_grad():
-        found = logprob.logprob_fwd(logits, torch.where(whole, targets, 0), read, inv_temperature, softcap)
-    return found if read is whole else RowStatistics(*(torch.where(whole, x, 0) for x in found))
+    if not whole.any():
+        return RowStatistics(*(torch.zeros(len(targets)) for _ in RowStatistics._fields))
+    return logprob.logprob_fwd(logits, torch.where(whole, targets, 0), whole, inv_temperature, softcap)
 
 
 def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out):
     """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
-    n, vocab = logits.shape
+    vocab = logits.shape[1]
     if whole.all():
         return logprob.logprob_bwd(
             dlogprobs, dentropy, dlse, logits, targets, None, entropy, m, rest, inv_temperature, softcap, out
@@ -106,14 +98,12 @@ def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, res
     if len(rows) == 0:
         return out.zero_()
 
-    # those rows by themselves, copied out a few at a time, by the way that all rows would take
+    # those rows by themselves, copied out a few at a time
     per_row = (dlogprobs, dentropy, dlse, targets, entropy, m, rest)
-    with compiled.as_for(n), torch.no_grad():
-        for part in rows.split(max(2, CHUNK // vocab)):
-            part = part.expand(2) if len(part) == 1 else part  # a size of 1 would be compiled for itself
-            dlp, dh, dl, chosen, h, top, others = (None if r is None else r[part] for r in per_row)
-            inv_t = inv_temperature[part] if isinstance(inv_temperature, Tensor) else inv_temperature
-            out[part] = logprob.logprob_bwd(dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap)
+    for part in rows.split(max(1, CHUNK // vocab)):
+        dlp, dh, dl, chosen, h, top, others = (None if r is None else r[part] for r in per_row)
+        inv_t = inv_temperature[part] if isinstance(inv_temperature, Tensor) else inv_temperature
+        out[part] = logprob.logprob_bwd(dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap)
     return out.index_fill_(0, (~whole).nonzero()[:, 0], 0)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainers import tiny
+
 ROOT = Path(__file__).parent.parent.parent
 # Section -> the package that its examples import; None where they need none. An absent host's examples are skipped:
 # they run in the environment that has it.
@@ -51,6 +53,7 @@ def test_an_example_runs_as_written(section, source, tmp_path):
     host = HOSTS[section]
     if host is not None and importlib.util.find_spec(host) is None:
         pytest.skip(f"{host} is not installed here")
+    tiny.model_folder(tmp_path / "model", chat=False)  # stands for the reader's own
     run_example(source, tmp_path)
 
 
