@@ -265,7 +265,9 @@ def test_a_budget_hands_on_what_is_left_over(clock):
 
 
 def test_a_peer_that_cannot_run_is_listed_with_the_reason(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trl", None)  # as where it is not installed
+    imported = [name for name in sys.modules if name.partition(".")[0] == "trl"]
+    for name in {"trl", *imported}:
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     monkeypatch.setattr(peers.importlib, "import_module", importing_nothing(peers.importlib.import_module))
     running, missing = peers.find(peers.LOGPROBS, "cpu", op="token_logprobs")
     assert "plain torch" in [p.name for p in running]
