@@ -121,4 +121,4 @@ lint: $(VENV)/installed  ## ruff: rules and formatting
 
 .PHONY: clean
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(HOSTS:%=$(VENV)-%) .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(VENV)-* .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
