@@ -28,6 +28,7 @@ from fused_rl.kernels.states import JensenShannonSums, KLState
 # As in the kernels: the maximum of nothing, a mass that is none, log(p / q) where P has no mass.
 FLOOR, TINY, NONE = -5e19, 1e-30, -1e10
 MOST = 1e19  # of a logit
+FARTHEST = 40.0  # nats: with p at least 1e-38, no q that counts goes with a p of 0
 TOO_FAR = 1e7  # nats, as in the kernels
 
 
@@ -36,7 +37,7 @@ def kl_fwd(x, y, mask, inv_t):
     n = x.shape[0] * x.shape[1]
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
     kl, state = torch.zeros(n), torch.zeros(len(KLState._fields), n)
-    blocks = over_blocks(_block_sums, x, y, t, recompute=True)
+    blocks = over_blocks(_near_sums, x, y, t, recompute=True, careful=_block_sums)
     kl[rows], state[:, rows] = _merge(*blocks, t.double()[:, None])
     return kl, state
 
@@ -68,6 +69,28 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
         if out is not None:
             write_rows(function, out.view(-1, out.shape[-1]), rows, x, y, per_row)
     return dx, dy
+
+
+def _near_sums(x, x_at, y, y_at, t):
+    """As `_block_sums`, and whether they hold: no column is banned, and p and q are within FARTHEST of each other."""
+    dtype = x.dtype
+    x, y = (z[at].float() for z, at in ((x, x_at), (y, y_at)))
+    m = x.amax(-1, True)
+    first = x[..., :1] - y[..., :1]  # a constant between the rows then costs u no bits
+    e = difference(x, y, first, dtype) * t
+    p = exp((x - m) * t)
+    w, a = (z.sum(-1, True) for z in (p, p * e))
+    c = a / w
+
+    # about the mean of the block; q / p is exp(-u), and the maximum of y is not needed
+    u = e - c
+    s = (p * u).sum(-1, True)
+    f = (p * torch.where(u.abs() < 1, excess(u), exp(-u) - 1 + u)).sum(-1, True)
+    held = (u.abs().amax(-1, True) < FARTHEST) & (f < torch.inf)
+    n = m - first - c / t  # where p and q are alike
+    none = torch.zeros_like(m)
+    found = held, m, n, w, w, first, a, s, f, none, none
+    return tuple(z.squeeze(-1) for z in found)
 
 
 def _block_sums(x, x_at, y, y_at, t):

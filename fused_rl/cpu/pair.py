@@ -39,22 +39,25 @@ def matrix(x, rows):
     return whole, rows // length * apart + rows % length
 
 
-def over_blocks(function, x, y, *per_row, recompute=False):
-    """`function` of all blocks: its sums, (R, blocks) fp32 each; `recompute`: read a block again for every sum."""
+def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
+    """`function` of all blocks: its sums, (R, blocks) fp32 each; `recompute`: read a block again for every sum.
+
+    With `careful` the first of these says which blocks hold, and is left out: the others are taken again by it.
+    """
     vocab = x[0].shape[1]
     tail = vocab % BLOCK
     parts = []
     if vocab >= BLOCK:
         blocks = [(z[:, : vocab - tail].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y)]
         options = _RECOMPUTE if recompute else {}
-        parts.append(_sums(function, *blocks, per_row, _compile_pays(x), options))
+        parts.append(_sums(function, *blocks, per_row, _compile_pays(x), options, careful))
     if tail:
         last = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
-        parts.append(_sums(function, *last, per_row, False, {}))
+        parts.append(_sums(function, *last, per_row, False, {}, careful))
     return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
 
 
-def _sums(function, x, y, per_row, compile_pays, options):
+def _sums(function, x, y, per_row, compile_pays, options, careful):
     """Of blocks ((M, blocks, width), (R,)) twice. One index for rows and blocks: Inductor then fuses all into one."""
     (x, x_at), (y, y_at) = x, y
     count, rows = x.shape[1], x_at.numel()
@@ -69,6 +72,13 @@ def _sums(function, x, y, per_row, compile_pays, options):
             found = compiled.by_inductor(function)(x, x_at, y, y_at, *per_row)
     else:
         found = _in_chunks(function, x, x_at, y, y_at, per_row)
+    if careful is not None:
+        held, *found = found
+        again = held.logical_not().nonzero()[:, 0]
+        if again.numel():
+            at = [[i[again] for i in index] for index in (x_at, y_at)]
+            corrected = _in_chunks(careful, x, at[0], y, at[1], [z[again] for z in per_row])
+            found = [z.index_copy(0, again, new) for z, new in zip(found, corrected, strict=True)]
     return [z.view(rows, count) for z in found]
 
 
