@@ -63,6 +63,7 @@ def test_divergences_are_alike_on_every_target(compiled):
         assert compiled["kl_fwd bf16", target]["loops"][0]["instructions"] <= 27.2
 
 
+@pytest.mark.slow
 def test_every_way_to_launch_compiles():
     """Types, temperatures per row, soft caps, splits, missing upstream gradients; the interpreter accepts too much."""
     rows = codegen.subprocess_lines("--variants", "--targets", "sm_90,sm_100,gfx942")

@@ -157,7 +157,7 @@ def test_what_the_mask_drops_may_have_any_set(backend):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)])
 def test_values_and_gradients(backend, dtype, name):
     """Against masked_fill(-inf) and a softmax in fp64."""
     lists, targets = some_rows()
@@ -510,7 +510,7 @@ def sets_of(sizes, vocab=701):
 
 @pytest.mark.parametrize("sizes", [MIXED, SHORT], ids=["mixed", "short"])
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)])
 def test_linear_values_and_gradients(backend, dtype, name, sizes):
     support, targets = sets_of(sizes)
     options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}

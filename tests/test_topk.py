@@ -21,6 +21,7 @@ from tests.test_logprobs import FLOATS, OUTPUTS, VIEWS, assert_gradient_close, e
 
 # none; one; several; more than a block of the kernel
 COUNTS = [0, 1, 5, 150]
+DTYPES = [x if x != torch.float16 else pytest.param(x, marks=pytest.mark.slow) for x in FLOATS]
 
 
 def random_rows(n, vocab, count, dtype, device, seed=0):
@@ -60,7 +61,7 @@ def check(logits, targets, upstream, **options):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_every_gradient(backend, dtype, count):
     logits, targets = random_rows(4, 1000, count, dtype, backend)
     every = [itertools.combinations(OUTPUTS, n) for n in (1, 2, 3)]
@@ -579,7 +580,7 @@ def test_bad_log_probabilities(case):
         topk_kl(logprobs, ref_logprobs, **{"direction": "reverse"} | options)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_above_one_by_rounding_pass(dtype):
     """Every token, rounded to the dtype; a hundredth of a nat above is refused in fp32."""
     logp, logq = (x.to(dtype) for x in distributions(50, 200))
