@@ -56,6 +56,16 @@ def test_blocks_that_move_apart(where, size, direction):
     torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("apart", [0.1, 30.0])
+def test_first_columns_of_blocks_far_off_the_mean(apart):
+    """Without mass, where x - y is not what it is elsewhere: 5e-12 nats keep their digits."""
+    x, y = pair(4, VOCAB, distance=3e-6)
+    x[:, :: cpu.BLOCK] -= 60.0
+    y[:, :: cpu.BLOCK] -= 60.0 + apart
+    got = fused_rl.token_kl(x, y)
+    torch.testing.assert_close(got.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_blocks_without_mass(direction):
     """Blocks that are banned, thousands of nats down in one or both, or nearly all of the mass."""
