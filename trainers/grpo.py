@@ -32,6 +32,7 @@ from fused_rl.trainers.policy import (
     loss_options,
     measure,
     share_of_rank,
+    warn_if_off_policy,
 )
 from fused_rl.trainers.rollout import Prompt, Rollout, rollout_metrics
 from fused_rl.trainers.scorers import load_scorers
@@ -158,6 +159,7 @@ def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor, step: int
         history.append(keyed(KEYS["grpo"], sums) | engine.optimizer_step(policy.model, step))
 
     # The step's metrics: means over its updates.
+    warn_if_off_policy(history[0]["val/ratio"], engine.torch_dtype(config))
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
     means["objective/entropy"] = _per_response(-measured.old_logprobs)
     if measured.kl is not None:
