@@ -1,11 +1,11 @@
 """What the public functions check of their arguments: tensors, masks, targets, temperatures; one wording each.
 
-Every function here raises a ValueError that says what it got and what to do about it.
+Every check raises a ValueError that says what it got and what to do about it.
 """
 
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -141,3 +141,15 @@ def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None
         raise ValueError(
             f"{_TEMPERATURE_RANGE}, got {row_temperature[at].item()} for logits[{', '.join(map(str, at))}]"
         )
+
+
+def no_second_derivative(name: str) -> Callable[..., None]:
+    """The gradient of an op's gradient: an error that says where second derivatives are."""
+
+    def refuse(ctx, *_):
+        raise RuntimeError(
+            f"{name} is differentiable once: its gradient has no gradient. For second derivatives use "
+            f"fused_rl.reference.{name}"
+        )
+
+    return refuse

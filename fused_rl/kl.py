@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_choice, check_logits, check_mask, check_temperature_values, split_temperature
+from fused_rl.checks import (
+    check_choice,
+    check_logits,
+    check_mask,
+    check_temperature_values,
+    no_second_derivative,
+    split_temperature,
+)
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.logprobs import unit_stride
 
@@ -183,8 +190,4 @@ def _token_kl_gradient(ctx, g, *_):
 _token_kl.register_autograd(_token_kl_gradient, setup_context=_token_kl_context)
 
 
-def _no_second_derivative(ctx, *_):
-    raise RuntimeError("token_kl is differentiable once; for second derivatives use fused_rl.reference.token_kl")
-
-
-_token_kl_backward.register_autograd(_no_second_derivative)
+_token_kl_backward.register_autograd(no_second_derivative("token_kl"))

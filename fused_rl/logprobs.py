@@ -30,6 +30,7 @@ from fused_rl.checks import (
     check_targets,
     check_temperature,
     check_temperature_values,
+    no_second_derivative,
     split_temperature,
     values_are_checked,
 )
@@ -368,14 +369,7 @@ def _gradient_by(function, ctx, *upstream):
 _token_logprobs.register_autograd(_gradient, setup_context=_setup_context)
 
 
-def _no_second_derivative(ctx, *_):
-    raise RuntimeError(
-        "token_logprobs is differentiable once: its gradient has no gradient. For second derivatives use "
-        "fused_rl.reference.token_logprobs"
-    )
-
-
-_token_logprobs_backward.register_autograd(_no_second_derivative)
+_token_logprobs_backward.register_autograd(no_second_derivative("token_logprobs"))
 
 
 class _PlainGradient(torch.autograd.Function):

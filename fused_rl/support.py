@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_target_values, check_temperature_values, values_are_checked
+from fused_rl.checks import check_target_values, check_temperature_values, no_second_derivative, values_are_checked
 from fused_rl.kernels.states import KeptSets, RowStatistics
 from fused_rl.token_support import check_kept_values
 
@@ -186,14 +186,7 @@ def _gradient(ctx, dlogprobs, dentropy, dlse, *_):
 _kept_logprobs.register_autograd(_gradient, setup_context=_setup_context)
 
 
-def _no_second_derivative(ctx, *_):
-    raise RuntimeError(
-        "token_logprobs is differentiable once: its gradient has no gradient. For second derivatives use "
-        "fused_rl.reference.token_logprobs"
-    )
-
-
-_kept_logprobs_backward.register_autograd(_no_second_derivative)
+_kept_logprobs_backward.register_autograd(no_second_derivative("token_logprobs"))
 
 
 class _InplaceGradient(torch.autograd.Function):
