@@ -19,21 +19,19 @@ import fused_rl
 from fused_rl.presets import resolve_options, wide_option
 from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.config import InputError, NonNegativeInt, PositiveInt, divide_over
+from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 from fused_rl.trainers.policy import (
     Measured,
     Policy,
-    PolicyConfig,
     check_policy_fits,
-    evaluate,
     load_policy,
     load_prompts,
-    loss_options,
     measure,
-    share_of_rank,
     warn_if_off_policy,
 )
+from fused_rl.trainers.policy_config import PolicyConfig, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout, rollout_metrics
 from fused_rl.trainers.scorers import load_scorers
 

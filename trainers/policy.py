@@ -1,128 +1,22 @@
-"""What PPO and GRPO share around the algorithm: prompts, the policy and its reference, measuring, held-out evaluation.
+"""What PPO and GRPO share around the algorithm: prompts, the policy and its reference, and measuring.
 
 The algorithms themselves (`update`, `train_step`) are in their own files, and nothing of them is here.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import (
-    Finite,
-    InputError,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFraction,
-    PositiveInt,
-    RunConfig,
-    load_function,
-)
+from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
-from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.packing import Costs, Packed, costs_of, pack, responses_per_row, why_not
+from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out
-
-
-@dataclass(kw_only=True)
-class PolicyConfig(RunConfig):
-    """Rollouts and the policy loss. An option of the loss that is None is the preset's."""
-
-    prompt_column: str | None = None
-    """Text or messages; None takes prompt, messages or question, whichever is there."""
-    answer_column: str | None = None
-    """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
-    verifiers: str = "math"
-    """Comma-separated: math, reasoning_gym, reasoning_gym:<dataset>, module:function, reward_model:<folder>. The reward
-    is the sum of their scores, each times its weight (0.2*module:function). math and reasoning_gym say which answers
-    are right; functions do (from a score of 1 on) where no other does, or where they are given a threshold
-    (module:function>=0.5); reward models do with a threshold alone."""
-    prompts_per_step: PositiveInt = 32
-    """Prompts per rollout, over all ranks."""
-    minibatches: PositiveInt = 2
-    """Optimizer updates per pass over a rollout."""
-    epochs: PositiveInt = 1
-    """Passes over a rollout."""
-    max_new_tokens: PositiveInt = 256
-    """Longer responses are cut; they are scored as they are."""
-    mask_truncated: bool = False
-    """Leave responses that were cut out of the loss."""
-    temperature: Positive = 1.0
-    """Of sampling, and of every log-probability in the loss."""
-    rollout_batch_size: PositiveInt = 64
-    """Responses generated together."""
-    preset: str = "grpo"
-    """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
-    ratio_level: Literal["token", "sequence", "sequence-sum"] | None = None
-    """Whose probability ratio a token gets: its own, its sequence's geometric mean, or its sequence's product."""
-    surrogate: str | None = None
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours, module:function (docs/losses.md)."""
-    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = (
-        None
-    )
-    """How the losses of tokens become one number; the norm is max_new_tokens."""
-    clip_low: NonNegative | None = None
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: NonNegativeFloat | None = None
-    """See clip_low; inf is no upper bound."""
-    skip_impossible: bool | None = None
-    """Leave out tokens that a policy gives no probability (-inf), which make the loss NaN."""
-    delta: Positive | None = None
-    """Bound on the ratio where the advantage is negative, above 1 + clip_high (dual clip)."""
-    sapo_temperature_pos: Positive | None = None
-    """Of SAPO's gate where the advantage is positive."""
-    sapo_temperature_neg: Positive | None = None
-    """Of SAPO's gate elsewhere."""
-    vespo_k_pos: NonNegative | None = None
-    """VESPO's power of the ratio where the advantage is 0 or more."""
-    vespo_lambda_pos: NonNegative | None = None
-    """VESPO's rate there."""
-    vespo_k_neg: NonNegative | None = None
-    """VESPO's power of the ratio where the advantage is negative."""
-    vespo_lambda_neg: NonNegative | None = None
-    """VESPO's rate there."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL to the starting model in the loss; it is measured in any case."""
-    kl_estimator: Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"] = "rk3"
-    """Of the KL in the loss; k1 does not hold the policy (its expected gradient is zero)."""
-    entropy_coef: Finite = 0.0
-    """Weight of the entropy bonus in the loss."""
-    rollout_correction: Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] | None = None
-    """How the ratio of trainer to sampler weights the surrogate, where the sampler tells its log-probabilities."""
-    rollout_low: NonNegative | None = None
-    """Lower bound of that weight."""
-    rollout_high: NonNegativeFloat | None = None
-    """Upper bound of that weight."""
-    off_policy_threshold: NonNegative | None = None
-    """Drop the surrogate of sequences of negative advantage that drifted by more nats per token."""
-    top_entropy: PositiveFraction | None = None
-    """Keep the surrogate of this fraction of a micro-batch's tokens only, those of highest entropy."""
-    entropy_threshold: NonNegative | None = None
-    """The same by a fixed threshold in nats, which does not depend on the micro-batch."""
-    eval_samples: PositiveInt = 4
-    """Sampled responses per held-out problem: the k of pass@k."""
-    show_samples: PositiveInt = 4
-    """Responses shown as a table at each evaluation."""
-
-
-def loss_options(config: PolicyConfig) -> dict[str, object]:
-    """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
-    given = {f.name: getattr(config, f.name) for f in fields(PolicyLossOptions)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if ":" in given.get("surrogate", ""):
-        given["surrogate"] = load_function(given["surrogate"], "surrogate")
-    try:
-        PolicyLossOptions(**{**fused_rl.PRESETS[config.preset].options, **given})
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    return {"preset": config.preset, **given}
 
 
 @dataclass
@@ -242,23 +136,6 @@ def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
 
 
 @dataclass
-class HeldOut:
-    """This rank's share of the held-out prompts."""
-
-    prompts: list[Prompt]
-    """Equally many on every rank, because they must call `generate` equally often."""
-    count: int
-    """How many of them are this rank's own; those after them only fill the share up, and are not counted."""
-
-
-def share_of_rank(prompts: list[Prompt]) -> HeldOut:
-    """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
-    mine = prompts[engine.rank() :: engine.world_size()]
-    size = -(-len(prompts) // engine.world_size())
-    return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
-
-
-@dataclass
 class Measured:
     """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked."""
 
@@ -317,50 +194,6 @@ def _as_reference(policy: Policy):
         return
     with policy.model.module.lm.disable_adapter():
         yield policy.model
-
-
-@phase("evaluated on held-out rows")
-@torch.no_grad()
-def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
-    """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
-    config, k, count = policy.config, policy.config.eval_samples, held_out.count
-    greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed + engine.rank())
-        greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
-        sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
-    parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
-    measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
-
-    # Over all ranks: problems and tokens are counted, and everything else is divided by them.
-    right = sampled.solved.view(-1, k)[:count]
-    sums = {
-        "eval/accuracy_greedy": greedy.solved[:count].sum(),
-        "eval/accuracy_sampled": right.sum() / k,
-        "eval/pass_at_k": right.any(1).sum(),
-        "eval/score": sampled.rewards[: count * k].sum() / k,
-    }
-    if measured.kl is not None:
-        sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
-    sums["eval/entropy"] = measured.entropy[: count * k].sum().cpu()
-    tokens = sampled.batch.response_mask[: count * k].sum().cpu()
-    counts = {"problems": torch.tensor(count), "tokens": tokens}
-    local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])
-    *totals, problems, tokens = engine.global_sum(local).tolist()
-    metrics = {name: total / problems for name, total in zip(sums, totals, strict=True)}
-    metrics["eval/entropy"] = totals[-1] / max(tokens, 1)
-    for key, struck in greedy.incidents.items():
-        metrics[f"eval/{key}"] = struck + sampled.incidents[key]
-    return metrics, _shown(policy, greedy)
-
-
-def _shown(policy: Policy, rollout: Rollout) -> list[dict]:
-    """A few responses as they are shown to the user, special tokens included."""
-    decode, shown = policy.tokenizer.decode, []
-    for sample, reward in zip(rollout.samples, rollout.rewards.tolist(), strict=True):
-        row = {"prompt": decode(sample.prompt_ids), "response": decode(sample.response.ids), "reward": reward}
-        shown.append(row)
-    return shown[: policy.config.show_samples]
 
 
 def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:

@@ -39,20 +39,18 @@ from fused_rl.trainers.critic import (
     load_critic,
     save_critic,
 )
+from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 from fused_rl.trainers.policy import (
     Policy,
-    PolicyConfig,
     check_policy_fits,
-    evaluate,
     load_policy,
     load_prompts,
-    loss_options,
     measure,
-    share_of_rank,
     warn_if_off_policy,
 )
+from fused_rl.trainers.policy_config import PolicyConfig, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
 from fused_rl.trainers.scorers import load_scorers
 

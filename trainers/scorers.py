@@ -6,7 +6,7 @@ import torch
 
 from fused_rl.trainers import engine, verifiers
 from fused_rl.trainers.config import InputError
-from fused_rl.trainers.policy import PolicyConfig
+from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_reads_policy, has_score_head
 from fused_rl.trainers.rollout import Sample, Scorer
 

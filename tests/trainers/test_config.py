@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.trainers import cli, grpo, policy, sft
+from fused_rl.trainers import cli, grpo, policy_config, sft
 from fused_rl.trainers.config import InputError, parse
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -134,8 +134,8 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
     assert changed.keys() == PolicyLossOptions.__dataclass_fields__.keys()
     given = {name: value for name, value in changed.items() if value is not None}
     argv = [f"--{name}={value}" for name, value in given.items()]
-    assert policy.loss_options(made(*argv)) == {"preset": "grpo", **given}
-    other = policy.loss_options(made("--delta", "3", "--entropy_threshold", "0.5", "--preset", "dapo"))
+    assert policy_config.loss_options(made(*argv)) == {"preset": "grpo", **given}
+    other = policy_config.loss_options(made("--delta", "3", "--entropy_threshold", "0.5", "--preset", "dapo"))
     assert other == {
         "preset": "dapo",
         "delta": 3.0,

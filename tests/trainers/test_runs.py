@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, engine, grpo, models, packing, policy, rollout, sft, verifiers
+from fused_rl.trainers import data, engine, evaluation, grpo, models, packing, policy, rollout, sft, verifiers
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.metrics import KEYS
 from tests.distributed import run_distributed
@@ -133,7 +133,7 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     config = grpo_config(files, "")
     scorers = verifiers.load_scorers(config.verifiers)
     prompts = policy.load_prompts(config, data.load_tokenizer(files[0]), scorers)[1][:3]
-    shares = [policy.share_of_rank(prompts)]
+    shares = [evaluation.share_of_rank(prompts)]
     assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 
 

@@ -1,0 +1,71 @@
+"""Held-out evaluation of a policy, during a run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fused_rl.trainers import engine
+from fused_rl.trainers.metrics import phase
+from fused_rl.trainers.policy import Policy, measure
+from fused_rl.trainers.rollout import Prompt, Rollout, Sampling
+
+
+@dataclass
+class HeldOut:
+    """This rank's share of the held-out prompts."""
+
+    prompts: list[Prompt]
+    """Equally many on every rank, because they must call `generate` equally often."""
+    count: int
+    """How many of them are this rank's own; those after them only fill the share up, and are not counted."""
+
+
+def share_of_rank(prompts: list[Prompt]) -> HeldOut:
+    """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
+    mine = prompts[engine.rank() :: engine.world_size()]
+    size = -(-len(prompts) // engine.world_size())
+    return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
+
+
+@phase("evaluated on held-out rows")
+@torch.no_grad()
+def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
+    """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
+    config, k, count = policy.config, policy.config.eval_samples, held_out.count
+    greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed + engine.rank())
+        greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
+        sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
+    parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
+    measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
+
+    # Over all ranks: problems and tokens are counted, and everything else is divided by them.
+    right = sampled.solved.view(-1, k)[:count]
+    sums = {
+        "eval/accuracy_greedy": greedy.solved[:count].sum(),
+        "eval/accuracy_sampled": right.sum() / k,
+        "eval/pass_at_k": right.any(1).sum(),
+        "eval/score": sampled.rewards[: count * k].sum() / k,
+    }
+    if measured.kl is not None:
+        sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
+    sums["eval/entropy"] = measured.entropy[: count * k].sum().cpu()
+    tokens = sampled.batch.response_mask[: count * k].sum().cpu()
+    counts = {"problems": torch.tensor(count), "tokens": tokens}
+    local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])
+    *totals, problems, tokens = engine.global_sum(local).tolist()
+    metrics = {name: total / problems for name, total in zip(sums, totals, strict=True)}
+    metrics["eval/entropy"] = totals[-1] / max(tokens, 1)
+    for key, struck in greedy.incidents.items():
+        metrics[f"eval/{key}"] = struck + sampled.incidents[key]
+    return metrics, _shown(policy, greedy)
+
+
+def _shown(policy: Policy, rollout: Rollout) -> list[dict]:
+    """A few responses as they are shown to the user, special tokens included."""
+    decode, shown = policy.tokenizer.decode, []
+    for sample, reward in zip(rollout.samples, rollout.rewards.tolist(), strict=True):
+        row = {"prompt": decode(sample.prompt_ids), "response": decode(sample.response.ids), "reward": reward}
+        shown.append(row)
+    return shown[: policy.config.show_samples]
