@@ -175,12 +175,15 @@ def roll_out(
     # The batch to train on.
     incidents = _report_incidents(scorers, len(samples))
     scored = time.monotonic()
-
-    prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
-    places = [where(sample) for sample in samples]
-    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device, where=places)
+    batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
+
+
+def batch_of(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Batch:
+    """The samples as token ids to train on."""
+    prompts, responses = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
+    return make_batch(prompts, responses, pad_id, device, where=[where(sample) for sample in samples])
 
 
 def check_responses(responses: list[Response], prompts: list[Prompt], sampling: Sampling) -> None:
