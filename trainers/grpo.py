@@ -38,7 +38,7 @@ from fused_rl.trainers.policy import (
 from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, check_needs, loss_options
 from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
 from fused_rl.trainers.rollout import Prompt
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers import check_weights, load_scorers
 
 COLUMNS = {
     "reward": "reward",
@@ -73,6 +73,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     advantage = advantage_of(config)
     check_loss_options(config)
     check_needs(config, (*GROUP_NEEDS, *REFERENCE_NEEDS))
+    check_weights(config)
     kl_estimator_of(config, config.kl_estimator)  # which warns of a bad choice
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")

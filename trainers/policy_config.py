@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, unread_option
+from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
 from fused_rl.trainers.config import (
     Finite,
     InputError,
@@ -29,9 +29,9 @@ class PolicyConfig(RunConfig):
     """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
     verifiers: str = "math"
     """Comma-separated: math, reasoning_gym, reasoning_gym:<dataset>, module:function, reward_model:<folder>. The reward
-    is the sum of their scores, each times its weight (0.2*module:function). math and reasoning_gym say which answers
-    are right; functions do (from a score of 1 on) where no other does, or where they are given a threshold
-    (module:function>=0.5); reward models do with a threshold alone."""
+    is the sum of their scores, or, where each has a weight, the weighted one: 1*math, 0.2*module:function. math and
+    reasoning_gym say which answers are right; functions do (from a score of 1 on) where no other does, or where they
+    are given a threshold (module:function>=0.5); reward models do with a threshold alone."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     minibatches: PositiveInt = 2
@@ -117,10 +117,11 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
 def check_loss_options(config: PolicyConfig) -> None:
     """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
     options = loss_options(config)
-    unread = unread_option(options.pop("preset"), options)
+    preset = options.pop("preset")
+    unread = unread_option(preset, options)
     if unread is not None:
         name, readers = unread
-        chosen = options.get("surrogate") or fused_rl.PRESETS[config.preset].options["surrogate"]
+        chosen = resolve_options(preset, options).surrogate
         raise InputError(
             f"{name}={options[name]} has no meaning with surrogate={chosen}, which does not read it; leave it out, or "
             f"choose --surrogate {' or '.join(readers)}"

@@ -52,7 +52,7 @@ from fused_rl.trainers.policy import (
 )
 from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers import check_weights, load_scorers
 
 COLUMNS = {
     "score": "objective/scores",
@@ -103,6 +103,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
         )
     check_credit(config)
     check_loss_options(config)
+    check_weights(config)
     check_critic(config)
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
     if local % config.minibatches:

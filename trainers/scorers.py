@@ -32,7 +32,8 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
     """The scorers that `config.verifiers` names: as in verifiers.py, or `[weight*]reward_model:FOLDER`.
 
     Raises:
-        InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's.
+        InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's; a
+            scorer without a weight among weighted ones.
     """
     parts = [part.strip() for part in config.verifiers.split(",")]
     spelled = [part for part in parts if f"{REWARD_MODEL}:" in part]
@@ -44,9 +45,33 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
         loaded.append(scorer)
     if len({scorer.name for scorer in loaded}) < len(loaded):
         raise InputError(f"verifiers: {config.verifiers!r} names a reward model twice; for a weight: 2*reward_model:…")
+    check_weights(config)
     if loaded and not others:
         return loaded
     return loaded + verifiers.load_scorers(others, config.answer_column)
+
+
+def check_weights(config: PolicyConfig) -> None:
+    """Refuse a scorer without a weight among weighted ones: whoever weighs has to say how much each counts.
+
+    `0*` does not weigh, it leaves a scorer out of the reward.
+    """
+    parts = [part.strip() for part in config.verifiers.split(",")]
+    found = [verifiers.SPELLING.fullmatch(part) for part in parts]
+    weights = [None if match is None else match["weight"] for match in found]
+    weighted = [part for part, weight in zip(parts, weights, strict=True) if weight is not None and _counts(weight)]
+    plain = [part for part, weight in zip(parts, weights, strict=True) if weight is None]
+    if weighted and plain:
+        raise InputError(
+            f"verifiers: {plain[0]!r} has no weight, and {weighted[0]!r} has one; give each a weight: 1*{plain[0]}"
+        )
+
+
+def _counts(weight: str) -> bool:
+    try:
+        return float(weight) != 0
+    except ValueError:  # which is refused where it is read
+        return True
 
 
 def _load_reward_model(spelled: str, config: PolicyConfig, tokenizer, device) -> RewardModelScorer:

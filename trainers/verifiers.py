@@ -28,7 +28,7 @@ SPELLING = re.compile(r"(?:(?P<weight>[^*]+)\*)?(?P<name>[^*>]+)(?:>=(?P<solved_
 
 
 def load_scorers(spelled: str, answer_column: str | None = None) -> list[Scorer]:
-    """The scorers that a config names, comma-separated: `math`, or `math, 0.2*my_module:format_bonus`.
+    """The scorers that a config names, comma-separated: `math`, or `1*math, 0.2*my_module:format_bonus`.
 
     A sample is solved when `math` and `reasoning_gym` say so (a score of 1), whatever else is among the scorers;
     functions alone decide by 1 too. `my_module:f>=0.5` gives a function a threshold of its own.
