@@ -1,6 +1,5 @@
-"""GRPO's parts one by one, in this process: rewards, advantages, which groups are trained on, the loss, the reference."""
+"""GRPO's parts one by one: rewards, advantages, which groups are trained on, the loss, the reference."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -10,9 +9,8 @@ import pytest
 import torch
 import yaml
 
-import fused_rl
 from fused_rl import reference as exact_ops
-from fused_rl.trainers import data, drawing, engine, groups, grpo, models, policy, reference
+from fused_rl.trainers import data, drawing, groups, grpo, models, policy, reference
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.rollout import Prompt, Response
 from tests.distributed import run_distributed
@@ -97,12 +95,18 @@ BESIDE = [
     ("--ref_sync_every 5 --lora_rank 4", "ref_sync_every=5 needs a reference of its own.*lora_rank"),
     ("--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip.*--surrogate sapo$"),
     ("--vespo_k_neg 2 --preset sapo", "vespo_k_neg=2.0 has no meaning with surrogate=sapo.*--surrogate vespo$"),
-    ("--clip_low 0.1 --preset rloo", "clip_low=0.1 has no meaning with surrogate=policy-gradient.*clip or cispo or geo"),
+    (
+        "--clip_low 0.1 --preset rloo",
+        "clip_low=0.1 has no meaning with surrogate=policy-gradient.*clip or cispo or geo",
+    ),
     ("--clip_high 0.3 --surrogate vespo", "clip_high=0.3 has no meaning with surrogate=vespo"),
     ("--ratio_level sequence --preset rloo", "ratio_level=sequence has no meaning with surrogate=policy-gradient"),
     ("--delta 3 --preset cispo", "delta belongs to the surrogate .clip., not to 'cispo'"),
     ("--verifiers math,0.2*m:f", "'math' has no weight, and '0.2[*]m:f' has one; give each a weight: 1[*]math"),
-    ("--prompts_per_step 4 --minibatches 8 --share_prompts true", "minibatches=8 would split groups, which share their pro"),
+    (
+        "--prompts_per_step 4 --minibatches 8 --share_prompts true",
+        "minibatches=8 would split groups, which share their pro",
+    ),
 ]
 
 
@@ -290,3 +294,291 @@ def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
     kept = there & (entropy >= threshold)
     assert 0 < kept.sum() < there.sum()
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
+
+
+# Which groups are trained on.
+
+
+class Echo:
+    """Responds to each prompt with tokens that number the prompt and the copy."""
+
+    def sample(self, prompts, sampling):
+        seen, responses = {}, []
+        for prompt in map(tuple, prompts):
+            seen[prompt] = seen.get(prompt, 0) + 1
+            responses.append(Response([prompt[-1], 100 + seen[prompt], EOS], "stop"))
+        return responses
+
+    def publish(self, step):
+        pass
+
+
+class Judge:
+    """Scores that differ within a group where the prompt's number is odd; all 1 where it is divisible by 4."""
+
+    name, weight, solved_at = "judge", 1.0, 1.0
+
+    def __call__(self, samples):
+        scores = []
+        for sample in samples:
+            number, copy = sample.response.ids[0], sample.response.ids[1] - 100
+            scores.append(float(copy % 2) if number % 2 else float(number % 4 == 0))
+        return scores
+
+
+def prompts_of(*numbers: int) -> list[Prompt]:
+    return [Prompt([1, 50, number], {}) for number in numbers]
+
+
+def drawn_by(config, numbers, rank=0, world=1):
+    """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and how many it asked for."""
+    tokenizer, sampling = data.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
+    scorers, device = [Judge()], torch.device("cpu")
+    made = policy.Policy(config, None, None, Echo(), sampling, scorers, tokenizer, device)
+    waiting, asked = list(numbers[config.prompts_per_step :]), []
+
+    def more(count):
+        asked.append(count)
+        taken = [waiting.pop(0) for _ in range(math.ceil(count / world) * world)]
+        return prompts_of(*taken[rank::world])
+
+    drawn = drawing.draw(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
+    of_groups = [sample.prompt_ids[-1] for sample in drawn.rollout.samples[:: config.group_size]]
+    return drawn, of_groups, asked
+
+
+def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
+    numbers = [11, 12, 14, 13, 16, 15, 18, 17, 19, 21]
+    options = {"prompts_per_step": 4, "minibatches": 2}
+    drawn, of_groups, asked = drawn_by(config_of(folder, **options), numbers)
+    assert of_groups == [11, 12, 14, 13] and drawn.counts.all() and not asked
+    shared = {"groups/trained": 4, "frac_reward_zero_std": 0.5, "frac_groups_all_solved": 0.25}
+    assert {key: drawn.metrics[key] for key in shared} == shared and drawn.metrics["frac_groups_none_solved"] == 0.25
+
+    drawn, of_groups, asked = drawn_by(config_of(folder, zero_variance="drop", **options), numbers)
+    assert of_groups == [11, 13] and drawn.counts.all() and not asked
+    assert (drawn.metrics["groups/drawn"], drawn.metrics["groups/trained"]) == (4, 2)
+    assert drawn.metrics["frac_reward_zero_std"] == 0.5
+
+    # Two are missing; of 16 and 15 one is there; of 18 none; of 17 one.
+    drawn, of_groups, asked = drawn_by(config_of(folder, zero_variance="refill", **options), numbers)
+    assert asked == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.counts.all()
+    assert (drawn.metrics["groups/drawn"], drawn.metrics["groups/trained"]) == (8, 4)
+    assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
+
+
+def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, capsys):
+    numbers = [11, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 13]
+    config = config_of(folder, zero_variance="refill", max_refills=2, prompts_per_step=4, minibatches=2)
+    drawn, of_groups, asked = drawn_by(config, numbers)
+    assert asked == [3, 3] and drawn.metrics["groups/drawn"] == 10 and drawn.metrics["groups/trained"] == 1
+    assert of_groups == [11, 12]  # minibatches are of whole groups here, so a second one fills up
+    assert drawn.counts.tolist() == [True] * GROUP + [False] * GROUP
+    line = (
+        "step 1: 1 of 4 groups have rewards that differ after 3 rollouts (max_refills=2); the step is trained on those"
+    )
+    assert line in capsys.readouterr().out
+
+
+def draw_here(rank, world, folder):
+    drawn, of_groups, asked = drawn_by(
+        config_of(folder, zero_variance="refill", prompts_per_step=4, max_refills=1),
+        [11, 12, 13, 14, 16, 15, 20],
+        rank,
+        world,
+    )
+    return of_groups, drawn.counts.tolist(), asked, tiny.untimed([drawn.metrics])[0]
+
+
+def test_ranks_agree_on_refills_and_share_what_they_find(folder):
+    """Rank 0 has both groups with a signal; one of two that are drawn then is rank 1's: 3 of 4, and a fourth fills."""
+    (first, first_counts, asked, metrics), (second, second_counts, *again) = run_distributed(draw_here, 2, folder)
+    assert asked == [2] and again == [asked, metrics]
+    assert (first, second) == ([11, 15], [13, 16])
+    assert first_counts == [True] * 2 * GROUP and second_counts == [True] * GROUP + [False] * GROUP
+    assert (metrics["groups/drawn"], metrics["groups/trained"]) == (6, 3)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])  # with 2 the group that is dropped fills up the second one
+def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatches):
+    scores = [0.0, 2, 1, 2, 1, 1, 1, 1]
+    given = exact | {"scores": scores}
+    options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
+    config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
+    lm = models.load_lm(config, torch.device("cpu"))
+    made = fake_policy(config, Plain(lm), exact["responses"], scores)
+    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
+    measured = measured_of(given | {"rows": exact["rows"][: len(drawn.counts)]}, drawn.rollout.batch)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    parts = list(torch.arange(len(drawn.counts)).split(3))
+    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
+
+    # A mean over the four responses of the first group, of which those that were cut count 0.
+    losses, there = clipped(exact, torch.cat([advantages[:4], torch.zeros(4)]))
+    logprobs, _, ref, _, _ = exact_terms(exact)
+    d, there = logprobs - ref, there & (torch.arange(8) % 3 != 0)[:, None]
+    losses = losses + 0.1 * (torch.expm1(-d) + d)
+    per_response = (losses * there).sum(1) / there.sum(1).clamp(min=1)
+    assert_step_is(exact, sums["loss"], lm, per_response[:4].sum() / 4)
+
+
+def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
+    config = config_of(folder, zero_variance="drop")
+    lm = models.load_lm(config, torch.device("cpu"))
+    made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
+    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    measured = policy.Measured(*(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None)
+    parts = list(torch.arange(4).split(3))
+    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=True)
+    assert not drawn.counts.any() and sums["loss"] == 0
+    assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
+
+
+# The KL in the reward, and the reference.
+
+
+@pytest.mark.parametrize(("estimator", "definition"), [(None, lambda d: d), ("k2", lambda d: d**2 / 2)])
+def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estimator, definition):
+    """Less in the reward before the advantages are taken, and nothing of it in the loss."""
+    config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
+    lm = models.load_lm(config, torch.device("cpu"))
+    made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
+    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
+    charged = reference.kl_charged(config, measured, mask)
+    _, old, ref, there, _ = exact_terms(exact)
+    torch.testing.assert_close(charged.double(), (definition(old - ref) * there).sum(1), rtol=1e-5, atol=1e-6)
+
+    parts = list(torch.arange(8).split(3))
+    sums = grpo.accumulate(made, drawn, measured, torch.zeros(8), parts, 1, on_policy=False)
+    assert sums["loss"] == 0 and sums["kl1"] != 0
+    assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
+
+
+def trained(folder, rows, output, **options):
+    """A run of a few small steps on a verifier that says right or wrong; its metrics."""
+    settings = {"verifiers": "tests.trainers.tiny:first_is_odd", "eval_size": 0, "prompts_per_step": 4}
+    settings |= {"steps": 4, "group_size": 2, "minibatches": 2, "micro_batch_size": 8, "save_every": 1}
+    settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
+    settings |= {"stage3_param_persistence_threshold": 0}
+    grpo.train(config_of(**(settings | options)))
+    return tiny.untimed(tiny.read_metrics(output))
+
+
+def forget_after(whole, stopped, step):
+    """A copy of a run as it was when it was stopped after `step`."""
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "model")
+    (stopped / "checkpoints" / "latest").write_text(f"step-{step}")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return tiny.jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.sums(11))
+
+
+REFILLED = {"zero_variance": "refill", "max_refills": 2, "overlong_buffer": 2, "overlong_factor": 0.25}
+SYNCED = {"kl_coef": 0.1, "ref_sync_every": 2, "ref_mixup_alpha": 0.6}
+CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-std", "std_floor": 0.1, "epochs": 2}
+
+
+@pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
+def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_path, options, monkeypatch):
+    synced, sync = [], reference.sync
+
+    def watched(frozen, policy_, alpha):
+        before = {k: v.clone() for k, v in frozen.named_parameters()}
+        sync(frozen, policy_, alpha)
+        ours = dict(policy_.module.named_parameters())
+        for name, weight in frozen.named_parameters():
+            mixed = alpha * ours[name].double() + (1 - alpha) * before[name].double()
+            torch.testing.assert_close(weight.double(), mixed, rtol=1e-6, atol=1e-8)
+        synced.append(before["lm.lm_head.weight"])
+
+    monkeypatch.setattr(reference, "sync", watched)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    metrics = trained(folder, rows, whole, **options)
+    forget_after(whole, stopped, 3)
+    torch.manual_seed(1234)
+    assert trained(folder, rows, stopped, resume=True, **options) == metrics
+    for name, weight in tiny.weights(whole / "model").items():
+        assert torch.equal(weight, tiny.weights(stopped / "model")[name]), name
+
+    if "zero_variance" in options:
+        assert {m["groups/trained"] for m in metrics} <= {1, 2, 3, 4} and max(m["groups/drawn"] for m in metrics) > 4
+        drawn = torch.tensor([m["groups/drawn"] for m in metrics]).cumsum(0) * 2
+        assert [m["episode"] for m in metrics] == drawn.tolist()
+        state = json.loads((whole / "checkpoints" / "step-4" / "state.json").read_text())
+        assert state["position"] == metrics[-1]["episode"] / 2
+        assert any(m["overlong_penalty"] > 0 for m in metrics)
+    else:
+        # At steps 2 and 4 of both runs; the resumed one's last reference is the one that was saved.
+        assert len(synced) == 3 and not torch.equal(synced[0], synced[1]) and torch.equal(synced[1], synced[2])
+
+
+def test_a_copy_of_the_policy_is_at_no_distance_from_it(folder, rows, tmp_path):
+    options = {"minibatches": 1, "eval_size": 0, "lr": 1e-2, "save_every": 0, "steps": 3}
+    metrics = trained(folder, rows, tmp_path / "copied", ref_sync_every=2, **options)
+    kept = trained(folder, rows, tmp_path / "kept", **options)
+    exact_kl = [m["objective/kl_exact"] for m in metrics]
+    assert exact_kl[:2] == [m["objective/kl_exact"] for m in kept[:2]] and exact_kl[1] > 1e-3
+    assert exact_kl[2] == pytest.approx(0, abs=1e-6) and kept[2]["objective/kl_exact"] > 1e-3
+    estimates = {f"objective/kl{i}_avg" for i in (1, 2, 3, 4)}
+    assert estimates < kept[0].keys()  # with kl_coef 0, too
+
+
+def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path):
+    options = {"minibatches": 1, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
+    _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
+    assert (
+        second["objective/kl"] == pytest.approx(second["objective/kl1_avg"], rel=1e-4) and second["objective/kl"] != 0
+    )
+    assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
+    assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
+
+
+def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_path, monkeypatch, capsys):
+    """Where the exact KL has taken the policy's log-probabilities, the first minibatch's are compared with them."""
+    options = {"minibatches": 1, "save_every": 0, "steps": 1}
+    trained(folder, rows, tmp_path / "same", **options)
+    assert "warning" not in capsys.readouterr().out
+    forward = models.LanguageModel.forward
+
+    def noisy(self, *inputs, token_loss=None, **more):
+        with torch.no_grad():
+            self.base.get_output_embeddings().weight.add_(1e-3 if token_loss is not None else 0.0)
+            self.base.get_output_embeddings().weight[::2].mul_(0.9 if token_loss is not None else 1.0)
+        return forward(self, *inputs, token_loss=token_loss, **more)
+
+    monkeypatch.setattr(models.LanguageModel, "forward", noisy)
+    trained(folder, rows, tmp_path / "noisy", **options)
+    assert "warning: the first minibatch's mean ratio is" in capsys.readouterr().out
+
+
+def train_and_resume(rank, world, folder, rows, output, stages):
+    """All of it at once, over ranks that find unequally many groups with a signal."""
+    output = Path(output)
+    for stage in stages:
+        options = SYNCED | {"kl_in": "reward", "zero_stage": stage, "offload": stage == 3}
+        options |= {"zero_variance": "refill", "max_refills": 1}
+        whole, stopped = output / f"{stage}", output / f"{stage}-stopped"
+        metrics = trained(folder, rows, whole, **options)
+        if rank == 0:
+            forget_after(whole, stopped, 3)
+        torch.distributed.barrier()
+        torch.manual_seed(1234)
+        assert trained(folder, rows, stopped, resume=True, **options) == metrics
+
+
+@pytest.mark.slow
+def test_over_two_ranks_and_all_zero_stages_it_is_one_run_and_resumes(folder, rows, tmp_path):
+    run_distributed(train_and_resume, 2, folder, rows, str(tmp_path), [0, 1, 2, 3], timeout=500)
+    first = tiny.weights(tmp_path / "0" / "model")
+    assert min(m["groups/trained"] for m in tiny.read_metrics(tmp_path / "0")) < 4  # unequal counts are dealt
+    for stage in range(4):
+        whole, stopped = (tiny.weights(tmp_path / name / "model") for name in (f"{stage}", f"{stage}-stopped"))
+        for name, weight in whole.items():
+            assert torch.equal(weight, stopped[name]), name
+            torch.testing.assert_close(weight, first[name], atol=5e-5, rtol=0, msg=name)
