@@ -6,10 +6,12 @@ from typing import Literal
 import fused_rl
 from fused_rl.presets import PolicyLossOptions
 from fused_rl.trainers.config import (
+    ClosedUnitInterval,
     Finite,
     InputError,
     NonNegative,
     NonNegativeFloat,
+    NonNegativeInt,
     Positive,
     PositiveFraction,
     PositiveInt,
@@ -43,6 +45,13 @@ class PolicyConfig(RunConfig):
     """Leave responses that were cut out of the loss."""
     temperature: Positive = 1.0
     """Of sampling, and of every log-probability in the loss."""
+    top_p: PositiveFraction = 1.0
+    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
+    this, top_k or min_p leaves tokens out, every log-probability, entropy and KL is over what was left."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many of the likeliest tokens; 0 draws from all."""
+    min_p: ClosedUnitInterval = 0.0
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
     rollout_batch_size: PositiveInt = 64
     """Responses generated together."""
     preset: str = "grpo"

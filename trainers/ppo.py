@@ -130,7 +130,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     for index in parts:
         part = batch.rows(index)
         if critic is None:
-            _, found = policy.model(part.input_ids, part.response_mask, config.temperature, want_values=True)
+            _, found = policy.model(**policy.inputs(part), want_values=True)
         else:
             found = critic(part.input_ids, part.response_mask)
         values[index, : found.shape[1]] = found
@@ -195,13 +195,13 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
-        inputs, width = (part.input_ids, part.response_mask), part.response_mask.shape[1]
+        inputs, width = policy.inputs(part), part.response_mask.shape[1]
         if critic is None:
-            rows, values = policy.model(*inputs, config.temperature, want_values=True)
+            rows, values = policy.model(**inputs, want_values=True)
         else:
             with torch.set_grad_enabled(not config.critic_only):
-                rows = policy.model(*inputs, config.temperature)
-            values = critic(*inputs)
+                rows = policy.model(**inputs)
+            values = critic(part.input_ids, part.response_mask)
         mask = experience.mask[index, :width]
         loss, metrics = fused_rl.policy_loss(
             rows.logprobs,

@@ -22,7 +22,7 @@ FIXED = frozenset(
         # The batch of a step.
         *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts"),
         # Rollouts and rewards.
-        *("verifiers", "max_new_tokens", "temperature"),
+        *("verifiers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
         # The loss.
         *("label_smoothing", "centering", "preset", "advantage", "ratio_level", "surrogate", "loss_agg"),
         *("clip_low", "clip_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
