@@ -299,10 +299,14 @@ class RowOrder:
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next so many indices, beside those of the batches."""
         batch = []
-        while len(batch) < self.batch_size:
+        while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + self.batch_size - len(batch)].tolist()
+            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch

@@ -1,10 +1,11 @@
 """The options that PPO and GRPO share: rollouts, scorers, and everything that `fused_rl.policy_loss` can be told."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions
+from fused_rl.presets import PolicyLossOptions, unread_option
 from fused_rl.trainers.config import (
     ClosedUnitInterval,
     Finite,
@@ -112,6 +113,7 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
     """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
     given = {f.name: getattr(config, f.name) for f in fields(PolicyLossOptions)}
     given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("kl_estimator", "rk3")
     if ":" in given.get("surrogate", ""):
         given["surrogate"] = load_function(given["surrogate"], "surrogate")
     try:
@@ -119,3 +121,35 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
     except ValueError as error:
         raise InputError(str(error)) from error
     return {"preset": config.preset, **given}
+
+
+def check_loss_options(config: PolicyConfig) -> None:
+    """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
+    options = loss_options(config)
+    unread = unread_option(options.pop("preset"), options)
+    if unread is not None:
+        name, readers = unread
+        chosen = options.get("surrogate") or fused_rl.PRESETS[config.preset].options["surrogate"]
+        raise InputError(
+            f"{name}={options[name]} has no meaning with surrogate={chosen}, which does not read it; leave it out, or "
+            f"choose --surrogate {' or '.join(readers)}"
+        )
+
+
+class Needs(NamedTuple):
+    """An option that means something only beside another one."""
+
+    option: str
+    met: Callable[[PolicyConfig], bool]
+    """Whether the config gives it a meaning."""
+    unmet: str
+    """What is said after `option=value` where it does not: why, and how to mend it."""
+
+
+def check_needs(config: PolicyConfig, needs: Sequence[Needs]) -> None:
+    """Refuse an option that was given, and is not its default, where what it needs is not there."""
+    defaults = {field.name: field.default for field in fields(config)}
+    for need in needs:
+        value = getattr(config, need.option)
+        if value != defaults[need.option] and not need.met(config):
+            raise InputError(f"{need.option}={value} {need.unmet}")

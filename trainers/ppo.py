@@ -50,7 +50,7 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import PolicyConfig, loss_options
+from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
 from fused_rl.trainers.scorers import load_scorers
 
@@ -102,7 +102,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
     check_credit(config)
-    loss_options(config)
+    check_loss_options(config)
     check_critic(config)
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
     if local % config.minibatches:
