@@ -64,6 +64,7 @@ RANGES = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    str | list[str]: "text, or a list of texts",
 }
 
 
@@ -101,7 +102,7 @@ def _checked(name: str, value, kind):
         if value not in typing.get_args(kind):
             raise refusal
         return value
-    if kind is bool or not issubclass(kind, (int, float)):
+    if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
     try:

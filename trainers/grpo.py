@@ -38,7 +38,7 @@ from fused_rl.trainers.policy import (
 from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, check_needs, loss_options
 from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
 from fused_rl.trainers.rollout import Prompt
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers import check_scorers, load_scorers
 
 COLUMNS = {
     "reward": "reward",
@@ -89,6 +89,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     parts = math.ceil(minibatch / config.micro_batch_size)
     return {
         "processes": world,
+        "reward": check_scorers(config),
         "advantage": advantage,
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,

@@ -29,11 +29,12 @@ class PolicyConfig(RunConfig):
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     answer_column: str | None = None
     """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
-    verifiers: str = "math"
-    """Comma-separated: math, reasoning_gym, reasoning_gym:<dataset>, module:function, reward_model:<folder>. The reward
-    is the sum of their scores, each times its weight (0.2*module:function). math and reasoning_gym say which answers
-    are right; functions do (from a score of 1 on) where no other does, or where they are given a threshold
-    (module:function>=0.5); reward models do with a threshold alone."""
+    verifiers: str | list[str] = "math"
+    """Comma-separated, or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, regex('pattern'), format,
+    length(target=100), module:function, reward_model:<folder> (docs/verifiers.md). The reward is the sum of their
+    scores, each times its weight (0.2*module:function). Those that compare with the answer say which responses are
+    right; functions and patterns do (from a score of 1 on) where no other does, or where they are given a threshold
+    (module:function>=0.5); reward models and length do with a threshold alone."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     minibatches: PositiveInt = 2
@@ -107,6 +108,11 @@ class PolicyConfig(RunConfig):
     """Sampled responses per held-out problem: the k of pass@k."""
     show_samples: PositiveInt = 4
     """Responses shown as a table at each evaluation."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.verifiers, list):
+            self.verifiers = ", ".join(self.verifiers)
 
 
 def loss_options(config: PolicyConfig) -> dict[str, object]:

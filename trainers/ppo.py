@@ -52,7 +52,7 @@ from fused_rl.trainers.policy import (
 )
 from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers import check_scorers, load_scorers
 
 COLUMNS = {
     "score": "objective/scores",
@@ -111,6 +111,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     parts, steps = math.ceil(minibatch / config.micro_batch_size), config.critic_only or config.steps
     return {
         "processes": world,
+        "reward": check_scorers(config),
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
