@@ -64,6 +64,7 @@ RANGES = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    dict: "a mapping from names to values, such as {enable_thinking: false}",
 }
 
 
@@ -101,6 +102,8 @@ def _checked(name: str, value, kind):
         if value not in typing.get_args(kind):
             raise refusal
         return value
+    if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise refusal
     if kind is bool or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
@@ -160,6 +163,8 @@ class DataConfig(Options):
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
     system_prompt: str | None = None
     """System message before a text prompt; needs a chat template."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
 
@@ -208,11 +213,15 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
 
     command: ClassVar[str]
     """The trainer's name: `fused-rl <command>`."""
+    batch_option: ClassVar[str]
+    """The option that says how many rows a step takes."""
 
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
-    steps: PositiveInt = 100
-    """Optimizer updates of sft and reward, rollouts of grpo and ppo."""
+    steps: PositiveInt | None = None
+    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or what num_train_epochs comes to."""
+    num_train_epochs: Positive | None = None
+    """Instead of steps: passes over the rows to train on, such as 1.5."""
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
     eval_every: PositiveInt = 50
@@ -236,6 +245,13 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
+        if self.num_train_epochs is None:
+            self.steps = 100 if self.steps is None else self.steps
+        elif self.steps is not None:
+            raise InputError(
+                f"num_train_epochs={self.num_train_epochs} and steps={self.steps} are both given; give one of them "
+                "(--steps null takes back what a file says)"
+            )
 
 
 ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with a run, not what the run is
@@ -244,6 +260,8 @@ ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with
 def to_yaml(config: Options) -> str:
     """The complete config as YAML that `--config` reads back."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in ACTIONS}
+    if values.get("num_train_epochs") is not None:
+        values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

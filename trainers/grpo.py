@@ -17,7 +17,7 @@ import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers import checkpoint, cli, data, engine, models
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import InputError, NonNegativeInt, PositiveInt, divide_over
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
@@ -108,8 +108,8 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": config.minibatches * config.epochs,
-        "optimizer updates in the run": config.steps * config.minibatches * config.epochs,
-        "responses in the run": config.steps * responses,
+        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
+        "responses in the run": epochs.in_run(config, responses),
     }
 
 
@@ -266,6 +266,7 @@ def train(config: GRPOConfig) -> str:
         tokenizer = data.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
         shared = config.share_prompts if _keeps_groups(config, engine.world_size()) else False

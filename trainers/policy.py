@@ -109,7 +109,7 @@ def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+    encoder = data.Encoder.of(config, tokenizer)
     train, held_out = data.load_train_eval(config)
     return prompts_of(config, train, encoder, scorers), prompts_of(config, held_out, encoder, scorers)
 

@@ -1,7 +1,7 @@
 """The options that PPO and GRPO share: rollouts, scorers, and everything that `fused_rl.policy_loss` can be told."""
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions
@@ -21,6 +21,8 @@ from fused_rl.trainers.config import (
 @dataclass(kw_only=True)
 class PolicyConfig(RunConfig):
     """Rollouts and the policy loss. An option of the loss that is None is the preset's."""
+
+    batch_option: ClassVar[str] = "prompts_per_step"
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
