@@ -126,19 +126,29 @@ class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
 
     model: str
-    """A causal language model: a Hub name or a local folder."""
+    """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
+    """Branch, tag or commit of `model` on the Hub: of its weights, its tokenizer and what else is read of it."""
     attn_implementation: str | None = None
-    """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
+    """Of every model that is read, as transformers names them: eager, sdpa, flash_attention_2, …; None is the choice of
+    each."""
     lora_rank: NonNegativeInt = 0
-    """Train low-rank adapters (peft) on all linear layers instead of the weights; 0 for none."""
+    """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
     """Scale of the adapters: alpha / rank."""
+    lora_targets: str = "all-linear"
+    """The linear layers that get adapters: q_proj,v_proj by name, or all-linear."""
+    save_merged: bool = False
+    """Save whole weights with the adapters merged in, instead of the adapters alone; reward models always are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     loss_from: Literal["linear", "logits"] = "linear"
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.revision is not None and Path(self.model).is_dir():
+            raise InputError(f"revision={self.revision} is of a model on the Hub, and model={self.model} is a folder")
 
 
 @dataclass(kw_only=True)

@@ -288,7 +288,8 @@ def train(config: GRPOConfig) -> str:
             found, samples = evaluate(policy, held_out)
             metrics |= found
         loop.log(metrics, samples)
-    return loop.finish(lambda model_folder: models.save_lm(policy.model, tokenizer, model_folder))
+    merged = config.save_merged
+    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=merged))
 
 
 def main(argv: list[str] | None = None) -> None:

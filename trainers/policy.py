@@ -82,7 +82,7 @@ def load_policy(
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
     costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
     reference = None
-    if needs_reference and not config.lora_rank:
+    if needs_reference and not lm.lora:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(

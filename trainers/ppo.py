@@ -335,7 +335,7 @@ def train(config: PPOConfig) -> str:
         loop.log(metrics, samples)
 
     def save(model_folder):
-        models.save_lm(policy.model, tokenizer, model_folder)
+        models.save_lm(policy.model, tokenizer, model_folder, merged=config.save_merged)
         if critic is not None:
             save_critic(critic, tokenizer, model_folder.with_name("critic"))
 

@@ -13,7 +13,7 @@ from fused_rl.trainers.config import ACTIONS, InputError, RunConfig
 FIXED = frozenset(
     (
         # The trainer, the weights it trains and starts from, how they are split and rounded.
-        *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha"),
+        *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha", "lora_targets"),
         *("dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
         # The rows, and what becomes of them.
         *("dataset", "dataset_config", "dataset_split", "raw_prompt", "system_prompt", "max_prompt_length"),
@@ -47,7 +47,7 @@ MAY_CHANGE = frozenset(
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
-        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "wandb_project", "output_dir"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "wandb_project", "save_merged", "output_dir"),
     )
 )
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone

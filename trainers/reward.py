@@ -278,6 +278,7 @@ def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
         dtype=engine.torch_dtype(config),
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        lora_targets=config.lora_targets,
         revision=config.revision,
         attn_implementation=config.attn_implementation,
     ).to(device)

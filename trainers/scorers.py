@@ -60,10 +60,11 @@ def _load_reward_model(spelled: str, config: PolicyConfig, tokenizer, device) ->
         raise InputError(f"verifier {spelled!r}: weight and threshold must be numbers: {error}") from error
     name = found["name"].strip()
     folder = name.partition(":")[2]
-    model = RewardModel.from_pretrained(folder, dtype=engine.torch_dtype(config))
+    options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+    model = RewardModel.from_pretrained(folder, **options)
     if not has_score_head(model.classifier.config):
         raise InputError(f"{name}: a language model without a head for scores; train it first: fused-rl reward --model")
-    check_reads_policy("reward model", folder, model, tokenizer, config.model)
+    check_reads_policy("reward model", folder, model, tokenizer, config.model, config.revision)
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), config)
     scorer = RewardScorer(frozen, config.rollout_batch_size)
     return RewardModelScorer(name, scorer, weight=weight, solved_at=solved_at)

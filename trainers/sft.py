@@ -152,7 +152,7 @@ def train(config: SFTConfig) -> str:
         if loop.evaluates and held_out:
             metrics |= evaluate(model, held_out)
         loop.log(metrics)
-    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder))
+    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder, merged=config.save_merged))
 
 
 def main(argv: list[str] | None = None) -> None:
