@@ -18,7 +18,7 @@ import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers import checkpoint, cli, data, engine, models, reference
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models, reference
 from fused_rl.trainers.config import InputError, divide_over
 from fused_rl.trainers.credit import kl_estimator_of
 from fused_rl.trainers.drawing import Drawn, draw
@@ -96,8 +96,8 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": config.minibatches * config.epochs,
-        "optimizer updates in the run": config.steps * config.minibatches * config.epochs,
-        "responses in the run": config.steps * responses,
+        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
+        "responses in the run": epochs.in_run(config, responses),
     }
 
 
@@ -297,6 +297,7 @@ def train(config: GRPOConfig) -> str:
         tokenizer = data.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
         shared = config.share_prompts if keeps_groups(config, engine.world_size()) else False
@@ -330,7 +331,8 @@ def train(config: GRPOConfig) -> str:
         loop.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
-    return loop.finish(lambda model_folder: models.save_lm(policy.model, tokenizer, model_folder))
+    merged = config.save_merged
+    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=merged))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, unread_option
@@ -24,6 +24,8 @@ from fused_rl.trainers.config import (
 @dataclass(kw_only=True)
 class PolicyConfig(RunConfig):
     """Rollouts and the policy loss. An option of the loss that is None is the preset's."""
+
+    batch_option: ClassVar[str] = "prompts_per_step"
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""

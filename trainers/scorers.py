@@ -58,11 +58,12 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
 
 
 def _load_reward_model(part: Spelled, name: str, config: PolicyConfig, tokenizer, device) -> RewardModelScorer:
-    model = RewardModel.from_pretrained(part.detail, dtype=engine.torch_dtype(config))
+    options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+    model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
         what = "a language model without a head for scores; train it first: fused-rl reward --model"
         raise InputError(f"{part.name}: {what}")
-    check_reads_policy("reward model", part.detail, model, tokenizer, config.model)
+    check_reads_policy("reward model", part.detail, model, tokenizer, config.model, config.revision)
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), config)
     scorer = RewardScorer(frozen, config.rollout_batch_size)
     weight = 1.0 if part.weight is None else part.weight
