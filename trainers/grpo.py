@@ -18,7 +18,7 @@ import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers import checkpoint, cli, data, engine, models, reference
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models, reference
 from fused_rl.trainers.config import InputError, divide_over
 from fused_rl.trainers.credit import kl_estimator_of
 from fused_rl.trainers.drawing import Drawn, draw
@@ -38,7 +38,7 @@ from fused_rl.trainers.policy import (
 from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, check_needs, loss_options
 from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
 from fused_rl.trainers.rollout import Prompt
-from fused_rl.trainers.scorers import check_weights, load_scorers
+from fused_rl.trainers.scorers import check_scorers, load_scorers
 
 COLUMNS = {
     "reward": "reward",
@@ -73,7 +73,6 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     advantage = advantage_of(config)
     check_loss_options(config)
     check_needs(config, (*GROUP_NEEDS, *REFERENCE_NEEDS))
-    check_weights(config)
     kl_estimator_of(config, config.kl_estimator)  # which warns of a bad choice
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
@@ -90,14 +89,15 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     parts = math.ceil(minibatch / config.micro_batch_size)
     return {
         "processes": world,
+        "reward": check_scorers(config),
         "advantage": advantage,
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": config.minibatches * config.epochs,
-        "optimizer updates in the run": config.steps * config.minibatches * config.epochs,
-        "responses in the run": config.steps * responses,
+        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
+        "responses in the run": epochs.in_run(config, responses),
     }
 
 
@@ -243,7 +243,8 @@ def _counted(policy: Policy, drawn: Drawn, parts: list[torch.Tensor]) -> dict[st
 
 def _again(logprobs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The sum of ratio - 1 over the tokens that the policy was run on before, where it has not changed since."""
-    return torch.where(before != 0, torch.expm1((logprobs - before).double()), 0).sum()
+    run = (before != 0) & before.isfinite()
+    return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
 
 
 def _is_token_level(options: dict[str, object]) -> bool:
@@ -297,6 +298,7 @@ def train(config: GRPOConfig) -> str:
         tokenizer = data.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
         shared = config.share_prompts if keeps_groups(config, engine.world_size()) else False
@@ -330,7 +332,8 @@ def train(config: GRPOConfig) -> str:
         loop.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
-    return loop.finish(lambda model_folder: models.save_lm(policy.model, tokenizer, model_folder))
+    merged = config.save_merged
+    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=merged))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -102,7 +102,6 @@ BESIDE = [
     ("--clip_high 0.3 --surrogate vespo", "clip_high=0.3 has no meaning with surrogate=vespo"),
     ("--ratio_level sequence --preset rloo", "ratio_level=sequence has no meaning with surrogate=policy-gradient"),
     ("--delta 3 --preset cispo", "delta belongs to the surrogate .clip., not to 'cispo'"),
-    ("--verifiers math,0.2*m:f", "'math' has no weight, and '0.2[*]m:f' has one; give each a weight: 1[*]math"),
     (
         "--prompts_per_step 4 --minibatches 8 --share_prompts true",
         "minibatches=8 would split groups, which share their pro",
@@ -128,8 +127,6 @@ def test_an_option_without_a_meaning_is_one_line_at_the_start(words, message):
         "--ref_sync_every 3 --ref_mixup_alpha 0.6 --kl_coef 0.1 --kl_every 0",
         "--kl_in reward --kl_coef 0",  # the first of a sweep
         "--surrogate tests.trainers.test_grpo:own_surrogate --sapo_temperature_pos 2",  # which may read anything
-        "--verifiers 1*math,0*m:f,0.5*m:g",
-        "--verifiers reward_model:m,0*m:g",  # 0 leaves out, it does not weigh
     ],
 )
 def test_an_option_that_has_its_meaning_or_asks_for_nothing_is_taken(words):
