@@ -84,11 +84,11 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     kept = kept_by_definition(logits, **filters)
     torch.manual_seed(0)
     one = Sampling(TEMPERATURE, 1, (3,), **filters)
-    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 4000, one, pad_id=0, batch_size=4000)]
+    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 20000, one, pad_id=0, batch_size=20000)]
     counts = torch.bincount(torch.tensor(first), minlength=len(logits)).double()
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
-    chi2 = ((counts[kept] - 4000 * p).square() / (4000 * p)).sum()
+    chi2 = ((counts[kept] - 20000 * p).square() / (20000 * p)).sum()
     assert len(kept) > 5 and chi2 < len(kept) + 5 * (2 * len(kept)) ** 0.5  # five standard deviations
 
 
