@@ -147,10 +147,17 @@ def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
     """The critic of its own in an engine for `updates` optimizer steps; refuses one that reads tokens otherwise."""
     name = config.critic or config.model
-    dtype = engine.torch_dtype(config)
-    critic = Critic.from_pretrained(name, dtype=dtype, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    critic = Critic.from_pretrained(
+        name,
+        dtype=engine.torch_dtype(config),
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_targets=config.lora_targets,
+        revision=config.revision if config.critic is None else None,
+        attn_implementation=config.attn_implementation,
+    )
     if config.critic is not None:
-        check_reads_policy("critic", name, critic, tokenizer, config.model)
+        check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
     if config.gradient_checkpointing:
         critic.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return engine.initialize(critic.to(device), optim_of(config), config, updates)

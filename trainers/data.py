@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from fused_rl import TokenSupport
+from fused_rl.trainers.chat import check_template_kwargs
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
+FILES = (".jsonl", ".parquet")
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Rows:
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
     """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
     path = Path(name)
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
         rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
@@ -196,11 +198,27 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 class Encoder:
     """Prompts and completions to token ids, through the chat template where the tokenizer has one."""
 
-    def __init__(self, tokenizer, *, raw_prompt: bool = False, system_prompt: str | None = None):
-        self.tokenizer, self.system_prompt = tokenizer, system_prompt
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        raw_prompt: bool = False,
+        system_prompt: str | None = None,
+        chat_template_kwargs: dict | None = None,
+    ):
+        self.tokenizer, self.system_prompt, self.told = tokenizer, system_prompt, chat_template_kwargs or {}
         self.chat = tokenizer.chat_template is not None and not raw_prompt
-        if system_prompt is not None and not self.chat:
-            raise InputError("system_prompt needs a tokenizer with a chat template and raw_prompt=false")
+        for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
+            if value is not None and not self.chat:
+                raise InputError(f"{name} needs a tokenizer with a chat template and raw_prompt=false")
+        if self.told:
+            check_template_kwargs(tokenizer, self.told)
+
+    @classmethod
+    def of(cls, config: DataConfig, tokenizer) -> "Encoder":
+        """The encoder that a run's config describes."""
+        names = ("raw_prompt", "system_prompt", "chat_template_kwargs")
+        return cls(tokenizer, **{name: getattr(config, name) for name in names})
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Token ids of row i's prompt, up to where the response begins."""
@@ -273,7 +291,11 @@ class Encoder:
         # The template writes the special tokens itself: transformers adds none when it tokenises the result.
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **self.told,
             )
         except Exception as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
             roles = ", ".join(message["role"] for message in messages[:8])
@@ -299,10 +321,14 @@ class RowOrder:
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next so many indices, beside those of the batches."""
         batch = []
-        while len(batch) < self.batch_size:
+        while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + self.batch_size - len(batch)].tolist()
+            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch

@@ -45,6 +45,8 @@ class KLReportConfig(Options):
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     raw_prompt: bool = False
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     num_prompts: PositiveInt = 32
     """How many of the prompts to use, from the first on."""
     samples: PositiveInt = 4
@@ -146,7 +148,7 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
         raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
     tokenizer = data.load_tokenizer(config.model)
     rows = data.load_rows(config.prompts)
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
+    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, chat_template_kwargs=config.chat_template_kwargs)
     count = min(config.num_prompts, len(rows))
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
     for lm in (policy, reference, behaviour):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers import engine
+from fused_rl.trainers import engine, lora
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.packing import inputs_of
@@ -138,7 +138,7 @@ def read_whole(auto_class, name: str, *, option: str = "model", **options) -> nn
         reading = {"output_loading_info": True, "trust_remote_code": False, **options}
         model, report = auto_class.from_pretrained(name, **reading)
     except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
-        raise InputError(f"{option}={name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
+        raise unreadable(f"{option}={name!r}", error, options.get("attn_implementation")) from error
     kind = type(model).__name__
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[what]:
@@ -149,6 +149,13 @@ def read_whole(auto_class, name: str, *, option: str = "model", **options) -> nn
             )
     check_weights(model, name, option)
     return model
+
+
+def unreadable(what: str, error: Exception, attention: str | None) -> InputError:
+    """What to tell of a model that transformers does not read: it checks the attention that was asked for as well."""
+    if attention is not None and (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+        return InputError(f"attn_implementation={attention} cannot be used for {what}: {in_a_line(error)}")
+    return InputError(f"{what} is {NOT_A_MODEL}: {in_a_line(error)}")
 
 
 def check_weights(model: nn.Module, name: str, option: str = "model") -> None:
@@ -202,28 +209,31 @@ def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], 
 
 
 def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
-    """The causal LM that `config.model` names, without dropout; frozen unless trainable."""
+    """The causal LM that `config.model` names, without dropout; frozen, and without its adapters, unless trainable."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    # Its weights: where `model` holds adapters, those that they belong to.
+    adapters = lora.find_adapters(config.model, config.revision)
+    lora.check_options(config, adapters)
+    name, revision = (config.model, config.revision) if adapters is None else adapters.base
     options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
-    lm = read_whole(AutoModelForCausalLM, config.model, revision=config.revision, **options)
-    check_causal(lm, config.model)
+    lm = read_whole(AutoModelForCausalLM, name, revision=revision, **options)
+    check_causal(lm, name)
     lm = lm.to(device)
+
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
-    switch_off_dropout(lm)
+
+    # What of it is trained.
+    with_adapters = trainable and (adapters is not None or config.lora_rank > 0)
     if not trainable:
         lm.requires_grad_(False).eval()
-    elif config.lora_rank:
-        import peft
-
-        lora = peft.LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        lm = peft.get_peft_model(lm, lora)
+    elif with_adapters:
+        lm = lora.adapted(lm, config) if adapters is None else lora.continued(lm, adapters)
+    switch_off_dropout(lm)
     if trainable and config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return LanguageModel(lm, config.loss_from, lora=trainable and config.lora_rank > 0)
+    return LanguageModel(lm, config.loss_from, lora=with_adapters)
 
 
 def switch_off_dropout(model: nn.Module) -> None:
@@ -234,8 +244,15 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def save_lm(trained, tokenizer, folder: Path) -> None:
-    """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all."""
+def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
+    """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all.
+
+    Args:
+        trained: the engine around a `LanguageModel`.
+        tokenizer: written beside it.
+        folder: where to.
+        merged: write whole weights where there are adapters, instead of the adapters alone.
+    """
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if engine.rank() == 0:
         lm = trained.module.lm
@@ -243,6 +260,10 @@ def save_lm(trained, tokenizer, folder: Path) -> None:
         if state is not None:
             # Without what a trainer has added to the language model, such as a value head.
             state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
+        if merged and trained.module.lora:
+            whole = lm.state_dict() if state is None else state
+            whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
+            lm, state = base, lora.merged(whole, base)
         training_config, base.generation_config = base.generation_config, base.saved_generation_config
         with whole_folder(folder) as unfinished:
             lm.save_pretrained(unfinished, state_dict=state)

@@ -84,7 +84,7 @@ def load_policy(
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
     costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
     reference = None
-    if needs_reference and not config.lora_rank:
+    if needs_reference and not lm.lora:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(
@@ -113,7 +113,7 @@ def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+    encoder = data.Encoder.of(config, tokenizer)
     train, held_out = data.load_train_eval(config)
     return prompts_of(config, train, encoder, scorers), prompts_of(config, held_out, encoder, scorers)
 

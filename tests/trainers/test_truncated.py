@@ -11,6 +11,7 @@ import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.trainers import data, generate, grpo, models, policy, rollout
 from fused_rl.trainers.config import InputError
+from fused_rl.trainers.drawing import Drawn
 from fused_rl.trainers.rollout import Prompt, Response, check_responses, roll_out
 from fused_rl.trainers.sampling import Sampling
 from tests.distributed import run_distributed
@@ -267,6 +268,11 @@ def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     )
 
 
+def all_of(rolled):
+    """The rollout as a step's groups, every one of which counts."""
+    return Drawn(rolled, torch.ones(len(rolled.samples), dtype=torch.bool), {})
+
+
 GROUPS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {}), Prompt([1, 90, 91, 92, 93], {}), Prompt([1, 60], {})]
 
 
@@ -286,7 +292,7 @@ def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(
 
     # The first minibatch by itself and the second as it was measured; nothing was trained in between.
     for index, on_policy in ((parts[:2], True), (parts[2:], False)):
-        sums = grpo.accumulate(made, rolled, measured, torch.ones(16), index, 1, on_policy=on_policy)
+        sums = grpo.accumulate(made, all_of(rolled), measured, torch.ones(16), index, 1, on_policy=on_policy)
         assert sums["ratio_minus_1"] == sums["ratio_minus_1_square"] == sums["approx_kl"] == 0
 
     # Over the whole vocabulary they are off by the logarithm of the mass that was kept, token by token.
@@ -382,7 +388,7 @@ def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
     for values in (measured.old_logprobs, measured.ref_logprobs):  # far enough away that some ratios are clipped
         values += torch.where(mask, 0.3 * torch.randn(mask.shape, generator=generator), 0)
     advantages = torch.randn(16, generator=generator)
-    sums = grpo.accumulate(made, rolled, measured, advantages, parts, 1, on_policy=False)
+    sums = grpo.accumulate(made, all_of(rolled), measured, advantages, parts, 1, on_policy=False)
 
     lm = load(folder).base.double().requires_grad_(True)
     losses, entropies = [], []
@@ -416,7 +422,7 @@ def test_a_token_that_was_certain_teaches_nothing(folder, loss_from):
     rolled = made.roll_out(GROUPS[:1], made.sampling, 4)
     assert {len(kept) for kept in lists_of(rolled.batch.support)} == {1}
     measured = policy.measure(made, rolled.batch, [torch.arange(4)])
-    sums = grpo.accumulate(made, rolled, measured, torch.ones(4), [torch.arange(4)], 1, on_policy=True)
+    sums = grpo.accumulate(made, all_of(rolled), measured, torch.ones(4), [torch.arange(4)], 1, on_policy=True)
     assert sums["entropy"] == sums["ratio_minus_1"] == 0 and (measured.old_logprobs == 0).all()
     assert (measured.kl == 0).all() and fused_rl.masked_sum(measured.entropy, rolled.batch.response_mask) == 0
     assert all((weight.grad == 0).all() for weight in made.model.module.parameters())
