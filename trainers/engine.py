@@ -262,6 +262,8 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     )
     for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
+    if world_size() == 1 and not config.zero_stage:
+        engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
     engine.last_step = last_step
     return engine
 
