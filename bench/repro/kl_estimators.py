@@ -108,7 +108,7 @@ def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
     }
 
 
-def run(setting: Setting, seed: int, folder: Path) -> dict:
+def run(setting: Setting, seed: int, folder: Path, commit: str) -> dict:
     """The row of one run, trained unless a run of the same options is there already."""
     config = config_of(setting, seed, folder)
     options, start = asdict(config), folder / f"seed{seed}"
@@ -122,13 +122,13 @@ def run(setting: Setting, seed: int, folder: Path) -> dict:
         grpo.train(config)
     row = row_of(setting, seed, read_metrics(Path(config.output_dir) / "metrics.jsonl"))
     row["cpu_seconds"] = round(time.process_time() - began, 1)
-    row["commit"] = machine.environment("cpu")["commit"]
+    row["commit"] = commit
     write_atomically(kept, json.dumps({"options": options, "row": row}))
     return row
 
 
-def train_all(folder: Path) -> list[dict]:
-    """Every run of every seed, with a line for each."""
+def train_all(folder: Path, commit: str) -> list[dict]:
+    """Every run of every seed, with a line for each; `commit` is of the code that trains them."""
     torch.set_num_threads(1)
     engine.quiet()
     warnings.filterwarnings("ignore", "k1 as a loss")  # that is what is shown
@@ -136,19 +136,23 @@ def train_all(folder: Path) -> list[dict]:
     for seed in SEEDS:
         ppo_step.warm_start(folder / f"seed{seed}", seed)
         for setting in settings():
-            row = run(setting, seed, folder)
+            row = run(setting, seed, folder, commit)
             rows.append(row)
-            found = f"exact KL {held(row):.3g} nats, held-out {row['accuracy_greedy'][-1]:.0%}"
-            where = f"{len(rows)}/{count} seed {seed}, {setting.minibatches} updates per rollout"
-            cost = f"{row['cpu_seconds']:.0f} CPU seconds"
-            print(f"{where}, {setting.label}, kl_coef {setting.kl_coef:g}: {found}, {cost}", flush=True)
+            print(f"{len(rows)}/{count} seed {seed}, {progress(setting, row)}", flush=True)
     return rows
 
 
-def save(rows: list[dict], path: Path) -> None:
+def progress(setting: Setting, row: dict) -> str:
+    """What came of a run, in a line."""
+    chosen = f"updates per rollout {setting.minibatches}, {setting.label}, kl_coef {setting.kl_coef:g}"
+    accuracy = row["accuracy_greedy"][-1]
+    return f"{chosen}: exact KL {held(row):.3g} nats, held-out {accuracy:.0%}, {row['cpu_seconds']:.0f} CPU seconds"
+
+
+def save(rows: list[dict], environment: dict, path: Path) -> None:
     """The results with command, commit and machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"group": "kl_estimators", "environment": machine.environment("cpu"), "setting": SETTING, "rows": rows}
+    result = {"group": "kl_estimators", "environment": environment, "setting": SETTING, "rows": rows}
     write_atomically(path, results.dumps(result))
 
 
@@ -280,7 +284,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.draw:
         try:
-            save(train_all(arguments.folder), arguments.results)
+            environment = machine.environment("cpu")  # before the runs: the commit may change while they last
+            save(train_all(arguments.folder, environment["commit"]), environment, arguments.results)
         except KeyboardInterrupt:
             print("stopped; finished runs are kept, and the same command goes on after them")
             sys.exit(130)
