@@ -87,13 +87,19 @@ def run_trl(ours: Ours, folder: str, between: Callable[[dict, object], bool]) ->
     import transformers
 
     config, watch, minibatches = ours.config, Watch(), ours.config.minibatches
-    began = [0.0]
+    began, before = [0.0], [0.0]
 
     class Turns(transformers.TrainerCallback):
         """Between two steps it is the others' turn."""
 
         def on_train_begin(self, *_, **__):
             began[0], watch.taken, watch.inner = seconds(), {}, 0.0
+
+        def on_pre_optimizer_step(self, *_, **__):
+            before[0] = seconds()
+
+        def on_optimizer_step(self, *_, **__):
+            watch.taken["optimizer"] = watch.taken.get("optimizer", 0.0) + seconds() - before[0]
 
         def on_step_end(self, _, state, control, **__):
             # Asked at the end of a step, so that what its log costs falls to the next one.

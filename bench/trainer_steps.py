@@ -20,7 +20,7 @@ from fused_rl.trainers.policy import load_policy, load_prompts
 from fused_rl.trainers.rollout import Sampling, roll_out
 from fused_rl.trainers.scorers import load_scorers
 
-PARTS = ("rollout", "score", "measure", "update", "log")
+PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
 NEEDED = ("rollout", "measure", "update")
 seconds = time.thread_time  # of the CPU, with one thread: what else runs on the machine counts little
 
@@ -98,7 +98,8 @@ class Ours:
         self.number += 1
         self.watch.taken = {}
         rows = [self.prompts[i] for i in self.rows(self.number)]
-        with self._measure_seen():
+        optimizer = mock.patch.object(engine, "optimizer_step", self.watch.around("optimizer", engine.optimizer_step))
+        with self._measure_seen(), optimizer:
             metrics = self.watch.around("update", grpo.train_step)(self.policy, rows, self.number)
         self.watch.around("log", self.logger.log)(self.number, metrics)
         self.metrics = metrics
