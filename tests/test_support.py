@@ -90,6 +90,8 @@ def test_sets_are_joined_split_and_spread():
     for part, wanted in zip(parts, (lists[:2], [], lists[2:]), strict=True):
         same = TokenSupport.from_lists(wanted)
         assert torch.equal(part.ids, same.ids) and torch.equal(part.offsets, same.offsets)
+        # nothing of the others goes with it to another process
+        assert part.ids.untyped_storage().nbytes() == 8 * len(part.ids)
     again = TokenSupport.cat(reversed(parts))
     assert again.ids.tolist() == [4, 0, 2, 5, 3, 1] and again.offsets.tolist() == [0, 1, 1, 4, 6, 6]
     assert len(TokenSupport.cat([])) == 0 and support.split([5])[0].offsets.tolist() == support.offsets.tolist()

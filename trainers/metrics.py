@@ -2,6 +2,7 @@
 
 `KEYS` is the one table of metric names: key, unit, definition, how it adds up, and the bare name under which a loss
 returns it. `objective/*` are sums over a response, averaged over responses; `policy/*` are means over response tokens.
+With truncated sampling every log-probability, entropy and KL, the exact one too, is over what its token was drawn from.
 Rank 0 alone writes and prints.
 """
 
@@ -87,7 +88,7 @@ POLICY = {
     "objective/kl_coef": Metric("1", "weight of the KL", "whole"),
     "policy/approxkl_avg": Metric("nats", "half the squared log-ratio to the sampling policy", "sum", "approx_kl"),
     "policy/clipfrac_avg": Metric("1", "fraction of tokens whose ratio is clipped", "sum", "clipfrac"),
-    "policy/entropy_avg": Metric("nats", "true entropy per token", "sum", "entropy"),
+    "policy/entropy_avg": Metric("nats", "true entropy per token, of the distribution sampled from", "sum", "entropy"),
     "loss/policy_avg": Metric("1", "policy surrogate alone, without KL and entropy terms", "sum", "policy_loss"),
     "loss/total_avg": Metric("1", "what is differentiated: surrogate, KL and entropy terms", "sum", "loss"),
     "val/ratio": Metric("1", "mean ratio to the sampling policy", "moments", lambda sums: 1 + sums["ratio_minus_1"]),
@@ -115,7 +116,7 @@ GRPO = {
     "completions/max_length": Metric("tokens", "longest response", "max"),
     "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
     "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
-    "eval/accuracy_sampled": Metric("1", "fraction of sampled responses that solve theirs, at the temperature", "sum"),
+    "eval/accuracy_sampled": Metric("1", "fraction of responses sampled as in training that solve theirs", "sum"),
     "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
     "eval/score": Metric("1", "mean reward of the sampled responses", "sum"),
     "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
