@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,7 +332,9 @@ def drawn_by(config, numbers, rank=0, world=1):
     """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and how many it asked for."""
     tokenizer, sampling = data.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
     scorers, device = [Judge()], torch.device("cpu")
-    made = policy.Policy(config, None, None, Echo(), sampling, scorers, tokenizer, device)
+    text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=200))  # all that a rollout asks a model
+    module = Plain(SimpleNamespace(base=SimpleNamespace(config=text)))
+    made = policy.Policy(config, module, None, Echo(), sampling, scorers, tokenizer, device)
     waiting, asked = list(numbers[config.prompts_per_step :]), []
 
     def more(count):
