@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,7 +332,9 @@ def drawn_by(config, numbers, rank=0, world=1):
     """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and how many it asked for."""
     tokenizer, sampling = data.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
     scorers, device = [Judge()], torch.device("cpu")
-    made = policy.Policy(config, None, None, Echo(), sampling, scorers, tokenizer, device)
+    text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=200))  # all that a rollout asks a model
+    module = Plain(SimpleNamespace(base=SimpleNamespace(config=text)))
+    made = policy.Policy(config, module, None, Echo(), sampling, scorers, tokenizer, device)
     waiting, asked = list(numbers[config.prompts_per_step :]), []
 
     def more(count):
@@ -526,12 +529,29 @@ def test_a_copy_of_the_policy_is_at_no_distance_from_it(folder, rows, tmp_path):
     assert estimates < kept[0].keys()  # with kl_coef 0, too
 
 
-def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path):
+def kept_in(found: list, monkeypatch, module, name: str):
+    """Append to `found` what the function returns from now on."""
+    function = getattr(module, name)
+
+    def watched(*inputs, **options):
+        found.append(function(*inputs, **options))
+        return found[-1]
+
+    monkeypatch.setattr(module, name, watched)
+
+
+def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path, monkeypatch):
+    drawn, charged, trained_on = [], [], []
+    kept_in(drawn, monkeypatch, grpo, "draw")
+    kept_in(charged, monkeypatch, reference, "kl_charged")
+    advantages_of = groups.advantages_of
+    monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
     options = {"minibatches": 1, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
     _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
-    assert (
-        second["objective/kl"] == pytest.approx(second["objective/kl1_avg"], rel=1e-4) and second["objective/kl"] != 0
-    )
+    assert charged[1].abs().min() > 1e-4
+    torch.testing.assert_close(trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6)
+    assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)
+    assert second["objective/kl"] == pytest.approx(second["objective/kl1_avg"], rel=1e-4)
     assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
     assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
 
@@ -579,3 +599,15 @@ def test_over_two_ranks_and_all_zero_stages_it_is_one_run_and_resumes(folder, ro
         for name, weight in whole.items():
             assert torch.equal(weight, stopped[name]), name
             torch.testing.assert_close(weight, first[name], atol=5e-5, rtol=0, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
+def test_the_size_of_micro_batches_changes_nothing(folder, rows, tmp_path, options):
+    whole = trained(folder, rows, tmp_path / "8", save_every=0, **options)
+    split = trained(folder, rows, tmp_path / "3", save_every=0, micro_batch_size=3, **options)
+    for a, b in zip(whole, split, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+    weights = tiny.weights(tmp_path / "3" / "model")
+    for name, weight in tiny.weights(tmp_path / "8" / "model").items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=0, msg=name)
