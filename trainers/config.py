@@ -8,8 +8,10 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
+import operator
 import re
 import sys
 import typing
@@ -88,8 +90,8 @@ def _without_none(kind):
     choices = typing.get_args(kind)
     if type(None) not in choices:
         return kind, False
-    (other,) = (choice for choice in choices if choice is not type(None))
-    return other, True
+    others = [choice for choice in choices if choice is not type(None)]
+    return functools.reduce(operator.or_, others), True
 
 
 def _checked(name: str, value, kind):

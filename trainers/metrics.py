@@ -112,6 +112,10 @@ GRPO = {
     "eval/accuracy_sampled": Metric("1", "fraction of sampled responses that solve theirs, at the temperature", "sum"),
     "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
     "eval/score": Metric("1", "mean reward of the sampled responses", "sum"),
+    "eval/mean_length": Metric("tokens", "length of the sampled responses", "sum"),
+    "eval/mean_length_solved": Metric("tokens", "of those that solve their problem; not there without any", "moments"),
+    "eval/mean_length_unsolved": Metric("tokens", "of the others; not there without any", "moments"),
+    "eval/clipped_ratio": Metric("1", "fraction of the sampled responses cut at max_new_tokens", "sum"),
     "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
     "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
 }
@@ -124,7 +128,11 @@ SCORERS = {
     "eval/verifier/{name}/timeouts": Metric("samples", "the same in the evaluation", "sum"),
     "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum"),
 }
-PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS}))
+# k is 1, 2, 4, … below eval_samples, and eval_samples.
+PASSES = {
+    "eval/pass_at_{k}": Metric("1", "probability that k of the sampled responses hold a right one, unbiased", "sum"),
+}
+PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS | PASSES}))
 RESPONSES = {key: metric for key, metric in GRPO.items() if key.startswith(("completions/", "eval/"))}
 PPO = {
     "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),

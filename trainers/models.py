@@ -204,6 +204,28 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     return LanguageModel(lm, config.loss_from, lora=trainable and config.lora_rank > 0)
 
 
+def load_to_sample(
+    name: str, *, option: str = "model", device: torch.device | None = None, dtype: torch.dtype | None = None, **options
+) -> nn.Module:
+    """A transformers causal LM to sample from and score with, without its own sampling defaults.
+
+    Args:
+        name: a Hub name or a local folder.
+        option: which option named it, for errors.
+        device: None is the GPU where there is one.
+        dtype: None is bf16 on a GPU, fp32 on a CPU.
+        **options: of `from_pretrained`: revision, attn_implementation.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    lm = read_whole(AutoModelForCausalLM, name, option=option, dtype=dtype, **options)
+    check_causal(lm, name, option)
+    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    return lm.to(device).eval()
+
+
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every dropout and layer-drop probability in a model to 0."""
     for module in model.modules():

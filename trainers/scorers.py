@@ -1,6 +1,7 @@
 """Scorers by name: reward models, and the verifiers and functions of verifiers.py, in one weighted sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -45,7 +46,32 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
     Raises:
         InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's.
     """
-    spelled = read(config.verifiers)
+    reader = Reader(config.model, tokenizer, device, engine.torch_dtype(config), config.rollout_batch_size)
+
+    def freeze(model):
+        return engine.initialize_frozen(model, config)
+
+    return load_spelled(read(config.verifiers), config.answer_column, reader, freeze)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a reward model needs to read the responses of a policy."""
+
+    policy: str
+    """Hub name or folder of the policy."""
+    tokenizer: object
+    """The policy's."""
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+    """Responses scored together."""
+
+
+def load_spelled(
+    spelled: list[Spelled], answer_column: str | None, reader: Reader, freeze: Callable = lambda model: model
+) -> list[Scorer]:
+    """`load_scorers` of scorers that have been read; `freeze` makes a reward model ready for forward passes alone."""
     if leaves_weights_out(spelled) and engine.rank() == 0:
         print(f"reward: {reward_of(spelled)}", flush=True)
     judges = [part for part in spelled if part.kind == REWARD_MODEL]
@@ -53,17 +79,17 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
     loaded = []
     for part in judges:
         name = REWARD_MODEL if len(judges) == 1 else part.name
-        loaded.append(_load_reward_model(part, name, config, tokenizer, device))
-    return loaded + (verifiers.load_scorers(others, config.answer_column) if others else [])
+        loaded.append(_load_reward_model(part, name, reader, freeze))
+    return loaded + (verifiers.load_scorers(others, answer_column) if others else [])
 
 
-def _load_reward_model(part: Spelled, name: str, config: PolicyConfig, tokenizer, device) -> RewardModelScorer:
-    model = RewardModel.from_pretrained(part.detail, dtype=engine.torch_dtype(config))
+def _load_reward_model(part: Spelled, name: str, reader: Reader, freeze: Callable) -> RewardModelScorer:
+    model = RewardModel.from_pretrained(part.detail, dtype=reader.dtype)
     if not has_score_head(model.classifier.config):
         what = "a language model without a head for scores; train it first: fused-rl reward --model"
         raise InputError(f"{part.name}: {what}")
-    check_reads_policy("reward model", part.detail, model, tokenizer, config.model)
-    frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), config)
-    scorer = RewardScorer(frozen, config.rollout_batch_size)
+    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.policy)
+    frozen = freeze(model.to(reader.device).requires_grad_(False).eval())
+    scorer = RewardScorer(frozen, reader.batch_size)
     weight = 1.0 if part.weight is None else part.weight
     return RewardModelScorer(name, scorer, weight=weight, solved_at=part.solved_at)
