@@ -19,6 +19,7 @@ import fused_rl
 from fused_rl.presets import resolve_options, wide_option
 from fused_rl.trainers import checkpoint, cli, data, engine, models
 from fused_rl.trainers.config import InputError, NonNegativeInt, PositiveInt, divide_over
+from fused_rl.trainers.curves import Against
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
@@ -47,6 +48,9 @@ CURVES = {
     "held-out accuracy": ["eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k"],
     "KL to the reference (nats per response)": ["objective/kl1_avg", "objective/kl_exact"],
     "entropy (nats per token)": ["policy/entropy_avg"],
+    "reward over response length": Against("completions/mean_length", "reward"),
+    "reward over KL": Against("objective/kl_exact", "reward"),
+    "groups that teach nothing": ["frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"],
 }
 ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std")
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.curves import Curves, draw_curves
 from fused_rl.trainers.engine import gather, global_sum, rank
 from fused_rl.trainers.files import write_atomically
 
@@ -263,8 +264,8 @@ class Logger:
             table.add_row(*(Text(str(value)[-200:]) for value in row.values()))
         (self.progress.console.print if self.progress is not None else rich.print)(table)
 
-    def close(self, curves: dict[str, list[str]]) -> None:
-        """Flush everything and draw curves.png: one panel per title, with the keys to draw in it."""
+    def close(self, curves: Curves) -> None:
+        """Flush everything and draw curves.png."""
         if not self.active:
             return
         if self.progress is not None:
@@ -311,26 +312,6 @@ def _kept(path: Path, start: int) -> list[dict]:
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
     write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in entries))
     return entries
-
-
-def draw_curves(history: list[dict], curves: dict[str, list[str]], path: Path) -> None:
-    """Write a PNG with one panel per title."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(curves), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (title, keys) in zip(panels, curves.items(), strict=True):
-        for key in keys:
-            points = [(m["step"], m[key]) for m in history if key in m]
-            if points:
-                steps, values = zip(*points, strict=True)
-                axes.plot(steps, values, label=key, marker="o" if len(points) < 20 else None)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    path.with_suffix(".tmp.png").replace(path)
 
 
 def _progress_bar(columns, steps: int, start: int):
