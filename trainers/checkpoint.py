@@ -248,10 +248,18 @@ def _check_resume(config: RunConfig, folder: Path) -> None:
     state = json.loads((folder / tag / "state.json").read_text())
     recorded = yaml.safe_load((folder / tag / "config.yaml").read_text(encoding="utf-8")) | state["facts"]
     changed = resume.changes(config, facts(config), recorded, folder / tag)
-    if state["step"] > config.steps:
-        raise InputError(f"resume: steps={config.steps}, but {folder / tag} has done {state['step']} already")
+    if config.steps is not None:
+        refuse_fewer_steps(config, state["step"])
     if rank() == 0:
         print(f"resume: from {folder / tag}, which is whole", *changed, sep="\nresume: ", flush=True)
+
+
+def refuse_fewer_steps(config: RunConfig, done: int) -> None:
+    """Refuse to resume towards fewer steps than are done."""
+    if done > config.steps:
+        epochs = config.num_train_epochs
+        of = "" if epochs is None else f" (num_train_epochs={epochs:g})"
+        raise InputError(f"resume: steps={config.steps}{of}, but the checkpoint has done {done} already")
 
 
 def _chosen(config: RunConfig, folder: Path) -> str:

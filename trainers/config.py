@@ -67,6 +67,7 @@ RANGES = {
     bool: "true or false",
     str: "text",
     str | list[str]: "text, or a list of texts",
+    dict: "a mapping from names to values, such as {enable_thinking: false}",
 }
 
 
@@ -104,6 +105,8 @@ def _checked(name: str, value, kind):
         if value not in typing.get_args(kind):
             raise refusal
         return value
+    if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise refusal
     if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
@@ -121,24 +124,39 @@ def _described(kind) -> str:
     return RANGES[kind]
 
 
+def check_revision(model: str, revision: str | None) -> None:
+    """Refuse the revision of a folder."""
+    if revision is not None and Path(model).is_dir():
+        raise InputError(f"revision={revision} is of a model on the Hub, and model={model} is a folder")
+
+
 @dataclass(kw_only=True)
 class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
 
     model: str
-    """A causal language model: a Hub name or a local folder."""
+    """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
+    """Branch, tag or commit of `model` on the Hub: of its weights, its tokenizer and what else is read of it."""
     attn_implementation: str | None = None
-    """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
+    """Of every model that is read, as transformers names them: eager, sdpa, flash_attention_2, …; None is the choice of
+    each."""
     lora_rank: NonNegativeInt = 0
-    """Train low-rank adapters (peft) on all linear layers instead of the weights; 0 for none."""
+    """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
     """Scale of the adapters: alpha / rank."""
+    lora_targets: str = "all-linear"
+    """The linear layers that get adapters: q_proj,v_proj by name, or all-linear."""
+    save_merged: bool = False
+    """Save whole weights with the adapters merged in, instead of the adapters alone; reward models always are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     loss_from: Literal["linear", "logits"] = "linear"
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_revision(self.model, self.revision)
 
 
 @dataclass(kw_only=True)
@@ -163,6 +181,8 @@ class DataConfig(Options):
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
     system_prompt: str | None = None
     """System message before a text prompt; needs a chat template."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
 
@@ -211,11 +231,15 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
 
     command: ClassVar[str]
     """The trainer's name: `fused-rl <command>`."""
+    batch_option: ClassVar[str]
+    """The option that says how many rows a step takes."""
 
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
-    steps: PositiveInt = 100
-    """Optimizer updates of sft and reward, rollouts of grpo and ppo."""
+    steps: PositiveInt | None = None
+    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or what num_train_epochs comes to."""
+    num_train_epochs: Positive | None = None
+    """Instead of steps: passes over the rows to train on, such as 1.5."""
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
     eval_every: PositiveInt = 50
@@ -239,6 +263,13 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
+        if self.num_train_epochs is None:
+            self.steps = 100 if self.steps is None else self.steps
+        elif self.steps is not None:
+            raise InputError(
+                f"num_train_epochs={self.num_train_epochs} and steps={self.steps} are both given; give one of them "
+                "(--steps null takes back what a file says)"
+            )
 
 
 ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with a run, not what the run is
@@ -247,6 +278,8 @@ ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with
 def to_yaml(config: Options) -> str:
     """The complete config as YAML that `--config` reads back."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in ACTIONS}
+    if values.get("num_train_epochs") is not None:
+        values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import torch
 
+from fused_rl import TokenSupport
+from fused_rl.trainers.chat import check_template_kwargs
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
+FILES = (".jsonl", ".parquet")
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Rows:
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
     """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
     path = Path(name)
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
         rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
@@ -195,11 +198,27 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 class Encoder:
     """Prompts and completions to token ids, through the chat template where the tokenizer has one."""
 
-    def __init__(self, tokenizer, *, raw_prompt: bool = False, system_prompt: str | None = None):
-        self.tokenizer, self.system_prompt = tokenizer, system_prompt
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        raw_prompt: bool = False,
+        system_prompt: str | None = None,
+        chat_template_kwargs: dict | None = None,
+    ):
+        self.tokenizer, self.system_prompt, self.told = tokenizer, system_prompt, chat_template_kwargs or {}
         self.chat = tokenizer.chat_template is not None and not raw_prompt
-        if system_prompt is not None and not self.chat:
-            raise InputError("system_prompt needs a tokenizer with a chat template and raw_prompt=false")
+        for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
+            if value is not None and not self.chat:
+                raise InputError(f"{name} needs a tokenizer with a chat template and raw_prompt=false")
+        if self.told:
+            check_template_kwargs(tokenizer, self.told)
+
+    @classmethod
+    def of(cls, config: DataConfig, tokenizer) -> "Encoder":
+        """The encoder that a run's config describes."""
+        names = ("raw_prompt", "system_prompt", "chat_template_kwargs")
+        return cls(tokenizer, **{name: getattr(config, name) for name in names})
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Token ids of row i's prompt, up to where the response begins."""
@@ -272,7 +291,11 @@ class Encoder:
         # The template writes the special tokens itself: transformers adds none when it tokenises the result.
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **self.told,
             )
         except Exception as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
             roles = ", ".join(message["role"] for message in messages[:8])
@@ -298,10 +321,14 @@ class RowOrder:
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next so many indices, beside those of the batches."""
         batch = []
-        while len(batch) < self.batch_size:
+        while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + self.batch_size - len(batch)].tolist()
+            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch
@@ -340,14 +367,19 @@ class Batch:
     """(B,) int64: a number for each prompt; neighbours of one number have the same prompt."""
     prompt_lengths: torch.Tensor
     """(B,) int64: tokens before the response."""
+    support: TokenSupport | None = None
+    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary."""
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
         mask = self.response_mask[index]
         width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
         where = tuple(self.where[i] for i in index.tolist())
-        prompts, lengths = self.prompts[index], self.prompt_lengths[index]
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths)
+        prompts, lengths, support = self.prompts[index], self.prompt_lengths[index], None
+        if self.support is not None:
+            number = self.response_mask.flatten().cumsum(0).view_as(self.response_mask) - 1  # of each response token
+            support = self.support.select(number[index][mask])
+        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths, support)
 
 
 def make_batch(

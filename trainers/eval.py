@@ -21,20 +21,33 @@ import torch
 import yaml
 
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError, NonNegativeInt, Options, Positive, PositiveInt, Seed, in_a_line, parse
+from fused_rl.trainers.config import (
+    ClosedUnitInterval,
+    InputError,
+    NonNegativeInt,
+    Options,
+    Positive,
+    PositiveFraction,
+    PositiveInt,
+    Seed,
+    check_revision,
+    in_a_line,
+    parse,
+)
 from fused_rl.trainers.eval_report import summarize, table, write
 from fused_rl.trainers.evaluation import share_of_rank
 from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.policy import prompts_of
-from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out, where
+from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out, where
+from fused_rl.trainers.sampling import Sampling
 from fused_rl.trainers.scorers import Reader, load_spelled
 from fused_rl.trainers.spelling import read
 from fused_rl.trainers.verifiers import verifiers_for
 
 MAX_NEW_TOKENS = 512
 LEFT = ("responses.jsonl", "summary.json")
-OF_THE_RUN = ("prompt_column", "answer_column", "raw_prompt", "system_prompt", "max_new_tokens")
+OF_THE_RUN = ("prompt_column", "answer_column", "raw_prompt", "system_prompt", "chat_template_kwargs", "max_new_tokens")
 
 
 @dataclass(kw_only=True)
@@ -44,7 +57,7 @@ class EvalConfig(Options):
     command: ClassVar[str] = "eval"
 
     model: str
-    """A causal language model: a Hub name, a local folder, or the folder of a run."""
+    """A causal language model, or adapters to one: a Hub name, a local folder, or the folder of a run."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
     attn_implementation: str | None = None
@@ -67,6 +80,8 @@ class EvalConfig(Options):
     """Give text prompts to the model as they are, even where it has a chat template; None is the run's, else false."""
     system_prompt: str | None = None
     """System message before a text prompt; None is the run's, else none."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON; None is the run's, else nothing."""
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
@@ -77,6 +92,12 @@ class EvalConfig(Options):
     """Tell pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
     temperature: Positive = 1.0
     """Of the sampled responses."""
+    top_p: PositiveFraction = 1.0
+    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many of the likeliest tokens; 0 draws from all."""
+    min_p: ClosedUnitInterval = 0.0
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
     max_new_tokens: PositiveInt | None = None
     """Longer responses are cut; None is the run's, else as many as the model has positions for, at most 512."""
     batch_size: PositiveInt = 64
@@ -94,6 +115,7 @@ class EvalConfig(Options):
             self.verifiers = ", ".join(self.verifiers)
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
+        check_revision(self.model, self.revision)
 
 
 def as_its_run(config: EvalConfig) -> EvalConfig:
@@ -161,14 +183,15 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         if verifiers is None:
             verifiers, reason = verifiers_for(rows, config.answer_column)
             _say(f"verifiers: {verifiers} ({reason})")
-        reader = Reader(config.model, tokenizer, device, _dtype(config, device), config.batch_size)
+        dtype, attention = _dtype(config, device), config.attn_implementation
+        reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
         scorers = load_spelled(read(verifiers), config.answer_column, reader)
-        encoder = data.Encoder(tokenizer, raw_prompt=bool(config.raw_prompt), system_prompt=config.system_prompt)
+        encoder = data.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)
     with phase("loaded the model"):
-        options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
-        lm = models.load_to_sample(config.model, device=device, dtype=_dtype(config, device), **options)
+        options = {"revision": config.revision, "attn_implementation": attention}
+        lm = models.load_to_sample(config.model, device=device, dtype=dtype, **options)
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
     subject = Subject(sampler, verifiers, scorers, problems, tokenizer, device, config.batch_size)
     return subject, _sampling(config, lm, tokenizer, problems)
@@ -189,7 +212,9 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         _say(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
     models.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
-    return Sampling(config.temperature, length, tuple(data.stop_ids(tokenizer, lm.saved_generation_config)))
+    stop_ids = tuple(data.stop_ids(tokenizer, lm.saved_generation_config))
+    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+    return Sampling(config.temperature, length, stop_ids, **filters)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from fused_rl.trainers import data, engine, models
 from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
-from fused_rl.trainers.rollout import Sampling
+from fused_rl.trainers.sampling import Sampling
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)
@@ -45,6 +45,8 @@ class KLReportConfig(Options):
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     raw_prompt: bool = False
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     num_prompts: PositiveInt = 32
     """How many of the prompts to use, from the first on."""
     samples: PositiveInt = 4
@@ -135,7 +137,7 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
         raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
     tokenizer = data.load_tokenizer(config.model)
     rows = data.load_rows(config.prompts)
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
+    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, chat_template_kwargs=config.chat_template_kwargs)
     count = min(config.num_prompts, len(rows))
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
     for lm in (policy, reference, behaviour):

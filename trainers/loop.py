@@ -91,6 +91,7 @@ class Loop:
         if config.resume:
             self.restored = checkpoint.load(engines, config, folder)
             self.step, order.position = self.restored["step"], self.restored["position"]
+            checkpoint.refuse_fewer_steps(config, self.step)
             _check_rows(self.restored["rows"], order.size)
         checkpoint.claim(config, folder, self.step)
         with storing("metrics.jsonl", folder):

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs
 from fused_rl.trainers.config import (
     InputError,
     NonNegative,
@@ -56,6 +56,7 @@ class RewardConfig(RunConfig):
     """A scalar reward model from pairs of a chosen and a rejected response."""
 
     command: ClassVar[str] = "reward"
+    batch_option: ClassVar[str] = "batch_size"
 
     prompt_column: str = "prompt"
     """Text or messages that both responses answer; rows without it hold whole conversations."""
@@ -90,8 +91,8 @@ def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
-        "pairs in the run": config.steps * config.batch_size,
-        "optimizer steps": config.steps,
+        "pairs in the run": epochs.in_run(config, config.batch_size),
+        "optimizer steps": epochs.in_run(config, 1),
     }
 
 
@@ -229,6 +230,7 @@ def train(config: RewardConfig) -> str:
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(data.load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
+    config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
         model = load_model(config, device)
         rows = sides_of([*pairs, *held_out, *reference])
@@ -276,6 +278,7 @@ def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
         dtype=engine.torch_dtype(config),
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        lora_targets=config.lora_targets,
         revision=config.revision,
         attn_implementation=config.attn_implementation,
     ).to(device)

@@ -10,7 +10,7 @@ from fused_rl.trainers.config import InputError
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_reads_policy, has_score_head
 from fused_rl.trainers.rollout import Sample, Scorer
-from fused_rl.trainers.spelling import Spelled, leaves_weights_out, read, reward_of
+from fused_rl.trainers.spelling import Spelled, check_weights, read, reward_of
 
 REWARD_MODEL = "reward_model"
 
@@ -36,6 +36,7 @@ def check_scorers(config: PolicyConfig) -> str:
     In a dry run also what has to be imported for it: functions, and reasoning_gym where a dataset of it is named.
     """
     spelled = read(config.verifiers)
+    check_weights(spelled)
     verifiers.check_loadable(spelled, imports=config.dry_run)
     return reward_of(spelled)
 
@@ -44,9 +45,18 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
     """The scorers that `config.verifiers` names: as in verifiers.py, or `[weight*]reward_model:FOLDER`.
 
     Raises:
-        InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's.
+        InputError: a name that is none; a scorer without a weight among weighted ones; a reward model with several
+            labels or another tokenizer than the policy's.
     """
-    reader = Reader(config.model, tokenizer, device, engine.torch_dtype(config), config.rollout_batch_size)
+    reader = Reader(
+        config.model,
+        config.revision,
+        tokenizer,
+        device,
+        engine.torch_dtype(config),
+        config.attn_implementation,
+        config.rollout_batch_size,
+    )
 
     def freeze(model):
         return engine.initialize_frozen(model, config)
@@ -60,10 +70,13 @@ class Reader:
 
     policy: str
     """Hub name or folder of the policy."""
+    revision: str | None
+    """The policy's."""
     tokenizer: object
     """The policy's."""
     device: torch.device
     dtype: torch.dtype
+    attn_implementation: str | None
     batch_size: int
     """Responses scored together."""
 
@@ -72,8 +85,7 @@ def load_spelled(
     spelled: list[Spelled], answer_column: str | None, reader: Reader, freeze: Callable = lambda model: model
 ) -> list[Scorer]:
     """`load_scorers` of scorers that have been read; `freeze` makes a reward model ready for forward passes alone."""
-    if leaves_weights_out(spelled) and engine.rank() == 0:
-        print(f"reward: {reward_of(spelled)}", flush=True)
+    check_weights(spelled)
     judges = [part for part in spelled if part.kind == REWARD_MODEL]
     others = [part for part in spelled if part.kind != REWARD_MODEL]
     loaded = []
@@ -84,11 +96,12 @@ def load_spelled(
 
 
 def _load_reward_model(part: Spelled, name: str, reader: Reader, freeze: Callable) -> RewardModelScorer:
-    model = RewardModel.from_pretrained(part.detail, dtype=reader.dtype)
+    options = {"dtype": reader.dtype, "attn_implementation": reader.attn_implementation}
+    model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
         what = "a language model without a head for scores; train it first: fused-rl reward --model"
         raise InputError(f"{part.name}: {what}")
-    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.policy)
+    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.policy, reader.revision)
     frozen = freeze(model.to(reader.device).requires_grad_(False).eval())
     scorer = RewardScorer(frozen, reader.batch_size)
     weight = 1.0 if part.weight is None else part.weight

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from fused_rl.trainers import checkpoint, cli, data, engine, models
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
@@ -32,6 +32,7 @@ class SFTConfig(RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     command: ClassVar[str] = "sft"
+    batch_option: ClassVar[str] = "batch_size"
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
@@ -50,8 +51,8 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of at most {size}",
-        "rows in the run": config.steps * config.batch_size,
-        "optimizer steps": config.steps,
+        "rows in the run": epochs.in_run(config, config.batch_size),
+        "optimizer steps": epochs.in_run(config, 1),
     }
 
 
@@ -126,8 +127,9 @@ def train(config: SFTConfig) -> str:
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"):
         tokenizer = data.load_tokenizer(config.model, config.revision)
-        encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+        encoder = data.Encoder.of(config, tokenizer)
         pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+    config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
         lm = models.load_lm(config, device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
@@ -150,7 +152,7 @@ def train(config: SFTConfig) -> str:
         if loop.evaluates and held_out:
             metrics |= evaluate(model, held_out)
         loop.log(metrics)
-    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder))
+    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder, merged=config.save_merged))
 
 
 def main(argv: list[str] | None = None) -> None:

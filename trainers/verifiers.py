@@ -25,7 +25,7 @@ MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.02 to 0.3, or n
 
 
 def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None) -> list[Scorer]:
-    """The scorers that a config names, comma-separated: `math`, or `math, 0.2*my_module:format_bonus`.
+    """The scorers that a config names, comma-separated: `math`, or `1*math, 0.2*my_module:format_bonus`.
 
     A sample is solved when those say so that compare with an answer (`math`, `reasoning_gym`, `exact_match`, a `regex`
     with a group: a score of 1), whatever else is among the scorers; where there is none, functions and patterns decide

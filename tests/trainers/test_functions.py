@@ -68,7 +68,9 @@ class Callable:
 FORMS = [batch, single, as_trl, as_trl_without_more, async_batch, async_single, async_trl, Callable()]
 
 
-@pytest.mark.parametrize("function", [*FORMS, functools.partial(async_single)], ids=str)
+@pytest.mark.parametrize(
+    "function", [*FORMS, functools.partial(async_single)], ids=lambda function: getattr(function, "__name__", "object")
+)
 def test_every_form_is_called_as_it_is_written(function):
     assert called(function, "x", "yyy") == [3, 5]
 

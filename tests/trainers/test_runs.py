@@ -245,7 +245,7 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
 
 
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
-    config = grpo_config(files, tmp_path, verifiers=f"math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
+    config = grpo_config(files, tmp_path, verifiers=f"1*math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
     grpo.train(config)
     evaluation, training, both = tiny.read_metrics(tmp_path)
     struck = {"verifier/math/timeouts", "verifier/math/restarts"}
