@@ -160,6 +160,5 @@ def check_weights(spelled: list[Spelled]) -> None:
     plain = [one for one in spelled if one.weight is None]
     if weighted and plain:
         without, other = plain[0].text, weighted[0].text
-        raise InputError(
-            f"verifiers: {without!r} has no weight, and {other!r} has one; give each a weight: 1*{without}"
-        )
+        remedy = f"give each a weight: 1*{without}"
+        raise InputError(f"verifiers: {without!r} has no weight, and {other!r} has one; {remedy}")

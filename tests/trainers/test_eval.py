@@ -6,11 +6,13 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from fused_rl.trainers import data, generate, models
 from fused_rl.trainers import eval as command
 from fused_rl.trainers.config import parse
-from fused_rl.trainers.rollout import Response, Sampling
+from fused_rl.trainers.rollout import Response
+from fused_rl.trainers.sampling import Sampling
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -106,6 +108,35 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
     ]
 
 
+def test_adapters_are_evaluated_with_the_model_that_they_belong_to(folder, tmp_path):
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(lm, config)
+    for name, weight in adapted.named_parameters():
+        weight.data.mul_(3.0 if "lora_" in name else 1.0)  # enough to change what is said
+    adapted.save_pretrained(tmp_path / "adapters")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
+    said = {}
+    for name, model in (("adapters", tmp_path), ("whole", tmp_path), ("model", folder)):
+        data.load_tokenizer(str(folder / "model")).save_pretrained(model / name)
+        more = {"model": model / name, "samples": 0, "max_new_tokens": 4, "output_dir": tmp_path / "said" / name}
+        command.main(options(folder, **more))
+        said[name] = [row["response"] for row in read(tmp_path / "said" / name)[0]]
+    assert said["adapters"] == said["whole"] != said["model"]
+
+
+def test_truncated_sampling_reaches_the_sampler(folder, tmp_path):
+    command.main(options(folder, samples=2, top_k=1, max_new_tokens=4, output_dir=tmp_path / "a"))
+    rows, _ = read(tmp_path / "a")
+    greedy = [row["response"] for row in rows[:5]]
+    # From the likeliest token alone.
+    assert [row["response"] for row in rows[5:]] == sum(([text] * 2 for text in greedy), [])
+
+
 def test_greedy_alone_prints_no_samples_and_one_k_is_told_alone(folder, tmp_path, capsys):
     command.main(options(folder, samples=0, max_rows=2, max_new_tokens=2, output_dir=tmp_path / "a"))
     rows, summary = read(tmp_path / "a")
@@ -159,6 +190,9 @@ REFUSED = {
     "--verifiers format --max_prompt_length 2": "rows.jsonl: all 5 rows are longer than max_prompt_length",
     "--verifiers format --max_new_tokens 200": "tokens, but the model has 128 positions; lower max_new_tokens",
     "--model rows.jsonl": "model='rows.jsonl'",
+    "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
+    "--top_p 0": "top_p: expected a number above 0, at most 1",
+    "--verifiers format,1*exact_match": "'format' has no weight, and '1.exact_match' has one",
     "--model none": "model='none'",
     "--output_dir model": r"output_dir=model already holds summary.json; replace",
     "--output_dir rows.jsonl": "output_dir=rows.jsonl cannot be used: File exists",
