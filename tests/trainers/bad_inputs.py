@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.trainers import tiny
 
-ALL, TRAINERS, READERS = "sft grpo reward kl-report", "sft grpo reward", "sft grpo kl-report"
+ALL, TRAINERS, READERS = "sft grpo reward kl-report eval", "sft grpo reward", "sft grpo kl-report eval"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
@@ -111,6 +111,18 @@ OPTIONS = [
     *option("reward", "too_long", "cut", "one of drop, truncate"),
     *option("kl-report", "temperature", "0 nan", POSITIVE),
     *option("kl-report", "samples", "0 -1", WHOLE),
+    *option("eval", "samples", "-1 1.5", COUNT),
+    *option("eval", "k", "0", WHOLE),
+    *option("eval", "temperature", "0 nan", POSITIVE),
+    *option("eval", "batch_size", "0", WHOLE),
+    *words("eval", "--k 3", "k=3 is more than samples=2: pass@k needs k responses to a problem"),
+    *words("eval", "--samples 0 --k 1", "k=1 is more than samples=0"),
+    *words("eval", "--revision main", "revision=main is of a model on the Hub, and model=model is a folder"),
+    *words("eval", "--max_new_tokens 200", "tokens, but the model has 128 positions; lower max_new_tokens"),
+    *words("eval", "--max_prompt_length 3", "rows.jsonl: all 12 rows are longer than max_prompt_length"),
+    *words("eval", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
+    *words("eval", "--verifiers exact_match --answer_column a", "line 1: column 'a' is missing; .*--answer_column"),
+    *words("eval", "--dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words(ALL, "--kl-coef 1", "unknown option --kl-coef; (did you mean --kl_coef|--help lists)"),
     *words("grpo", "--grup_size 4", r"unknown option --grup_size; did you mean --group_size\?"),
     *words("sft", "--group_size 4", "unknown option --group_size"),
