@@ -249,12 +249,22 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
+    trackio_project: str | None = None
+    """Also log to this trackio project, on this machine (needs `pip install trackio`)."""
+    push_to_hub: bool = False
+    """Upload `model/` to the Hub when it is saved; the token is looked at when the run begins."""
+    hub_model_id: str | None = None
+    """Where to: owner/name, or a name of yours; None is the name of `output_dir`."""
+    hub_private_repo: bool = False
+    """Make that repository a private one; one that is public already is refused."""
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, then stop."""
 
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
+        if not self.push_to_hub and (self.hub_model_id is not None or self.hub_private_repo):
+            raise InputError("hub_model_id and hub_private_repo say where to push the model; add --push_to_hub")
         if self.num_train_epochs is None:
             self.steps = 100 if self.steps is None else self.steps
         elif self.steps is not None:

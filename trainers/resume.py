@@ -47,7 +47,8 @@ MAY_CHANGE = frozenset(
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
-        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "wandb_project", "save_merged", "output_dir"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
+        *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone
