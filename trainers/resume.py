@@ -21,7 +21,7 @@ FIXED = frozenset(
         *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
         *("max_length", "max_response_length", "too_long", "normalize_pairs", "reference_dataset"),
         # The batch of a step.
-        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts"),
+        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts", "packing"),
         # Rollouts and rewards.
         *("verifiers", "max_new_tokens", "temperature"),
         # The loss.
