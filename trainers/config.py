@@ -140,6 +140,8 @@ class ModelConfig(Options):
     """The linear layers that get adapters: q_proj,v_proj by name, or all-linear."""
     save_merged: bool = False
     """Save whole weights with the adapters merged in, instead of the adapters alone; reward models always are."""
+    load_in_4bit: bool = False
+    """Keep the weights under the adapters in 4 bits, NF4 (needs `pip install fused-rl[bnb]`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     loss_from: Literal["linear", "logits"] = "linear"

@@ -60,7 +60,7 @@ def costs_of(lm: nn.Module) -> Costs:
     """Of a transformers model without its head, from its config; before its weights are partitioned."""
     text = lm.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    inside = sum(weight.numel() for weight in lm.parameters())
+    inside = sum(weight.numel() * (2 if weight.dtype == torch.uint8 else 1) for weight in lm.parameters())  # 4 bits
     head = lm.get_output_embeddings()  # a classifier has none
     outside = {lm.get_input_embeddings().weight} | ({head.weight} if head is not None else set())
     inside -= sum(weight.numel() for weight in outside)

@@ -91,6 +91,8 @@ def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config)
     if config.loss_from != "linear":
         raise InputError("loss_from has no meaning for a reward model: it never forms logits")
+    if config.load_in_4bit:
+        raise InputError("load_in_4bit: a reward model is saved whole, with its adapters merged in; drop it")
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
