@@ -64,6 +64,7 @@ RANGES = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    str | list[str]: "text, or a list of texts",
     dict: "a mapping from names to values, such as {enable_thinking: false}",
 }
 
@@ -104,7 +105,7 @@ def _checked(name: str, value, kind):
         return value
     if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise refusal
-    if kind is bool or not issubclass(kind, (int, float)):
+    if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
     try:

@@ -125,14 +125,16 @@ class PolicyWithValues(LanguageModel):
             raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
 
-    def forward(self, input_ids, mask, temperature=1.0, *, want_values=False, **options):
+    def forward(self, input_ids, mask, temperature=1.0, *, support=None, want_values=False, **options):
         """As `LanguageModel`; with `want_values` also the values, as `Critic` returns them."""
         if not want_values:
-            return super().forward(input_ids, mask, temperature, **options)
+            return super().forward(input_ids, mask, temperature, support=support, **options)
         lm = self.base
         hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
         options = {"temperature": temperature, "mask": mask, "bias": head.bias, "softcap": self.softcap}
+        if support is not None:
+            options["support"] = support.spread(mask)
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
         return rows, torch.where(mask, self.value_head(hidden), 0)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from fused_rl import TokenSupport
 from fused_rl.trainers.chat import check_template_kwargs
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
@@ -320,10 +321,14 @@ class RowOrder:
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next so many indices, beside those of the batches."""
         batch = []
-        while len(batch) < self.batch_size:
+        while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + self.batch_size - len(batch)].tolist()
+            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch
@@ -362,14 +367,19 @@ class Batch:
     """(B,) int64: a number for each prompt; neighbours of one number have the same prompt."""
     prompt_lengths: torch.Tensor
     """(B,) int64: tokens before the response."""
+    support: TokenSupport | None = None
+    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary."""
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
         mask = self.response_mask[index]
         width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
         where = tuple(self.where[i] for i in index.tolist())
-        prompts, lengths = self.prompts[index], self.prompt_lengths[index]
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths)
+        prompts, lengths, support = self.prompts[index], self.prompt_lengths[index], None
+        if self.support is not None:
+            number = self.response_mask.flatten().cumsum(0).view_as(self.response_mask) - 1  # of each response token
+            support = self.support.select(number[index][mask])
+        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths, support)
 
 
 def make_batch(

@@ -284,6 +284,9 @@ def load_engine(engine, folder: Path, name: str) -> None:
 
     DeepSpeed would also put the saved learning rate, betas and weight decay back: those stay as they are here.
     """
+    if engine.last_step is None:  # weights alone
+        engine.load_checkpoint(str(folder), tag=name)
+        return
     with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
         engine.load_checkpoint(str(folder), tag=name)
 
@@ -312,3 +315,17 @@ def initialize_frozen(model: nn.Module, config: EngineConfig):
     import deepspeed
 
     return deepspeed.initialize(model=model, config=_deepspeed_config(config, max_grad_norm=0.0))[0]
+
+
+@contextlib.contextmanager
+def whole(parameter: nn.Parameter, *, written: bool = False):
+    """Inside, a parameter is whole on every rank, also under ZeRO 3; for all ranks at once.
+
+    Args:
+        parameter: of a model that is trained or frozen.
+        written: it is changed inside, by every rank alike.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None):
+        yield

@@ -7,7 +7,8 @@ import torch
 from fused_rl.trainers import engine
 from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.policy import Policy, measure
-from fused_rl.trainers.rollout import Prompt, Rollout, Sampling
+from fused_rl.trainers.rollout import Prompt, Rollout
+from fused_rl.trainers.sampling import Sampling
 
 
 @dataclass

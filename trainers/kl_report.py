@@ -19,7 +19,7 @@ from fused_rl.trainers import data, engine, models
 from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
-from fused_rl.trainers.rollout import Sampling
+from fused_rl.trainers.sampling import Sampling
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)

@@ -102,9 +102,15 @@ POLICY = {
     "val/stop_rate": Metric("1", "the same as a fraction", "sum"),
 }
 GRPO = {
-    "reward": Metric("1", "mean reward", "sum"),
+    "reward": Metric("1", "mean of what the scorers give, less the overlong penalty", "sum"),
     "reward_std": Metric("1", "standard deviation within a group, averaged over groups", "sum"),
     "frac_reward_zero_std": Metric("1", "fraction of groups whose rewards are all equal: they teach nothing", "sum"),
+    "frac_groups_all_solved": Metric("1", "fraction of groups whose responses are all solved", "sum"),
+    "frac_groups_none_solved": Metric("1", "fraction of groups of which no response is solved", "sum"),
+    "groups/drawn": Metric("groups", "prompts drawn in the step, refills included", "sum"),
+    "groups/trained": Metric("groups", "of these trained on: with drop and refill those with a signal", "sum"),
+    "overlong_penalty": Metric("1", "what responses lose for their length, on average", "sum"),
+    "objective/non_score_reward": Metric("1", "- objective/kl_coef times objective/kl, - overlong_penalty", "whole"),
     "completions/mean_length": Metric("tokens", "response length", "sum"),
     "completions/min_length": Metric("tokens", "shortest response", "min"),
     "completions/max_length": Metric("tokens", "longest response", "max"),

@@ -33,7 +33,17 @@ class LanguageModel(nn.Module):
         """The transformers model, without the wrapper that LoRA puts around it."""
         return self.lm.get_base_model() if self.lora else self.lm
 
-    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, per_token=(), want_logits=False, packed=None):
+    def forward(
+        self,
+        input_ids,
+        mask,
+        temperature=1.0,
+        token_loss=None,
+        per_token=(),
+        want_logits=False,
+        packed=None,
+        support=None,
+    ):
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
         Args:
@@ -44,41 +54,47 @@ class LanguageModel(nn.Module):
             per_token: (B, T - 1) tensors that `token_loss` takes.
             want_logits: also return the logits (mask.sum(), V) of the rows that count.
             packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
+            support: what each of the mask.sum() tokens was drawn from; all that is returned is over these sets, but
+                for the logits.
 
         Returns:
             (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` (its sum, logprobs, entropy), the last two
             without gradient; with `want_logits` the pair of the first and the logits.
         """
         if self.loss_from == "logits":
-            rows, logits = self._from_logits(input_ids, mask, temperature, packed, want_logits)
+            rows, logits = self._from_logits(input_ids, mask, temperature, packed, support, want_logits)
             if token_loss is not None:
-                loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
-                return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
+                return _summed(token_loss, per_token, rows, mask)
             return (rows, logits) if want_logits else rows
 
         # From hidden states: those that predict a token that counts, and only they, meet the head.
         hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, mask, packed)
         head, targets = self.base.get_output_embeddings(), input_ids[:, 1:][mask]
         options = {"temperature": temperature, "bias": head.bias, "softcap": self.softcap}
-        if token_loss is not None:
+        if token_loss is not None and support is None:
             per_token = [tensor[mask] for tensor in per_token]
             found = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
             return found._replace(logprobs=_at(mask, found.logprobs), entropy=_at(mask, found.entropy))
-        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
+        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
         rows = fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows))
+        if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
+            return _summed(token_loss, per_token, rows, mask)
         if not want_logits:
             return rows
         logits = head(hidden)
         return rows, logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def _from_logits(self, input_ids, mask, temperature, packed, want_logits):
+    def _from_logits(self, input_ids, mask, temperature, packed, support, want_logits):
         """(logprobs, entropy, lse), each (B, T - 1), and the logits of the rows that count if they are wanted."""
         if packed is None:
             logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
-            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, temperature=temperature, mask=mask)
+            options = {"temperature": temperature, "mask": mask}
+            if support is not None:  # a row for every target, the first of each sequence too
+                options["support"] = support.spread(nn.functional.pad(mask, (1, 0)))
+            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
             return rows, logits[:, :-1][mask] if want_logits else None
         logits = self._states(self.base, "logits", input_ids, mask, packed)
-        rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature)
+        rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature, support=support)
         return fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows)), logits
 
     def _states(self, module, output: str, input_ids, mask, packed):
@@ -92,6 +108,12 @@ class LanguageModel(nn.Module):
 def _at(mask, values):
     """(N,) values at the True places of (B, T - 1), 0 elsewhere; differentiable."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def _summed(token_loss, per_token, rows, mask):
+    """What `linear_token_loss` returns, from log-probabilities (B, T - 1) that carry a gradient."""
+    loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
+    return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
 
 
 def _check_plain_head(lm) -> None:

@@ -15,7 +15,8 @@ from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy_config import PolicyConfig
-from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out
+from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
+from fused_rl.trainers.sampling import Sampling, check_sampler
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Policy:
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
-        return scored | {"packed": self._packed(part)}
+        return scored | {"packed": self._packed(part), "support": part.support}
 
     def _packed(self, part: Batch) -> Packed | None:
         """The part with shared prompts, where that is cheaper."""
@@ -54,7 +55,8 @@ class Policy:
 
     def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int) -> Rollout:
         """`copies` scored responses to each of this rank's prompts."""
-        return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, copies=copies)
+        known = {"copies": copies, "vocab": self.model.module.base.config.get_text_config().vocab_size}
+        return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
 
 
 def load_policy(
@@ -91,7 +93,9 @@ def load_policy(
         batch_size=config.rollout_batch_size,
         synced_gpus=config.zero_stage == 3,
     )
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids)
+    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids, **filters)
+    check_sampler(sampler, sampling)
     return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
 
 
@@ -125,7 +129,10 @@ def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
 
 @dataclass
 class Measured:
-    """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked."""
+    """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked.
+
+    Where tokens were drawn from kept sets, everything is of the distributions over these.
+    """
 
     old_logprobs: torch.Tensor
     """0 also where the policy was not run."""
@@ -134,7 +141,7 @@ class Measured:
     ref_logprobs: torch.Tensor | None
     """None where no reference is read."""
     kl: torch.Tensor | None
-    """Exact, from both models' logits; None where it was not asked for."""
+    """Exact, from both models' logits, over what the token was drawn from; None where it was not asked for."""
 
 
 @torch.no_grad()
@@ -163,6 +170,8 @@ def measure(
                 ref_rows, ref_logits = _scored(model, inputs, want_logits=exact_kl)
             ref_logprobs[index, :width] = ref_rows.logprobs
         if exact_kl:
+            for of_model in (logits, ref_logits):
+                _keep_only(of_model, part.support)
             divergence = fused_rl.token_kl(logits, ref_logits, temperature=policy.config.temperature)
             kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
     return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
@@ -172,6 +181,17 @@ def _scored(model, inputs: dict[str, object], *, want_logits: bool):
     """The rows of `inputs`, and their logits if they are wanted."""
     found = model(**inputs, want_logits=want_logits)
     return found if want_logits else (found, None)
+
+
+def _keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
+    """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
+    if support is None:
+        return
+    lengths = support.offsets.diff()
+    row = torch.repeat_interleave(lengths)
+    kept = logits[row, support.ids]
+    logits[lengths > 0] = -torch.inf
+    logits[row, support.ids] = kept
 
 
 @contextlib.contextmanager

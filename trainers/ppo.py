@@ -50,9 +50,9 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import PolicyConfig, loss_options
+from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers import check_scorers, load_scorers
 
 COLUMNS = {
     "score": "objective/scores",
@@ -102,7 +102,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
     check_credit(config)
-    loss_options(config)
+    check_loss_options(config)
     check_critic(config)
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
     if local % config.minibatches:
@@ -112,6 +112,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     config = planned(config)
     return {
         "processes": world,
+        "reward": check_scorers(config),
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
@@ -138,7 +139,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     for index in parts:
         part = batch.rows(index)
         if critic is None:
-            _, found = policy.model(part.input_ids, part.response_mask, config.temperature, want_values=True)
+            _, found = policy.model(**policy.inputs(part), want_values=True)
         else:
             found = critic(part.input_ids, part.response_mask)
         values[index, : found.shape[1]] = found
@@ -203,13 +204,13 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
-        inputs, width = (part.input_ids, part.response_mask), part.response_mask.shape[1]
+        inputs, width = policy.inputs(part), part.response_mask.shape[1]
         if critic is None:
-            rows, values = policy.model(*inputs, config.temperature, want_values=True)
+            rows, values = policy.model(**inputs, want_values=True)
         else:
             with torch.set_grad_enabled(not config.critic_only):
-                rows = policy.model(*inputs, config.temperature)
-            values = critic(*inputs)
+                rows = policy.model(**inputs)
+            values = critic(part.input_ids, part.response_mask)
         mask = experience.mask[index, :width]
         loss, metrics = fused_rl.policy_loss(
             rows.logprobs,

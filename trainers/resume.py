@@ -24,7 +24,9 @@ FIXED = frozenset(
         # The batch of a step.
         *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts", "packing"),
         # Rollouts and rewards.
-        *("verifiers", "max_new_tokens", "temperature"),
+        *("verifiers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("std_floor", "zero_variance", "max_refills"),
+        *("overlong_buffer", "overlong_factor", "ref_sync_every", "ref_mixup_alpha"),
         # The loss.
         *("label_smoothing", "centering", "preset", "advantage", "ratio_level", "surrogate", "loss_agg"),
         *("clip_low", "clip_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),

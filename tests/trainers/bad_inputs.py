@@ -609,7 +609,7 @@ DATA = [
 # Verifiers: functions of judges.py, which stands in the folder of each case.
 
 JUDGES = """
-import os, sys, time
+import asyncio, os, sys, time
 
 def even(responses, rows): return [len(r) % 2 for r in responses]
 def raises(responses, rows): return [1 / 0 for r in responses]
@@ -637,7 +637,11 @@ def complexes(responses, rows): return [1j] * len(responses)
 def generator(responses, rows):
     yield 1.0
     raise ValueError("half way")
-def three(prompts, completions, answers): return [1.0]
+def trl(completions, answers, **columns): return [1.0]
+def one(response, row): return 1 / 0
+async def awaited(response, row): return 1 / 0
+async def waits(response, row): await asyncio.sleep(3600)
+def three(texts, rows, answers): return [1.0]
 def none(): return []
 def keywords(*, responses, rows): return []
 class Called: pass
@@ -665,6 +669,10 @@ def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
 ROWS_OF = r"it was called with 4 responses, to rows.jsonl, line \d+ … rows.jsonl, line \d+"
 VERIFIERS = [
     *judge("raises", rf"verifier 'judges:raises' raised ZeroDivisionError: .* \(judges.py, line \d+\).*{ROWS_OF}"),
+    *judge("raises", r"alone it raises on rows.jsonl, line \d+$"),
+    *judge("one", r"'judges:one' raised ZeroDivisionError: .* with the response to rows.jsonl, line \d+$"),
+    *judge("awaited", r"'judges:awaited' raised ZeroDivisionError: .* with the response to rows.jsonl, line \d+$"),
+    *judge("waits", "'judges:waits' did not return within 0.3 s"),
     *judge("raises_lines", "'judges:raises_lines' raised ValueError: one two"),
     *judge("raises_key", "'judges:raises_key' raised KeyError: 'nothing'"),
     *judge("exits", r"'judges:exits' called sys.exit\(0\)"),
@@ -693,6 +701,12 @@ VERIFIERS = [
         "2*judges:almost",
         begins=True,
     ),
+    *verifiers("judges:trl", "rows.jsonl, line 1: verifier 'judges:trl' takes the column 'answers'; the row has"),
+    *verifiers("regex('(a')", r"'regex': the pattern '\(a' does not compile"),
+    *verifiers("regex('(a)')", "column 'a' is missing", "--answer_column", "a"),
+    *verifiers("exact_match", "column 'a' is missing", "--answer_column", "a"),
+    *verifiers("length", "expected length.target=N. or length.limit=N."),
+    *verifiers("exact_macth", "verifier 'exact_macth': expected .*; did you mean 'exact_match'"),
     *verifiers("judges:three", r"'judges:three' must take \(responses, rows\)"),
     *verifiers("judges:none", r"'judges:none' must take \(responses, rows\)"),
     *verifiers("judges:keywords", r"'judges:keywords' must take \(responses, rows\)"),
