@@ -8,10 +8,8 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 
 import dataclasses
 import difflib
-import importlib
 import math
 import re
-import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,20 +380,3 @@ def _check_file(path: Path) -> None:
         if key.value in seen:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
-
-
-def load_function(name: str, what: str):
-    """The function that `module:function` names; `what` it is for stands in the error."""
-    module, _, function = name.partition(":")
-    if not function:
-        raise InputError(f"{what} {name!r}: expected module:function")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)  # an installed command does not see the folder that it is called from
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
-    if not callable(found):
-        raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
-    return found
