@@ -17,8 +17,8 @@ from fused_rl.trainers.config import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
-    load_function,
 )
+from fused_rl.trainers.named import load_function
 
 
 @dataclass(kw_only=True)
