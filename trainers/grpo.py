@@ -214,7 +214,7 @@ def accumulate(
             loss, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=entropy, **given)
         policy.model.backward(loss * engine.world_size())  # the engine averages over ranks
 
-        again = _again(logprobs.detach(), before) if own else torch.zeros(())
+        again = _again(logprobs.detach(), before) if own else torch.zeros_like(metrics["loss"])
         sums.add(metrics | {"again_minus_1": again / counted["num_tokens"]}, part.where)
         if own:
             measured.old_logprobs[index, :width] = logprobs.detach()
@@ -268,13 +268,13 @@ def train_step(
     # Rewards and advantages.
     updates = plan(config, len(drawn.counts), policy.device)
     measured = measure_first(policy, drawn, updates, step)
-    rewards, charged = drawn.rollout.rewards, None
+    rewards, charged = drawn.rollout.rewards.to(policy.device), None
     if _kl_in_reward(config):
-        charged = reference.kl_charged(config, measured, drawn.rollout.batch.response_mask).cpu()
+        charged = reference.kl_charged(config, measured, drawn.rollout.batch.response_mask)
         rewards = rewards - config.kl_coef * charged
-    advantages = advantages_of(config, rewards, drawn.counts)
+    advantages = advantages_of(config, rewards, drawn.counts.to(policy.device))
 
-    metrics = update(policy, drawn, measured, advantages.to(policy.device), updates, step)
+    metrics = update(policy, drawn, measured, advantages, updates, step)
     policy.sampler.publish(step)
     ended = time.monotonic()
 

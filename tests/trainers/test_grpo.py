@@ -546,12 +546,12 @@ def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows
     kept_in(charged, monkeypatch, reference, "kl_charged")
     advantages_of = groups.advantages_of
     monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
-    options = {"minibatches": 1, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
+    options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
     _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
     assert charged[1].abs().min() > 1e-4
     torch.testing.assert_close(trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6)
     assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)
-    assert second["objective/kl"] == pytest.approx(second["objective/kl1_avg"], rel=1e-4)
+    assert second["objective/kl1_avg"] != pytest.approx(second["objective/kl"], rel=1e-4)  # which is of the updates
     assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
     assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
 
