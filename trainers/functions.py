@@ -134,14 +134,12 @@ def form_of(name: str, function: Callable) -> str:
         return "batch"
     if "completions" in signature.parameters:
         return "columns"
-    if list(signature.parameters)[:2] == ["response", "row"]:
-        return "single"
     try:
         signature.bind([], [])
     except TypeError as error:
         others = "or (response, row), or (completions, **columns)"
         raise InputError(f"verifier {name!r} must take (responses, rows): {error}; {others}") from error
-    return "batch"
+    return "single" if list(signature.parameters)[:2] == ["response", "row"] else "batch"
 
 
 def columns_of(function: Callable) -> tuple[str, ...]:

@@ -95,6 +95,8 @@ def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     ):
         scorer.check({"answer": 1, "__where__": "d.jsonl, line 1"})
     FunctionScorer("my:f", batch).check({})
+    with pytest.raises(InputError, match="'my:f' must take .responses, rows.: missing .*'level'; or .response, row."):
+        FunctionScorer("my:f", lambda response, row, level: 1.0)
 
 
 def raises_on_the_second(responses, rows):
