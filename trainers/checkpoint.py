@@ -261,8 +261,9 @@ def refuse_fewer_steps(config: RunConfig, done: int) -> None:
     """Refuse to resume towards fewer steps than are done."""
     if done > config.steps:
         epochs = config.num_train_epochs
+        where = Path(config.output_dir) / "checkpoints" / f"step-{done}"
         of = "" if epochs is None else f" (num_train_epochs={epochs:g})"
-        raise InputError(f"resume: steps={config.steps}{of}, but the checkpoint has done {done} already")
+        raise InputError(f"resume: steps={config.steps}{of}, but {where} has done {done} already")
 
 
 def _chosen(config: RunConfig, folder: Path) -> str:

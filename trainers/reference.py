@@ -12,7 +12,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import engine, models
-from fused_rl.trainers.config import NonNegativeInt, Options, PositiveFraction
+from fused_rl.trainers.config import InputError, NonNegativeInt, Options, PositiveFraction
 from fused_rl.trainers.credit import kl_estimator_of
 from fused_rl.trainers.policy import Measured
 from fused_rl.trainers.policy_config import Needs, PolicyConfig
@@ -93,6 +93,11 @@ class SavedReference:
     last_step = None  # nothing optimises it
 
     def __init__(self, model):
+        if model is None:
+            raise InputError(
+                "ref_sync_every needs a reference of its own, but model holds adapters, and the reference is the model "
+                "without them; merge them first, or drop --ref_sync_every"
+            )
         self.model = _language_model(model)
 
     @torch.no_grad()

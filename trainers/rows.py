@@ -1,4 +1,4 @@
-"""Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error says what cannot be read, and where."""
+"""Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error names what cannot be read and where."""
 
 import json
 from pathlib import Path

@@ -186,6 +186,13 @@ def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp
     lock.release()
 
 
+def test_a_reference_that_moves_cannot_be_the_weights_below_adapters(files, adapters, tmp_path):
+    config = grpo_config((adapters, files[1]), tmp_path, ref_sync_every=1, kl_coef=0.1)
+    with pytest.raises(InputError, match="ref_sync_every needs a reference of its own, but model holds adapters"):
+        grpo.train(config)
+    lock.release()
+
+
 def test_the_weights_below_are_found_for_what_reads_the_policys_config(files, adapters):
     assert lora.base_of(adapters) == (files[0], None)
     assert lora.base_of(files[0]) == (files[0], None)
