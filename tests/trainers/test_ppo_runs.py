@@ -259,8 +259,11 @@ def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_ano
     ppo.train(config_of(files, tmp_path / "a", eval_every=2))
     metrics = tiny.read_metrics(tmp_path / "a")
     evaluation = {key for key in KEYS["ppo"] if key.startswith("eval/")}
+    evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}
+    for entry in metrics:
+        entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
     scorers = {f"rewards/{name}/{part}" for name in ("reward_model", VERIFIER) for part in ("mean", "std")}
-    training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers
+    training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
     assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
