@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.trainers import tiny
 
-ALL, TRAINERS, READERS = "sft grpo reward kl-report", "sft grpo reward", "sft grpo kl-report"
+ALL, TRAINERS, READERS = "sft grpo reward kl-report eval", "sft grpo reward", "sft grpo kl-report eval"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
@@ -85,6 +85,9 @@ OPTIONS = [
     *option("grpo", "dtype", "float8 half", "one of auto, float32, bfloat16"),
     *option("sft", "resume", "maybe 3", "true or false"),
     *option("grpo", "temperature", "0 -1 nan inf", POSITIVE),
+    *option("grpo", "top_p", "0 1.5 -0.1 nan", "a number above 0, at most 1"),
+    *option("grpo", "top_k", "-1 2.5", COUNT),
+    *option("grpo", "min_p", "-0.1 1.5 nan", "a number from 0 to 1"),
     *option("grpo", "kl_coef", "-1 nan inf", FINITE),
     *option("grpo", "clip_low", "-0.1 nan inf", FINITE),
     *option("grpo", "clip_high", "-0.1 nan", "a number, 0 or more, or inf"),
@@ -108,6 +111,18 @@ OPTIONS = [
     *option("reward", "too_long", "cut", "one of drop, truncate"),
     *option("kl-report", "temperature", "0 nan", POSITIVE),
     *option("kl-report", "samples", "0 -1", WHOLE),
+    *option("eval", "samples", "-1 1.5", COUNT),
+    *option("eval", "k", "0", WHOLE),
+    *option("eval", "temperature", "0 nan", POSITIVE),
+    *option("eval", "batch_size", "0", WHOLE),
+    *words("eval", "--k 3", "k=3 is more than samples=2: pass@k needs k responses to a problem"),
+    *words("eval", "--samples 0 --k 1", "k=1 is more than samples=0"),
+    *words("eval", "--revision main", "revision=main is of a model on the Hub, and model=model is a folder"),
+    *words("eval", "--max_new_tokens 200", "tokens, but the model has 128 positions; lower max_new_tokens"),
+    *words("eval", "--max_prompt_length 3", "rows.jsonl: all 12 rows are longer than max_prompt_length"),
+    *words("eval", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
+    *words("eval", "--verifiers exact_match --answer_column a", "line 1: column 'a' is missing; .*--answer_column"),
+    *words("eval", "--dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words(ALL, "--kl-coef 1", "unknown option --kl-coef; (did you mean --kl_coef|--help lists)"),
     *words("grpo", "--grup_size 4", r"unknown option --grup_size; did you mean --group_size\?"),
     *words("sft", "--group_size 4", "unknown option --group_size"),
