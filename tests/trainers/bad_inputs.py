@@ -137,7 +137,7 @@ OPTIONS = [
     *words("grpo", "--surrogate clap", "clap"),
     *words("grpo", "--surrogate judges:none_such", "surrogate 'judges:none_such': AttributeError"),
     *words("grpo", "--group_size 1", "group_size=1: a response needs others"),
-    *words("grpo", "--minibatches 4 --share_prompts", "minibatches=4 would split groups, which share their prompt"),
+    *words("grpo", "--minibatches 4 --share_prompts true", "minibatches=4 would split groups, which share"),
     *words("grpo", "--std_floor 0.1 --preset rloo", "std_floor=0.1 has no meaning with this advantage"),
     *words("grpo", "--zero_variance drop --preset reinforce++", "zero_variance=drop has no meaning with advantage=b"),
     *words("grpo", "--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"),
