@@ -7,6 +7,7 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -28,6 +29,7 @@ from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
+IN_TOUCH = 10.0  # seconds
 _agreements = itertools.count()
 Part = TypeVar("Part")
 
@@ -148,6 +150,17 @@ def on_first_rank(work: Callable[[], None]) -> None:
     refusal = gather(refusal)[0]
     if refusal is not None:
         raise refusal
+
+
+def on_first_rank_at_length(work: Callable[[], None]) -> None:
+    """`on_first_rank` for work that may take longer than ranks wait for each other: they keep in touch meanwhile."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work if rank() == 0 else lambda: None)
+        ended = False
+        while not ended:
+            concurrent.futures.wait([future], timeout=IN_TOUCH)
+            ended = gather(future.done())[0]
+    on_first_rank(future.result)
 
 
 def global_sum(values: torch.Tensor) -> torch.Tensor:
@@ -283,6 +296,8 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     )
     for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
+    if world_size() == 1 and not config.zero_stage:
+        engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
     engine.last_step = last_step
     return engine
 

@@ -149,7 +149,19 @@ def _draw(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """(B, V) -> (B,) int64: a token of each row."""
     if not sampling.temperature:
         return scores.argmax(-1)
-    return torch.multinomial(torch.softmax(scores, -1), 1)[:, 0]
+    probabilities = torch.softmax(scores, -1)
+    if probabilities.device.type != "cpu":
+        return torch.multinomial(probabilities, 1)[:, 0]
+    # There multinomial draws a random number for every token of the vocabulary.
+    return token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64))
+
+
+def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tensor:
+    """(B, V), (B,) fp64 in [0, 1) -> (B,) int64: the token at a quantile of each row, none of probability 0."""
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    below = torch.minimum(quantile * total, total.nextafter(torch.zeros_like(total)))  # the product may be rounded up
+    return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 
 def _any_going(going: torch.Tensor, synced_gpus: bool) -> bool:

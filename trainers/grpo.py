@@ -247,7 +247,8 @@ def _counted(policy: Policy, drawn: Drawn, parts: list[torch.Tensor]) -> dict[st
 
 def _again(logprobs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The sum of ratio - 1 over the tokens that the policy was run on before, where it has not changed since."""
-    return torch.where(before != 0, torch.expm1((logprobs - before).double()), 0).sum()
+    run = (before != 0) & before.isfinite()
+    return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
 
 
 def _is_token_level(options: dict[str, object]) -> bool:

@@ -2,6 +2,7 @@
 
 `KEYS` is the one table of metric names: key, unit, definition, how it adds up, and the bare name under which a loss
 returns it. `objective/*` are sums over a response, averaged over responses; `policy/*` are means over response tokens.
+With truncated sampling every log-probability, entropy and KL, the exact one too, is over what its token was drawn from.
 Rank 0 alone writes and prints.
 """
 
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +90,7 @@ POLICY = {
     "objective/kl_coef": Metric("1", "weight of the KL", "whole"),
     "policy/approxkl_avg": Metric("nats", "half the squared log-ratio to the sampling policy", "sum", "approx_kl"),
     "policy/clipfrac_avg": Metric("1", "fraction of tokens whose ratio is clipped", "sum", "clipfrac"),
-    "policy/entropy_avg": Metric("nats", "true entropy per token", "sum", "entropy"),
+    "policy/entropy_avg": Metric("nats", "true entropy per token, of the distribution sampled from", "sum", "entropy"),
     "loss/policy_avg": Metric("1", "policy surrogate alone, without KL and entropy terms", "sum", "policy_loss"),
     "loss/total_avg": Metric("1", "what is differentiated: surrogate, KL and entropy terms", "sum", "loss"),
     "val/ratio": Metric("1", "mean ratio to the sampling policy", "moments", lambda sums: 1 + sums["ratio_minus_1"]),
@@ -116,7 +118,7 @@ GRPO = {
     "completions/max_length": Metric("tokens", "longest response", "max"),
     "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
     "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
-    "eval/accuracy_sampled": Metric("1", "fraction of sampled responses that solve theirs, at the temperature", "sum"),
+    "eval/accuracy_sampled": Metric("1", "fraction of responses sampled as in training that solve theirs", "sum"),
     "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
     "eval/score": Metric("1", "mean reward of the sampled responses", "sum"),
     "eval/mean_length": Metric("tokens", "length of the sampled responses", "sum"),
@@ -230,7 +232,7 @@ class Logger:
         _kept(self.folder / "samples.jsonl", start)
         self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
-        self.wandb = _wandb_run(config)
+        self.trackers = _trackers(config)
         self.progress = _progress_bar(columns, self.steps, start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -246,8 +248,8 @@ class Logger:
         self.file.flush()
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
-        if self.wandb is not None:
-            self.wandb.log(metrics, step=step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
         self.last.update(metrics)
         shown = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
         if self.progress is not None:
@@ -278,8 +280,8 @@ class Logger:
             self.progress.stop()
         self.file.close()
         self.board.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        for tracker in self.trackers:
+            tracker.finish()
         draw_curves(self.history, curves, self.folder / "curves.png")
 
 
@@ -337,17 +339,27 @@ def _progress_bar(columns, steps: int, start: int):
     return bar
 
 
-def require_wandb(config: RunConfig) -> None:
-    """Refuse to log to Weights & Biases where it is not installed."""
-    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
+def require_trackers(config: RunConfig) -> None:
+    """Refuse to log to Weights & Biases or trackio where they are not installed."""
+    for package in ("wandb", "trackio"):
+        project = getattr(config, f"{package}_project")
+        if project is not None and importlib.util.find_spec(package) is None:
+            raise InputError(f"{package}_project is set, but {package} is not installed: pip install {package}")
 
 
-def _wandb_run(config):
-    if config.wandb_project is None:
-        return None
-    import dataclasses
+def _trackers(config: RunConfig) -> list:
+    """A run of each tracker that the config names: they have `log(metrics, step)` and `finish()`."""
+    runs = []
+    if config.wandb_project is not None:
+        import wandb
 
-    import wandb
+        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=asdict(config)))
+    if config.trackio_project is not None:
+        import trackio
 
-    return wandb.init(project=config.wandb_project, dir=config.output_dir, config=dataclasses.asdict(config))
+        # The same run again when it is resumed; trackio has no way to take back steps, and shows those twice.
+        name, resume = Path(config.output_dir).resolve().name, "allow" if config.resume else "never"
+        options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
+        project = config.trackio_project
+        runs.append(trackio.init(project=project, name=name, config=asdict(config), resume=resume, **options))
+    return runs

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers import engine, lora
+from fused_rl.trainers import engine, four_bit, lora
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.packing import inputs_of
@@ -215,9 +215,13 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     # Its weights: where `model` holds adapters, those that they belong to.
     adapters = lora.find_adapters(config.model, config.revision)
     lora.check_options(config, adapters)
+    four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
     name, revision = (config.model, config.revision) if adapters is None else adapters.base
     options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+    options |= four_bit.reading_options(config, device)
     lm = read_whole(AutoModelForCausalLM, name, revision=revision, **options)
+    if config.load_in_4bit:
+        four_bit.keep_trainable(lm)
     check_causal(lm, name)
     lm = lm.to(device)
 

@@ -11,10 +11,9 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
-from fused_rl.trainers.packing import Costs, Packed, costs_of, pack, responses_per_row, why_not
+from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
 from fused_rl.trainers.sampling import Sampling, check_sampler
@@ -82,7 +81,8 @@ def load_policy(
     """
     lm = extend(models.load_lm(config, device))
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
-    costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
+    longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
+    costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
     reference = None
     if needs_reference and not lm.lora:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
@@ -97,18 +97,6 @@ def load_policy(
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids, **filters)
     check_sampler(sampler, sampling)
     return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
-
-
-def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
-    """The costs by which prompts are shared; None, and a line that says why, where the model cannot."""
-    reason = why_not(lm, config.max_prompt_length + config.max_new_tokens)
-    if reason is None:
-        return costs_of(lm)
-    if required:
-        raise InputError(f"share_prompts: {reason}; drop --share_prompts")
-    if engine.rank() == 0:
-        print(f"prompts are computed once per response: {reason}", flush=True)
-    return None
 
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, unread_option
+from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
 from fused_rl.trainers.config import (
     ClosedUnitInterval,
     Finite,
@@ -17,8 +17,8 @@ from fused_rl.trainers.config import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
-    load_function,
 )
+from fused_rl.trainers.named import load_function
 
 
 @dataclass(kw_only=True)
@@ -134,10 +134,11 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
 def check_loss_options(config: PolicyConfig) -> None:
     """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
     options = loss_options(config)
-    unread = unread_option(options.pop("preset"), options)
+    preset = options.pop("preset")
+    unread = unread_option(preset, options)
     if unread is not None:
         name, readers = unread
-        chosen = options.get("surrogate") or fused_rl.PRESETS[config.preset].options["surrogate"]
+        chosen = resolve_options(preset, options).surrogate
         raise InputError(
             f"{name}={options[name]} has no meaning with surrogate={chosen}, which does not read it; leave it out, or "
             f"choose --surrogate {' or '.join(readers)}"

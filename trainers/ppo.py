@@ -37,6 +37,7 @@ from fused_rl.trainers.critic import (
     Watch,
     check_critic,
     load_critic,
+    planned,
     save_critic,
 )
 from fused_rl.trainers.curves import Against
@@ -124,13 +125,6 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
         "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
         "responses in the run": epochs.in_run(config, responses),
     }
-
-
-def planned(config: PPOConfig) -> PPOConfig:
-    """The config with the steps of `critic_only`, where they are given."""
-    if not config.critic_only:
-        return config
-    return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from fused_rl.trainers import engine, functions
 from fused_rl.trainers.checkers import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactMatch, Length, Pattern, answer_of
-from fused_rl.trainers.config import InputError, in_a_line, load_function
+from fused_rl.trainers.config import InputError, in_a_line
 from fused_rl.trainers.data import Rows
 from fused_rl.trainers.functions import FunctionScorer
+from fused_rl.trainers.named import load_function
 from fused_rl.trainers.patience import Expired, within
 from fused_rl.trainers.rollout import Incidents, Sample, Scorer, where
 from fused_rl.trainers.spelling import FUNCTION, KINDS, Spelled, read
