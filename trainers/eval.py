@@ -302,18 +302,18 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
 
     # Over all ranks.
     drawn = {"greedy": _gathered(greedy), "sampled": _gathered(sampled)}
-    tokens = sum(row["tokens"] for rows in drawn.values() for row in rows)
+    tokens = sum(row["tokens"] for row in drawn["greedy"] + drawn["sampled"])
     seconds = max(engine.gather(greedy.seconds + sampled.seconds))
     figures = summarize(drawn["greedy"], drawn["sampled"], config.k)
     figures["tokens_per_second"] = tokens / seconds
     figures |= {key: greedy.incidents[key] + sampled.incidents.get(key, 0.0) for key in greedy.incidents}
     if engine.rank() == 0:
         print(table(figures, config.samples), flush=True)
-        _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
-        if config.output_dir is not None:
-            chosen = {"verifiers": subject.verifiers, "max_new_tokens": sampling.max_new_tokens}
-            described = dataclasses.asdict(config) | chosen
-            write(Path(config.output_dir), drawn, figures, described)
+    _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
+    if config.output_dir is not None:
+        chosen = {"verifiers": subject.verifiers, "max_new_tokens": sampling.max_new_tokens}
+        described = dataclasses.asdict(config) | chosen
+        engine.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
     return figures
 
 

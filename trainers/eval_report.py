@@ -88,7 +88,9 @@ def _cell(value: float | None, *, fraction: bool = False) -> str:
 
 def write(folder: Path, drawn: dict[str, list[dict]], figures: dict[str, object], options: dict[str, object]) -> None:
     """`responses.jsonl`, a line for each response, and `summary.json`, the figures and the options."""
-    rows = [{"drawn": name, **row} for name, rows in drawn.items() for row in rows]
+    rows = []
+    for name, responses in drawn.items():
+        rows += [{"drawn": name, **row} for row in responses]
     with storing("the evaluation", folder):
         write_rows(folder / "responses.jsonl", rows)
         write_atomically(folder / "summary.json", json.dumps(figures | {"options": options}, indent=2) + "\n")

@@ -261,6 +261,7 @@ def load_to_sample(
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    # Whole weights, or those that adapters belong to.
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     adapters = lora.find_adapters(name, revision)
@@ -268,6 +269,8 @@ def load_to_sample(
     lm = read_whole(AutoModelForCausalLM, base, option=option, dtype=dtype, revision=of_base, **options)
     check_causal(lm, base, option)
     lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
+
+    # The Hub's sampling defaults stand aside: a caller may want its stop tokens.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
     return lm.to(device).eval()
 
