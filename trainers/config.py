@@ -8,7 +8,9 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 
 import dataclasses
 import difflib
+import functools
 import math
+import operator
 import re
 import typing
 from dataclasses import dataclass
@@ -87,8 +89,8 @@ def _without_none(kind):
     choices = typing.get_args(kind)
     if type(None) not in choices:
         return kind, False
-    (other,) = (choice for choice in choices if choice is not type(None))
-    return other, True
+    others = [choice for choice in choices if choice is not type(None)]
+    return functools.reduce(operator.or_, others), True
 
 
 def _checked(name: str, value, kind):
@@ -120,6 +122,12 @@ def _described(kind) -> str:
     return RANGES[kind]
 
 
+def check_revision(model: str, revision: str | None) -> None:
+    """Refuse the revision of a folder."""
+    if revision is not None and Path(model).is_dir():
+        raise InputError(f"revision={revision} is of a model on the Hub, and model={model} is a folder")
+
+
 @dataclass(kw_only=True)
 class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
@@ -148,8 +156,7 @@ class ModelConfig(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.revision is not None and Path(self.model).is_dir():
-            raise InputError(f"revision={self.revision} is of a model on the Hub, and model={self.model} is a folder")
+        check_revision(self.model, self.revision)
 
 
 @dataclass(kw_only=True)

@@ -58,7 +58,6 @@ def setup(seed: int) -> torch.device:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
-    import transformers
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
@@ -67,11 +66,27 @@ def setup(seed: int) -> torch.device:
             deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
         else:
             _join_alone(backend)
+    return _seeded(seed)
+
+
+def join(seed: int) -> torch.device:
+    """As `setup`, for a command that trains nothing: without DeepSpeed, alone without a process group."""
+    quiet()
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    return _seeded(seed)
+
+
+def _seeded(seed: int) -> torch.device:
+    """Seed this rank, and take its device."""
+    import transformers
+
     transformers.set_seed(seed + rank() * 100_003)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join_alone(backend: str) -> None:
@@ -155,6 +170,12 @@ def global_sum(values: torch.Tensor) -> torch.Tensor:
         values = values.cuda() if dist.get_backend() == "nccl" else values
         dist.all_reduce(values)
     return values.cpu()
+
+
+def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The sums over ranks of scalars by name, which every rank names alike."""
+    totals = global_sum(torch.stack([value.double().cpu() for value in values.values()]))
+    return dict(zip(values, totals.tolist(), strict=True))
 
 
 def global_max(value: torch.Tensor) -> float:
@@ -275,6 +296,8 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     )
     for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
+    if world_size() == 1 and not config.zero_stage:
+        engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
     engine.last_step = last_step
     return engine
 

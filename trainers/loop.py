@@ -23,6 +23,7 @@ import torch
 
 from fused_rl.trainers import checkpoint, hub, lock
 from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.curves import Curves
 from fused_rl.trainers.data import RowOrder
 from fused_rl.trainers.engine import global_sum, rank
 from fused_rl.trainers.files import storing
@@ -69,7 +70,7 @@ class Loop:
         engines: DeepSpeed engines by name, for the checkpoints.
         order: which rows come next; its position is in the checkpoints.
         columns: {header: key} of the progress bar.
-        curves: {title: keys} of curves.png.
+        curves: the panels of curves.png.
         state: returns what else the trainer needs to continue, JSON.
     """
 
@@ -80,7 +81,7 @@ class Loop:
         engines: dict[str, object],
         order: RowOrder,
         columns: dict[str, str],
-        curves: dict[str, list[str]],
+        curves: Curves,
         state: Callable[[], dict] = dict,
     ):
         self.config, self.folder, self.engines = config, folder, engines

@@ -240,6 +240,38 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     return LanguageModel(lm, config.loss_from, lora=with_adapters)
 
 
+def load_to_sample(
+    name: str,
+    *,
+    option: str = "model",
+    revision: str | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **options,
+) -> nn.Module:
+    """A transformers causal LM to sample from and score with, without its own sampling defaults; adapters merged in.
+
+    Args:
+        name: a Hub name or a local folder.
+        option: which option named it, for errors.
+        device: None is the GPU where there is one.
+        dtype: None is bf16 on a GPU, fp32 on a CPU.
+        revision: of `name` on the Hub.
+        **options: of `from_pretrained`: attn_implementation.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    adapters = lora.find_adapters(name, revision)
+    base, of_base = (name, revision) if adapters is None else adapters.base
+    lm = read_whole(AutoModelForCausalLM, base, option=option, dtype=dtype, revision=of_base, **options)
+    check_causal(lm, base, option)
+    lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
+    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    return lm.to(device).eval()
+
+
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every dropout and layer-drop probability in a model to 0."""
     for module in model.modules():

@@ -88,7 +88,7 @@ def load_policy(
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(
-        model,
+        lm.base,
         pad_id=tokenizer.pad_token_id,
         batch_size=config.rollout_batch_size,
         synced_gpus=config.zero_stage == 3,
@@ -103,18 +103,21 @@ def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> 
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
     encoder = data.Encoder.of(config, tokenizer)
     train, held_out = data.load_train_eval(config)
-    return prompts_of(config, train, encoder, scorers), prompts_of(config, held_out, encoder, scorers)
+    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
+    return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
 
 
-def prompts_of(config: PolicyConfig, rows: data.Rows, encoder: data.Encoder, scorers: Sequence[Scorer]) -> list[Prompt]:
-    """A prompt for every row that is short enough."""
+def prompts_of(
+    rows: data.Rows, encoder: data.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
+) -> list[Prompt]:
+    """A prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
     for i, row in enumerate(rows.rows):
         row = {**row, "__where__": rows.where(i)}
         for scorer in scorers:
             scorer.check(row)  # a row that it cannot score must not stop the run hours later
-        ids = encoder.prompt(rows, i, config.prompt_column)
-        if len(ids) <= config.max_prompt_length:
+        ids = encoder.prompt(rows, i, column)
+        if len(ids) <= max_length:
             kept.append(Prompt(ids, row))
     data.tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept

