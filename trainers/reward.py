@@ -133,7 +133,10 @@ def train_step(
         model.backward(loss * engine.world_size())
         scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
     scores = engine.global_sum(scores)
-    check_finite(scores, [pair.where for pair in pairs])  # before the step: the weights are still good
+    # Before the step: the weights are still good.
+    if not scores.isfinite().all():
+        score_pairs(model, pairs, config)  # each side alone: in one row, the one makes the other NaN as well
+    check_finite(scores, [pair.where for pair in pairs])
     return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
 
