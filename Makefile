@@ -106,6 +106,10 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 	$(ALL_CORES) $(BIN)/python -m bench
 	$(BIN)/python -m bench report
 
+.PHONY: repro-kl
+repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 20 minutes on one core
+	$(BIN)/python bench/repro/kl_estimators.py
+
 # A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
 .PHONY: gpu
 gpu:  ## everything that needs a GPU: the gpu tests, then kernels and linear within a time budget

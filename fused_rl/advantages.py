@@ -51,7 +51,7 @@ def group_advantages(
     centred = groups - groups.mean(1, keepdim=True)
     if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
-    if normalize:
+    if normalize and len(groups):  # of nothing torch warns that it has no deviation
         centred = centred / (groups.std(1, keepdim=True).clamp(min=std_floor) + eps)
     # Equality, not a small deviation: the rounded mean of equal rewards can differ from them in the last bit.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)

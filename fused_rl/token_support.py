@@ -108,7 +108,7 @@ class TokenSupport:
         return _of_valid(torch.cat([part.ids for part in parts]), _offsets(lengths))
 
     def split(self, sizes: Sequence[int]) -> list["TokenSupport"]:
-        """The rows in runs of these sizes, as `torch.split`; the ids are views.
+        """The rows in runs of these sizes; each part has memory of its own, so that it alone is sent or kept.
 
         Raises:
             ValueError: sizes that do not add up to the number of rows.
@@ -119,7 +119,7 @@ class TokenSupport:
         at = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
         parts = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(at), strict=True):
-            parts.append(_of_valid(self.ids[first:last], self.offsets[begin : end + 1] - first))
+            parts.append(_of_valid(self.ids[first:last].clone(), self.offsets[begin : end + 1] - first))
         return parts
 
     def spread(self, mask: Tensor) -> "TokenSupport":

@@ -59,6 +59,15 @@ def test_the_constants_above_are_the_exact_kl():
         torch.testing.assert_close(torch.autograd.grad(kl, theta, retain_graph=True)[0], gradient, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("kl_estimator", "gradient"), [("k1", KL_GRADIENT), ("k3", KL_GRADIENT - REVERSED_GRADIENT)])
+def test_expected_policy_gradients_of_a_kl_in_the_reward(kl_estimator, gradient):
+    theta = THETA.clone().requires_grad_()
+    logprobs = theta.log_softmax(0)
+    paid = fused_rl.kl_estimate(logprobs, REF, kl_estimator).detach()
+    expected = (logprobs.detach().exp() * paid * logprobs).sum()
+    torch.testing.assert_close(torch.autograd.grad(expected, theta)[0], gradient, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("kl_estimator", "expected"),
     [("k1", [-1.0, 14.0, 29.0]), ("k2", [0.5, 98.0, 420.5]), ("k3", [0.7183, 13.0, 28.0])],

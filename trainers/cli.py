@@ -15,6 +15,7 @@ COMMANDS = {
     "reward": "fused_rl.trainers.reward",
     "ppo": "fused_rl.trainers.ppo",
     "grpo": "fused_rl.trainers.grpo",
+    "eval": "fused_rl.trainers.eval",
     "kl-report": "fused_rl.trainers.kl_report",
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",

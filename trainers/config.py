@@ -8,10 +8,10 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 
 import dataclasses
 import difflib
-import importlib
+import functools
 import math
+import operator
 import re
-import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +89,8 @@ def _without_none(kind):
     choices = typing.get_args(kind)
     if type(None) not in choices:
         return kind, False
-    (other,) = (choice for choice in choices if choice is not type(None))
-    return other, True
+    others = [choice for choice in choices if choice is not type(None)]
+    return functools.reduce(operator.or_, others), True
 
 
 def _checked(name: str, value, kind):
@@ -122,6 +122,12 @@ def _described(kind) -> str:
     return RANGES[kind]
 
 
+def check_revision(model: str, revision: str | None) -> None:
+    """Refuse the revision of a folder."""
+    if revision is not None and Path(model).is_dir():
+        raise InputError(f"revision={revision} is of a model on the Hub, and model={model} is a folder")
+
+
 @dataclass(kw_only=True)
 class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
@@ -141,6 +147,8 @@ class ModelConfig(Options):
     """The linear layers that get adapters: q_proj,v_proj by name, or all-linear."""
     save_merged: bool = False
     """Save whole weights with the adapters merged in, instead of the adapters alone; reward models always are."""
+    load_in_4bit: bool = False
+    """Keep the weights under the adapters in 4 bits, NF4 (needs `pip install fused-rl[bnb]`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     loss_from: Literal["linear", "logits"] = "linear"
@@ -148,8 +156,7 @@ class ModelConfig(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.revision is not None and Path(self.model).is_dir():
-            raise InputError(f"revision={self.revision} is of a model on the Hub, and model={self.model} is a folder")
+        check_revision(self.model, self.revision)
 
 
 @dataclass(kw_only=True)
@@ -250,12 +257,22 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
+    trackio_project: str | None = None
+    """Also log to this trackio project, on this machine (needs `pip install trackio`)."""
+    push_to_hub: bool = False
+    """Upload `model/` to the Hub when it is saved; the token is looked at when the run begins."""
+    hub_model_id: str | None = None
+    """Where to: owner/name, or a name of yours; None is the name of `output_dir`."""
+    hub_private_repo: bool = False
+    """Make that repository a private one; one that is public already is refused."""
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, then stop."""
 
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
+        if not self.push_to_hub and (self.hub_model_id is not None or self.hub_private_repo):
+            raise InputError("hub_model_id and hub_private_repo say where to push the model; add --push_to_hub")
         if self.num_train_epochs is None:
             self.steps = 100 if self.steps is None else self.steps
         elif self.steps is not None:
@@ -370,20 +387,3 @@ def _check_file(path: Path) -> None:
         if key.value in seen:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
-
-
-def load_function(name: str, what: str):
-    """The function that `module:function` names; `what` it is for stands in the error."""
-    module, _, function = name.partition(":")
-    if not function:
-        raise InputError(f"{what} {name!r}: expected module:function")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)  # an installed command does not see the folder that it is called from
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
-    if not callable(found):
-        raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
-    return found

@@ -5,9 +5,10 @@ A critic of its own is a reward model that is read at every token; it is saved a
 Left out: heads of more than one layer, distributions over values, saving a shared head apart from checkpoints.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.models import LanguageModel
 from fused_rl.trainers.reward_model import RewardModel, check_reads_policy
 
+Config = TypeVar("Config", bound=RunConfig)
 SHARED = "shared"
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
@@ -80,6 +82,13 @@ def check_critic(config: CriticConfig) -> None:
             f"critic=shared has the policy's optimizer and backbone, so it cannot have its own {', '.join(given)}; "
             "drop them, or give the critic weights of its own: --critic FOLDER"
         )
+
+
+def planned(config: Config) -> Config:
+    """A run's config with the steps of `critic_only`, where they are given."""
+    if not config.critic_only:
+        return config
+    return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
 
 
 class Critic(RewardModel):

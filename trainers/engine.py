@@ -7,6 +7,7 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -28,6 +29,7 @@ from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
+IN_TOUCH = 10.0  # seconds
 _agreements = itertools.count()
 Part = TypeVar("Part")
 
@@ -56,7 +58,6 @@ def setup(seed: int) -> torch.device:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
-    import transformers
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
@@ -65,11 +66,27 @@ def setup(seed: int) -> torch.device:
             deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
         else:
             _join_alone(backend)
+    return _seeded(seed)
+
+
+def join(seed: int) -> torch.device:
+    """As `setup`, for a command that trains nothing: without DeepSpeed, alone without a process group."""
+    quiet()
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    return _seeded(seed)
+
+
+def _seeded(seed: int) -> torch.device:
+    """Seed this rank, and take its device."""
+    import transformers
+
     transformers.set_seed(seed + rank() * 100_003)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join_alone(backend: str) -> None:
@@ -135,6 +152,17 @@ def on_first_rank(work: Callable[[], None]) -> None:
         raise refusal
 
 
+def on_first_rank_at_length(work: Callable[[], None]) -> None:
+    """`on_first_rank` for work that may take longer than ranks wait for each other: they keep in touch meanwhile."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work if rank() == 0 else lambda: None)
+        ended = False
+        while not ended:
+            concurrent.futures.wait([future], timeout=IN_TOUCH)
+            ended = gather(future.done())[0]
+    on_first_rank(future.result)
+
+
 def global_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of a tensor of any shape, in fp64 on the CPU."""
     values = values.detach().double().clone()
@@ -142,6 +170,12 @@ def global_sum(values: torch.Tensor) -> torch.Tensor:
         values = values.cuda() if dist.get_backend() == "nccl" else values
         dist.all_reduce(values)
     return values.cpu()
+
+
+def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The sums over ranks of scalars by name, which every rank names alike."""
+    totals = global_sum(torch.stack([value.double().cpu() for value in values.values()]))
+    return dict(zip(values, totals.tolist(), strict=True))
 
 
 def global_max(value: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ class TransformersSampler:
     """Draws from the policy itself, so nothing needs to be published, and records what it draws from.
 
     Args:
-        model: the DeepSpeed engine around a `LanguageModel`.
+        lm: a transformers causal LM; where it is trained, the one inside of the engine.
         pad_id: fills batches; may equal a stop token.
         batch_size: prompts generated together, of similar length.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
@@ -31,14 +31,14 @@ class TransformersSampler:
 
     records_support = True
 
-    def __init__(self, model, *, pad_id: int, batch_size: int, synced_gpus: bool):
-        self.model, self.pad_id, self.batch_size, self.synced_gpus = model, pad_id, batch_size, synced_gpus
+    def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False):
+        self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """One response per prompt, in their order."""
-        self.model.eval()
+        self.lm.eval()
         options = {"pad_id": self.pad_id, "batch_size": self.batch_size, "synced_gpus": self.synced_gpus}
-        return respond(self.model.module.base, prompts, sampling, **options)
+        return respond(self.lm, prompts, sampling, **options)
 
     def publish(self, step: int) -> None:
         """Nothing to do: the weights are the policy's."""

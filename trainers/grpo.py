@@ -21,6 +21,7 @@ from fused_rl.presets import resolve_options, wide_option
 from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models, reference
 from fused_rl.trainers.config import InputError, divide_over
 from fused_rl.trainers.credit import kl_estimator_of
+from fused_rl.trainers.curves import Against
 from fused_rl.trainers.drawing import Drawn, draw
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.groups import GROUP_NEEDS, GroupConfig, advantage_of, advantages_of, keeps_groups
@@ -52,6 +53,9 @@ CURVES = {
     "held-out accuracy": ["eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k"],
     "KL to the reference (nats per response)": ["objective/kl1_avg", "objective/kl_exact"],
     "entropy (nats per token)": ["policy/entropy_avg"],
+    "reward over response length": Against("completions/mean_length", "reward"),
+    "reward over KL": Against("objective/kl_exact", "reward"),
+    "groups that teach nothing": ["frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"],
 }
 
 
@@ -243,7 +247,8 @@ def _counted(policy: Policy, drawn: Drawn, parts: list[torch.Tensor]) -> dict[st
 
 def _again(logprobs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The sum of ratio - 1 over the tokens that the policy was run on before, where it has not changed since."""
-    return torch.where(before != 0, torch.expm1((logprobs - before).double()), 0).sum()
+    run = (before != 0) & before.isfinite()
+    return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
 
 
 def _is_token_level(options: dict[str, object]) -> bool:

@@ -125,24 +125,13 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def load(name: str, option: str):
-    """A causal LM without its own sampling defaults, in fp32 on a CPU and bf16 on a GPU."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    cuda = torch.cuda.is_available()
-    dtype = torch.bfloat16 if cuda else torch.float32
-    lm = models.read_whole(AutoModelForCausalLM, name, option=option, dtype=dtype)
-    models.check_causal(lm, name, option)
-    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
-    return lm.to("cuda" if cuda else "cpu").eval()
-
-
 @torch.no_grad()
 def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """All estimates and the exact KL, each (tokens,) fp32 nats; and the responses' lengths."""
     torch.manual_seed(config.seed)
-    policy, reference = load(config.model, "model"), load(config.reference, "reference")
-    behaviour = policy if config.behaviour is None else load(config.behaviour, "behaviour")
+    load = models.load_to_sample
+    policy, reference = load(config.model), load(config.reference, option="reference")
+    behaviour = policy if config.behaviour is None else load(config.behaviour, option="behaviour")
     sizes = {lm.get_output_embeddings().weight.shape[0] for lm in (policy, reference, behaviour)}
     if len(sizes) > 1:
         raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers import engine, lora
+from fused_rl.trainers import engine, four_bit, lora
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.packing import inputs_of
@@ -215,9 +215,13 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     # Its weights: where `model` holds adapters, those that they belong to.
     adapters = lora.find_adapters(config.model, config.revision)
     lora.check_options(config, adapters)
+    four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
     name, revision = (config.model, config.revision) if adapters is None else adapters.base
     options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+    options |= four_bit.reading_options(config, device)
     lm = read_whole(AutoModelForCausalLM, name, revision=revision, **options)
+    if config.load_in_4bit:
+        four_bit.keep_trainable(lm)
     check_causal(lm, name)
     lm = lm.to(device)
 
@@ -234,6 +238,38 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     if trainable and config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return LanguageModel(lm, config.loss_from, lora=with_adapters)
+
+
+def load_to_sample(
+    name: str,
+    *,
+    option: str = "model",
+    revision: str | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **options,
+) -> nn.Module:
+    """A transformers causal LM to sample from and score with, without its own sampling defaults; adapters merged in.
+
+    Args:
+        name: a Hub name or a local folder.
+        option: which option named it, for errors.
+        device: None is the GPU where there is one.
+        dtype: None is bf16 on a GPU, fp32 on a CPU.
+        revision: of `name` on the Hub.
+        **options: of `from_pretrained`: attn_implementation.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    adapters = lora.find_adapters(name, revision)
+    base, of_base = (name, revision) if adapters is None else adapters.base
+    lm = read_whole(AutoModelForCausalLM, base, option=option, dtype=dtype, revision=of_base, **options)
+    check_causal(lm, base, option)
+    lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
+    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    return lm.to(device).eval()
 
 
 def switch_off_dropout(model: nn.Module) -> None:

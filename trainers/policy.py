@@ -11,10 +11,9 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
-from fused_rl.trainers.packing import Costs, Packed, costs_of, pack, responses_per_row, why_not
+from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
 from fused_rl.trainers.sampling import Sampling, check_sampler
@@ -82,13 +81,14 @@ def load_policy(
     """
     lm = extend(models.load_lm(config, device))
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
-    costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
+    longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
+    costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
     reference = None
     if needs_reference and not lm.lora:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(
-        model,
+        lm.base,
         pad_id=tokenizer.pad_token_id,
         batch_size=config.rollout_batch_size,
         synced_gpus=config.zero_stage == 3,
@@ -99,34 +99,25 @@ def load_policy(
     return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
 
 
-def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
-    """The costs by which prompts are shared; None, and a line that says why, where the model cannot."""
-    reason = why_not(lm, config.max_prompt_length + config.max_new_tokens)
-    if reason is None:
-        return costs_of(lm)
-    if required:
-        raise InputError(f"share_prompts: {reason}; drop --share_prompts")
-    if engine.rank() == 0:
-        print(f"prompts are computed once per response: {reason}", flush=True)
-    return None
-
-
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
     encoder = data.Encoder.of(config, tokenizer)
     train, held_out = data.load_train_eval(config)
-    return prompts_of(config, train, encoder, scorers), prompts_of(config, held_out, encoder, scorers)
+    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
+    return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
 
 
-def prompts_of(config: PolicyConfig, rows: data.Rows, encoder: data.Encoder, scorers: Sequence[Scorer]) -> list[Prompt]:
-    """A prompt for every row that is short enough."""
+def prompts_of(
+    rows: data.Rows, encoder: data.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
+) -> list[Prompt]:
+    """A prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
     for i, row in enumerate(rows.rows):
         row = {**row, "__where__": rows.where(i)}
         for scorer in scorers:
             scorer.check(row)  # a row that it cannot score must not stop the run hours later
-        ids = encoder.prompt(rows, i, config.prompt_column)
-        if len(ids) <= config.max_prompt_length:
+        ids = encoder.prompt(rows, i, column)
+        if len(ids) <= max_length:
             kept.append(Prompt(ids, row))
     data.tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, unread_option
+from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
 from fused_rl.trainers.config import (
     ClosedUnitInterval,
     Finite,
@@ -17,8 +17,8 @@ from fused_rl.trainers.config import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
-    load_function,
 )
+from fused_rl.trainers.named import load_function
 
 
 @dataclass(kw_only=True)
@@ -34,9 +34,9 @@ class PolicyConfig(RunConfig):
     verifiers: str | list[str] = "math"
     """Comma-separated, or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, regex('pattern'), format,
     length(target=100), module:function, reward_model:<folder> (docs/verifiers.md). The reward is the sum of their
-    scores, each times its weight (0.2*module:function). Those that compare with the answer say which responses are
-    right; functions and patterns do (from a score of 1 on) where no other does, or where they are given a threshold
-    (module:function>=0.5); reward models and length do with a threshold alone."""
+    scores, or, where each has a weight, the weighted one: 1*math, 0.2*module:function. Those that compare with the
+    answer say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
+    they are given a threshold (module:function>=0.5); reward models and length do with a threshold alone."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     minibatches: PositiveInt = 2
@@ -134,10 +134,11 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
 def check_loss_options(config: PolicyConfig) -> None:
     """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
     options = loss_options(config)
-    unread = unread_option(options.pop("preset"), options)
+    preset = options.pop("preset")
+    unread = unread_option(preset, options)
     if unread is not None:
         name, readers = unread
-        chosen = options.get("surrogate") or fused_rl.PRESETS[config.preset].options["surrogate"]
+        chosen = resolve_options(preset, options).surrogate
         raise InputError(
             f"{name}={options[name]} has no meaning with surrogate={chosen}, which does not read it; leave it out, or "
             f"choose --surrogate {' or '.join(readers)}"

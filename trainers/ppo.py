@@ -37,8 +37,10 @@ from fused_rl.trainers.critic import (
     Watch,
     check_critic,
     load_critic,
+    planned,
     save_critic,
 )
+from fused_rl.trainers.curves import Against
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
@@ -66,6 +68,8 @@ CURVES = {
     "held-out score and accuracy": ["eval/score", "eval/accuracy_greedy", "eval/accuracy_sampled"],
     "KL to the reference (nats per response)": ["objective/kl", "objective/kl_exact"],
     "explained variance of the returns": ["val/var_explained"],
+    "score over response length": Against("completions/mean_length", "objective/scores"),
+    "score over KL": Against("objective/kl_exact", "objective/scores"),
 }
 
 
@@ -121,13 +125,6 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
         "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
         "responses in the run": epochs.in_run(config, responses),
     }
-
-
-def planned(config: PPOConfig) -> PPOConfig:
-    """The config with the steps of `critic_only`, where they are given."""
-    if not config.critic_only:
-        return config
-    return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ FIXED = frozenset(
     (
         # The trainer, the weights it trains and starts from, how they are split and rounded.
         *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha", "lora_targets"),
+        "load_in_4bit",
         *("dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
         # The rows, and what becomes of them.
         *("dataset", "dataset_config", "dataset_split", "raw_prompt", "system_prompt", "max_prompt_length"),
@@ -21,7 +22,7 @@ FIXED = frozenset(
         *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
         *("max_length", "max_response_length", "too_long", "normalize_pairs", "reference_dataset"),
         # The batch of a step.
-        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts"),
+        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts", "packing"),
         # Rollouts and rewards.
         *("verifiers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
         *("std_floor", "zero_variance", "max_refills"),
@@ -49,7 +50,8 @@ MAY_CHANGE = frozenset(
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
-        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "wandb_project", "save_merged", "output_dir"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
+        *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone

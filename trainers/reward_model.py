@@ -17,6 +17,7 @@ from fused_rl.trainers import lora
 from fused_rl.trainers.config import InputError, in_a_line
 from fused_rl.trainers.data import pad
 from fused_rl.trainers.models import NOT_A_MODEL, check_weights, switch_off_dropout, unreadable
+from fused_rl.trainers.packing import Packed, inputs_of
 
 
 class RewardModel(nn.Module):
@@ -116,12 +117,19 @@ class RewardModel(nn.Module):
         with deepspeed.zero.GatheredParameters(head.weight, modifier_rank=0):
             head.weight.normal_(std=std)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed: Packed | None = None,
+    ) -> torch.Tensor:
         """Score sequences, whatever their padding.
 
         Args:
             input_ids: (B, T) int64; what stands where the mask is 0 is never read.
             attention_mask: (B, T), nonzero where a token counts.
+            packed: instead of both, B sequences several to a row (packing.py), read at `packed.states`.
 
         Returns:
             (B,) fp32: (raw score - score_mean) / score_std, differentiable in the weights.
@@ -129,6 +137,18 @@ class RewardModel(nn.Module):
         Raises:
             ValueError: shapes that differ, or a row without a token.
         """
+        if packed is None:
+            last = self._last_states(input_ids, attention_mask)
+        else:
+            inputs = inputs_of(self.classifier, packed)
+            hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
+            last = hidden.flatten(0, 1)[packed.states]
+        # Row by row, not as a matrix product, whose order of summation depends on the batch.
+        raw = (last.float() * self.classifier.score.weight.float()).sum(1)
+        return (raw - self.score_mean) / self.score_std
+
+    def _last_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(B, H): the state of the last attended token of each row."""
         if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
@@ -143,10 +163,7 @@ class RewardModel(nn.Module):
         everything = torch.ones_like(tokens)  # says so: without a mask some models warn of pads, or look for them
         backbone = self.classifier.base_model(input_ids=tokens, attention_mask=everything, use_cache=False)
         hidden = backbone.last_hidden_state
-        last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
-        # Row by row, not as a matrix product, whose order of summation depends on the batch.
-        raw = (last.float() * self.classifier.score.weight.float()).sum(1)
-        return (raw - self.score_mean) / self.score_std
+        return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
 
     @property
     def score_mean(self) -> float:

@@ -1,6 +1,7 @@
 """Scorers by name: reward models, and the verifiers and functions of verifiers.py, in one weighted sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -9,7 +10,7 @@ from fused_rl.trainers.config import InputError
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_reads_policy, has_score_head
 from fused_rl.trainers.rollout import Sample, Scorer
-from fused_rl.trainers.spelling import Spelled, leaves_weights_out, read, reward_of
+from fused_rl.trainers.spelling import Spelled, check_weights, read, reward_of
 
 REWARD_MODEL = "reward_model"
 
@@ -35,6 +36,7 @@ def check_scorers(config: PolicyConfig) -> str:
     In a dry run also what has to be imported for it: functions, and reasoning_gym where a dataset of it is named.
     """
     spelled = read(config.verifiers)
+    check_weights(spelled)
     verifiers.check_loadable(spelled, imports=config.dry_run)
     return reward_of(spelled)
 
@@ -43,28 +45,64 @@ def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[
     """The scorers that `config.verifiers` names: as in verifiers.py, or `[weight*]reward_model:FOLDER`.
 
     Raises:
-        InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's.
+        InputError: a name that is none; a scorer without a weight among weighted ones; a reward model with several
+            labels or another tokenizer than the policy's.
     """
-    spelled = read(config.verifiers)
-    if leaves_weights_out(spelled) and engine.rank() == 0:
-        print(f"reward: {reward_of(spelled)}", flush=True)
+    reader = Reader(
+        config.model,
+        config.revision,
+        tokenizer,
+        device,
+        engine.torch_dtype(config),
+        config.attn_implementation,
+        config.rollout_batch_size,
+    )
+
+    def freeze(model):
+        return engine.initialize_frozen(model, config)
+
+    return load_spelled(read(config.verifiers), config.answer_column, reader, freeze)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a reward model needs to read the responses of a policy."""
+
+    policy: str
+    """Hub name or folder of the policy."""
+    revision: str | None
+    """The policy's."""
+    tokenizer: object
+    """The policy's."""
+    device: torch.device
+    dtype: torch.dtype
+    attn_implementation: str | None
+    batch_size: int
+    """Responses scored together."""
+
+
+def load_spelled(
+    spelled: list[Spelled], answer_column: str | None, reader: Reader, freeze: Callable = lambda model: model
+) -> list[Scorer]:
+    """`load_scorers` of scorers that have been read; `freeze` makes a reward model ready for forward passes alone."""
+    check_weights(spelled)
     judges = [part for part in spelled if part.kind == REWARD_MODEL]
     others = [part for part in spelled if part.kind != REWARD_MODEL]
     loaded = []
     for part in judges:
         name = REWARD_MODEL if len(judges) == 1 else part.name
-        loaded.append(_load_reward_model(part, name, config, tokenizer, device))
-    return loaded + (verifiers.load_scorers(others, config.answer_column) if others else [])
+        loaded.append(_load_reward_model(part, name, reader, freeze))
+    return loaded + (verifiers.load_scorers(others, answer_column) if others else [])
 
 
-def _load_reward_model(part: Spelled, name: str, config: PolicyConfig, tokenizer, device) -> RewardModelScorer:
-    options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+def _load_reward_model(part: Spelled, name: str, reader: Reader, freeze: Callable) -> RewardModelScorer:
+    options = {"dtype": reader.dtype, "attn_implementation": reader.attn_implementation}
     model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
         what = "a language model without a head for scores; train it first: fused-rl reward --model"
         raise InputError(f"{part.name}: {what}")
-    check_reads_policy("reward model", part.detail, model, tokenizer, config.model, config.revision)
-    frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), config)
-    scorer = RewardScorer(frozen, config.rollout_batch_size)
+    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.policy, reader.revision)
+    frozen = freeze(model.to(reader.device).requires_grad_(False).eval())
+    scorer = RewardScorer(frozen, reader.batch_size)
     weight = 1.0 if part.weight is None else part.weight
     return RewardModelScorer(name, scorer, weight=weight, solved_at=part.solved_at)

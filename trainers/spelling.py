@@ -1,6 +1,6 @@
 """What `--verifiers` says, read but not yet loaded: which scorers, with which weights, arguments and thresholds.
 
-    math, 0.2*my_module:f>=0.5, regex('answer: (\\d+)', name=last)
+    1*math, 0.2*my_module:f>=0.5, 0.1*regex('answer: (\\d+)', name=last)
 
 Text stands in quotes, as it is: no backslash means anything to this file, and no comma inside parentheses separates.
 """
@@ -147,15 +147,18 @@ def _number(text: str, written: str | None) -> float | None:
 
 
 def reward_of(spelled: list[Spelled]) -> str:
-    """What the reward is, in a line; says which scorers have no weight where others have one."""
-    terms = [f"{1 if one.weight is None else one.weight:g}*{one.name}" for one in spelled]
-    if not leaves_weights_out(spelled):
-        return " + ".join(terms)
-    bare = ", ".join(one.name for one in spelled if one.weight is None)
-    return f"{' + '.join(terms)} (no weight is given for {bare}, beside others with one: 1)"
+    """What the reward is, in a line."""
+    return " + ".join(f"{1 if one.weight is None else one.weight:g}*{one.name}" for one in spelled)
 
 
-def leaves_weights_out(spelled: list[Spelled]) -> bool:
-    """Whether some have a weight and others none."""
-    given = {one.weight is not None for one in spelled}
-    return len(given) > 1
+def check_weights(spelled: list[Spelled]) -> None:
+    """Refuse a scorer without a weight among weighted ones: whoever weighs has to say how much each counts.
+
+    `0*` does not weigh, it leaves a scorer out of the reward.
+    """
+    weighted = [one for one in spelled if one.weight]
+    plain = [one for one in spelled if one.weight is None]
+    if weighted and plain:
+        without, other = plain[0].text, weighted[0].text
+        remedy = f"give each a weight: 1*{without}"
+        raise InputError(f"verifiers: {without!r} has no weight, and {other!r} has one; {remedy}")

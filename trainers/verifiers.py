@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fused_rl.trainers import engine, functions
-from fused_rl.trainers.checkers import THINK_THEN_ANSWER, ExactMatch, Length, Pattern, answer_of
-from fused_rl.trainers.config import InputError, in_a_line, load_function
+from fused_rl.trainers.checkers import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactMatch, Length, Pattern, answer_of
+from fused_rl.trainers.config import InputError, in_a_line
+from fused_rl.trainers.data import Rows
 from fused_rl.trainers.functions import FunctionScorer
+from fused_rl.trainers.named import load_function
 from fused_rl.trainers.patience import Expired, within
 from fused_rl.trainers.rollout import Incidents, Sample, Scorer, where
 from fused_rl.trainers.spelling import FUNCTION, KINDS, Spelled, read
@@ -24,7 +26,7 @@ MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.02 to 0.3, or n
 
 
 def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None) -> list[Scorer]:
-    """The scorers that a config names, comma-separated: `math`, or `math, 0.2*my_module:format_bonus`.
+    """The scorers that a config names, comma-separated: `math`, or `1*math, 0.2*my_module:format_bonus`.
 
     A sample is solved when those say so that compare with an answer (`math`, `reasoning_gym`, `exact_match`, a `regex`
     with a group: a score of 1), whatever else is among the scorers; where there is none, functions and patterns decide
@@ -46,6 +48,20 @@ def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None)
             if not isinstance(scorer, Length):
                 scorer.solved_at = 1.0
     return scorers
+
+
+def verifiers_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
+    """The verifiers that fit the rows, and why, where none are named."""
+    row = rows.rows[0]
+    metadata = row.get("metadata")
+    if isinstance(metadata, dict) and metadata.get("source_dataset"):
+        return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
+    found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
+    if not found:
+        present = sorted(key for key in row if not key.startswith("__"))
+        remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
+        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {present}; {remedy}")
+    return "math", f"the rows have answers, in column {found[0]!r}"
 
 
 def check_loadable(spelled: list[Spelled], *, imports: bool) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from fused_rl.trainers import epochs, grpo, lock, ppo, reward, sft
+from fused_rl.trainers import critic, epochs, grpo, lock, ppo, reward, sft
 from fused_rl.trainers.config import InputError, parse
 from tests.trainers import tiny
 
@@ -51,7 +51,7 @@ def test_steps_and_passes_exclude_each_other_and_without_either_there_are_100(tm
 
 def test_a_warm_up_of_the_critic_has_its_own_steps():
     config = parsed(ppo.PPOConfig, "--num_train_epochs", "2", "--critic_only", "5")
-    assert (ppo.planned(config).steps, ppo.planned(config).num_train_epochs) == (5, None)
+    assert (critic.planned(config).steps, critic.planned(config).num_train_epochs) == (5, None)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ GOOD = {
         *shlex.split("--minibatches 1 --max_new_tokens 4"),
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
+    "eval": shlex.split("--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"),
     "kl-report": shlex.split("--model model --reference model --prompts rows.jsonl --samples 1 --max_new_tokens 4"),
 }
 

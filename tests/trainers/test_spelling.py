@@ -5,7 +5,7 @@ import pytest
 from fused_rl.trainers import grpo, ppo, verifiers
 from fused_rl.trainers.config import InputError, parse
 from fused_rl.trainers.scorers import load_scorers
-from fused_rl.trainers.spelling import read, reward_of
+from fused_rl.trainers.spelling import check_weights, read
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
 TEN_CASES = [
@@ -79,18 +79,18 @@ def test_a_dry_run_refuses_what_cannot_be_and_loads_no_model(spelled, capsys):
     assert "\n" not in refusal.value.code and not capsys.readouterr().out
 
 
-def test_a_scorer_without_a_weight_among_weighted_ones_is_told_in_a_line(capsys):
-    told = f"1*math + 0.2*{FUNCTION} (no weight is given for math, beside others with one: 1)"
+def test_a_scorer_without_a_weight_among_weighted_ones_is_refused_before_the_run(capsys):
     argv = ["--model=none", "--dataset=none", "--output_dir=none", "--verifiers", f"math, 0.2*{FUNCTION}"]
-    grpo.main([*argv, "--dry_run"])
-    assert f"\n# reward: {told}\n" in capsys.readouterr().out
-    config = parse(grpo.GRPOConfig, [*argv[:-1], f"format, 0.2*{FUNCTION}"], "fused-rl grpo")
-    load_scorers(config, None, None)
-    assert capsys.readouterr().out == f"reward: {told.replace('math', 'format')}\n"
-    for quiet in ("format", f"format, {FUNCTION}", f"1*format, 0*{FUNCTION}"):
-        config.verifiers = quiet
+    said = f"verifiers: 'math' has no weight, and '0.2[*]{FUNCTION}' has one; give each a weight: 1[*]math$"
+    with pytest.raises(SystemExit, match=said):
+        grpo.main([*argv, "--dry_run"])
+    config = parse(grpo.GRPOConfig, argv, "fused-rl grpo")
+    with pytest.raises(InputError, match=said):
         load_scorers(config, None, None)
-        assert not capsys.readouterr().out and "no weight" not in reward_of(read(quiet))
+    grpo.main([*argv[:-1], f"2*math, 0.2*{FUNCTION}", "--dry_run"])
+    assert f"\n# reward: 2*math + 0.2*{FUNCTION}\n" in capsys.readouterr().out
+    for fine in ("format", f"format, {FUNCTION}", f"format, 0*{FUNCTION}", f"0*format, 0.5*{FUNCTION}"):
+        check_weights(read(fine))
 
 
 def test_those_that_compare_with_the_answer_say_what_is_solved():

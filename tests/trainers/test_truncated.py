@@ -1,6 +1,8 @@
 """Truncated sampling: the kept sets are recorded where tokens are drawn, and everything of the loss is over them."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fused_rl.trainers.config import InputError
 from fused_rl.trainers.drawing import Drawn
 from fused_rl.trainers.rollout import Prompt, Response, check_responses, roll_out
 from fused_rl.trainers.sampling import Sampling
+from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 PROMPTS = [[1, 70, 71], [1, 70, 71], [1, 80], [1, 90, 91, 92, 93], [1, 90, 91, 92, 93]]
@@ -82,11 +85,11 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     kept = kept_by_definition(logits, **filters)
     torch.manual_seed(0)
     one = Sampling(TEMPERATURE, 1, (3,), **filters)
-    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 4000, one, pad_id=0, batch_size=4000)]
+    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 20000, one, pad_id=0, batch_size=20000)]
     counts = torch.bincount(torch.tensor(first), minlength=len(logits)).double()
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
-    chi2 = ((counts[kept] - 4000 * p).square() / (4000 * p)).sum()
+    chi2 = ((counts[kept] - 20000 * p).square() / (20000 * p)).sum()
     assert len(kept) > 5 and chi2 < len(kept) + 5 * (2 * len(kept)) ** 0.5  # five standard deviations
 
 
@@ -423,3 +426,89 @@ def test_a_token_that_was_certain_teaches_nothing(folder, loss_from):
     assert sums["entropy"] == sums["ratio_minus_1"] == 0 and (measured.old_logprobs == 0).all()
     assert (measured.kl == 0).all() and fused_rl.masked_sum(measured.entropy, rolled.batch.response_mask) == 0
     assert all((weight.grad == 0).all() for weight in made.model.module.parameters())
+
+
+# Runs.
+
+ALL = FILTERS["together"] | {"temperature": TEMPERATURE}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return tiny.jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.sums(20))
+
+
+def run(folder, rows, output_dir, **options) -> list[dict]:
+    """The metrics of a run of grpo."""
+    settings = {"dataset": rows, "output_dir": str(output_dir), "verifiers": "tests.trainers.tiny:odd_characters"}
+    settings |= {"eval_size": 4, "eval_samples": 2, "steps": 2, "lr": 1e-3, "kl_coef": 0.1, "save_every": 0, **ALL}
+    settings |= {"stage3_param_persistence_threshold": 0}  # else ZeRO 3 partitions nothing of a model this small
+    grpo.train(config_of(folder, **(settings | options)))
+    return tiny.untimed(tiny.read_metrics(output_dir))
+
+
+def test_a_run_draws_from_the_sets_and_no_split_nor_path_changes_it(folder, rows, tmp_path, capsys):
+    first = run(folder, rows, tmp_path / "a")
+    assert "warning" not in capsys.readouterr().out  # the first ratio is 1
+    for name, options in {"b": {"micro_batch_size": 3}, "c": {"loss_from": "logits"}}.items():
+        for x, y in zip(first, run(folder, rows, tmp_path / name, **options), strict=True):
+            assert x == pytest.approx(y, rel=1e-4, abs=1e-4), name
+    # A choice among 20 at most has at most this entropy, held-out evaluation too; among all 263 it is larger.
+    whole = run(folder, rows, tmp_path / "whole", steps=1, top_p=1.0, top_k=0, min_p=0.0)
+    bound = torch.tensor(20.0).log().item()
+    for key, step in (("eval/entropy", 0), ("policy/entropy_avg", 1)):
+        assert first[step][key] < bound < whole[step][key]
+    assert first[0]["eval/accuracy_greedy"] == whole[0]["eval/accuracy_greedy"]
+
+
+def test_a_resumed_run_with_sets_equals_the_uninterrupted_one(folder, rows, tmp_path):
+    options = {"steps": 4, "save_every": 1, "keep_checkpoints": 9}
+    whole = run(folder, rows, tmp_path / "whole", **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped" / "model")
+    (tmp_path / "stopped" / "checkpoints" / "latest").write_text("step-2")
+    torch.manual_seed(1234)
+    assert run(folder, rows, tmp_path / "stopped", resume=True, **options) == whole
+    first, second = (tiny.weights(tmp_path / name / "model") for name in ("whole", "stopped"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(InputError, match="top_k 20 -> 19"):
+        run(folder, rows, tmp_path / "stopped", resume=True, **(options | {"top_k": 19}))
+
+
+@pytest.mark.parametrize(
+    ("options", "of_ratio", "of_kl"),
+    [({"lora_rank": 2}, 1e-6, 1e-6), ({"dtype": "bfloat16", "zero_stage": 1}, 5e-2, 2.5e-3), ({"top_k": 1}, 0.0, 0.0)],
+    ids=["lora", "bf16", "top_k 1"],
+)
+def test_adapters_low_precision_and_a_single_choice(folder, rows, tmp_path, options, of_ratio, of_kl, capsys):
+    metrics = run(folder, rows, tmp_path, minibatches=1, lr=1e-6, eval_size=0, **options)
+    assert "warning" not in capsys.readouterr().out
+    for m in metrics:
+        assert abs(m["val/ratio"] - 1) <= of_ratio and abs(m["objective/kl_exact"]) <= of_kl
+    certain = {m["optim/grad_norm"] for m in metrics} | {m["policy/entropy_avg"] for m in metrics}
+    assert (certain == {0.0}) == (options == {"top_k": 1})
+
+
+def on_two_ranks(rank, world, folder, rows, output_dir, stage):
+    # Groups without a signal are dropped: the others, with their sets, are dealt to the ranks anew.
+    options = {"steps": 3, "save_every": 1, "keep_checkpoints": 9, "zero_stage": stage, "zero_variance": "drop"}
+    whole = run(folder, rows, f"{output_dir}/whole", **options)
+    if rank == 0:
+        shutil.copytree(f"{output_dir}/whole", f"{output_dir}/stopped")
+        shutil.rmtree(f"{output_dir}/stopped/model")
+        Path(f"{output_dir}/stopped/checkpoints/latest").write_text("step-1")
+    torch.distributed.barrier()
+    return whole, run(folder, rows, f"{output_dir}/stopped", resume=True, **options)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_and_without_partitioned_weights(folder, rows, tmp_path):
+    made = {}
+    for stage in (0, 3):
+        (tmp_path / str(stage)).mkdir()
+        arguments = (folder, rows, str(tmp_path / str(stage)), stage)
+        for whole, stopped in run_distributed(on_two_ranks, 2, *arguments, timeout=400):
+            assert whole == stopped
+            made.setdefault(stage, whole)
+    for x, y in zip(made[0], made[3], strict=True):
+        assert x == pytest.approx(y, rel=1e-3, abs=1e-4)
