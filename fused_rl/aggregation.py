@@ -126,7 +126,9 @@ class Batch:
 
     def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
         """(B, T) -> (): reduced once."""
-        return masked_sum(losses * self.shares(loss_agg), self.mask) / self.denominator(loss_agg)
+        if LOSS_AGGS[loss_agg].means_of_sequences:  # elsewhere every share is 1
+            losses = losses * self.shares(loss_agg)
+        return masked_sum(losses, self.mask) / self.denominator(loss_agg)
 
 
 def possible(mask, *policies):

@@ -189,8 +189,11 @@ def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
 
 def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     """Sums per sequence, averaged: the KL optimised, `kl`, and k1 to k4 whatever is optimised."""
-    names = {"kl": kl_estimator, **{f"kl{i}": f"k{i}" for i in (1, 2, 3, 4)}}
-    estimates = {name: kl_estimate(logprobs, ref, k, old_logprobs=old) for name, k in names.items()}
+    found = {k: kl_estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
+    ratio = tangent_exp(logprobs - old)
+    found |= {"k4": ratio * found["k1"], "rk3": ratio * found["k3"]}
+    optimised = found[kl_estimator] if kl_estimator in found else kl_estimate(logprobs, ref, kl_estimator)
+    estimates = {"kl": optimised, **{f"kl{i}": found[f"k{i}"] for i in (1, 2, 3, 4)}}
     return {name: batch.aggregate(kl, "seq-mean-token-sum") for name, kl in estimates.items()}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import peers, results, trainers
+from bench import machine, peers, report, results, trainers
 from bench.trainer_steps import NEEDED, PARTS, Ours, Watch, decode_passes
 
 SIZES = {"vocabulary": 200, "hidden": 128, "layers": 1, "prompt": 6, "response": 4, "dtype": "float32"}
@@ -65,6 +65,8 @@ def test_a_peer_that_is_not_installed_says_so_and_ours_is_measured(ours, tmp_pat
         assert sum(row["ms"][part] for part in PARTS) == pytest.approx(row["ms"]["step"])
         assert set(row["over_needed"]) == set(NEEDED)
     trainers.show(task, [with_kl, without, *missing])
+    page = report.of_trainers({"environment": machine.environment("cpu"), "rows": [with_kl, without, *missing]}, "cpu")
+    assert "| **fused_rl --kl_every 0** |" in page and "Not run: TRL GRPOTrainer at tiny (not installed)." in page
 
 
 def test_the_time_of_a_function_inside_another_counts_once(monkeypatch):
