@@ -71,7 +71,8 @@ def test_the_estimates_of_two_models_agree_with_the_exact_kl(models):
         assert standard_errors(values, name) < 5, name
     torch.testing.assert_close(values["rk3"], values["k3"])  # on-policy the ratio is 1
     folder, _ = models
-    values, _ = kl_report.collect(config_of(models, behaviour=str(folder / "behaviour")))
+    # Flatter than at 1, where a few ratios of thousands are the whole mean and no standard error says so.
+    values, _ = kl_report.collect(config_of(models, behaviour=str(folder / "behaviour"), temperature=3.0))
     count = len(values["exact"])
     for name in ("k4", "rk3"):
         assert standard_errors(values, name) < 5, name
