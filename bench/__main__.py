@@ -20,12 +20,12 @@ import time
 
 from bench.machine import ROOT
 
-GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth")
+GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth", "trainers")
 # Of a shape: rows x vocabulary, rows x hidden x vocabulary.
 DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {"kernels": "run", "linear": "run", "support": "run", "topk": "run"}
-for _name in ("traffic", "codegen", "numerics", "growth", "prototypes", "report", "gpu"):
+for _name in ("traffic", "codegen", "numerics", "growth", "trainers", "prototypes", "report", "gpu"):
     COMMANDS[_name] = _name
 
 

@@ -414,6 +414,7 @@ LINEAR = {
     "verl": _verl_head,
     "F.linear_cross_entropy": _torch_linear_cross_entropy,
 }
+TRAINERS = ["TRL GRPOTrainer"]  # bench/trainer_peers.py
 
 
 def find(

@@ -32,6 +32,10 @@ MACHINE_CODE = (
     "a pair is the smaller and the larger of the loops. Headroom: time at the memory roof of one H200 over the time to "
     "issue, a model; below 1 a kernel would be bound by instructions."
 )
+STEP = (
+    "CPU time of one thread, medians; implementations took turns step by step. Needed are the forward and backward "
+    "passes of the model alone, on the same tokens in the same rows, with the head at the tokens that count."
+)
 CLOSE_KL = "`token_kl` and two fp32 log-softmaxes, from the same fp32 logits, as the two distributions come closer:"
 
 
@@ -262,6 +266,21 @@ def codegen(result, kind) -> str:
     return f"## Machine code, counted\n\n{machine(result)}\n{MACHINE_CODE}\n\n{table(columns, lines)}"
 
 
+def of_trainers(result, kind) -> str:
+    """CPU time of the parts of a training step, and what it is a multiple of."""
+    text = f"## A training step, {kind}\n\n{machine(result)}\n{STEP}\n"
+    for task, rows in grouped(result, lambda row: row["task"]).items():
+        lines, needed = [], list(rows[0]["over_needed"])
+        for row in rows:
+            over = row.get("over_needed", {})
+            cells = [*row["ms"].values(), *[over.get(part) for part in needed], row.get("steps_over_trl")]
+            lines.append([label(row), *cells, results.repeats(row), results.remarks(row)])
+        columns = ["implementation", *[f"{part} ms" for part in rows[0]["ms"]]]
+        columns += [f"{part} / needed" for part in needed]
+        text += f"\n**{task}**\n\n{table([*columns, 'steps / TRL steps', 'runs', 'note'], lines)}"
+    return text + not_run(result)
+
+
 def anything(result, kind) -> str:
     """A group without a renderer of its own: every scalar of every row."""
     flat = [_flat(row) for row in results.measured(result["rows"])]
@@ -297,6 +316,7 @@ GROUPS = {
     "traffic": traffic,
     "codegen": codegen,
     "growth": of_growth,
+    "trainers": of_trainers,
     "numerics": numerics,
 }
 

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from fused_rl.backend import backend_of
 from fused_rl.checks import check_choice, check_floating, check_mask, check_shape
-from fused_rl.masked import whiten
+from fused_rl.masked import global_moments, whiten
 
 __all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
 
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
-ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std", "gae")
+ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std", "gae")
 
 
 def group_advantages(
@@ -20,6 +20,7 @@ def group_advantages(
     baseline: str = "mean",
     normalize: bool = True,
     eps: float = 1e-4,
+    std_floor: float = 0.0,
 ) -> Tensor:
     """Advantage of each response over the others to the same prompt.
 
@@ -30,6 +31,7 @@ def group_advantages(
         normalize: divide by the group's standard deviation (unbiased) plus `eps`, as GRPO does (arXiv:2402.03300);
             False is Dr. GRPO (arXiv:2503.20783).
         eps: added to the standard deviation.
+        std_floor: a standard deviation below this counts as this, so that small differences stay small.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 in a group whose rewards are all equal.
@@ -49,8 +51,8 @@ def group_advantages(
     centred = groups - groups.mean(1, keepdim=True)
     if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
-    if normalize:
-        centred = centred / (groups.std(1, keepdim=True) + eps)
+    if normalize and len(groups):  # of nothing torch warns that it has no deviation
+        centred = centred / (groups.std(1, keepdim=True).clamp(min=std_floor) + eps)
     # Equality, not a small deviation: the rounded mean of equal rewards can differ from them in the last bit.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0, centred).view(-1)
@@ -61,6 +63,7 @@ def response_advantages(
     advantage: str,
     *,
     group_size: int,
+    std_floor: float = 0.0,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """Advantage of each response by the name that a preset gives it: `PRESETS[preset].advantage`.
@@ -69,9 +72,12 @@ def response_advantages(
         rewards: (B,) floating point; the responses to one prompt are adjacent.
         advantage: "group-std", reward less the group's mean over its standard deviation (GRPO); "group-mean", without
             the division (Dr. GRPO); "leave-one-out", reward less the mean of the group's others (RLOO); "batch-std",
-            rewards of all prompts whitened together (REINFORCE++, arXiv:2501.03262), as `whiten` does.
+            rewards of all prompts whitened together (REINFORCE++, arXiv:2501.03262), as `whiten` does;
+            "group-mean-batch-std", reward less the group's mean, over the standard deviation of all prompts' rewards
+            (arXiv:2508.08221).
         group_size: G, responses per prompt; "batch-std" does not look at it.
-        process_group: the ranks whose rewards "batch-std" takes as one batch, all of which call; None: this rank's.
+        std_floor: a standard deviation below this counts as this; nothing to those that divide by none.
+        process_group: the ranks whose rewards the two of the batch take together, all of which call; None: this rank's.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 where all rewards that are compared are equal.
@@ -84,15 +90,23 @@ def response_advantages(
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
-        return _batch_advantages(rewards, process_group)
-    baseline = "leave-one-out" if advantage == "leave-one-out" else "mean"
-    return group_advantages(rewards, group_size, baseline=baseline, normalize=advantage == "group-std")
+        return _batch_advantages(rewards, std_floor, process_group)
+    baseline, normalize = "leave-one-out" if advantage == "leave-one-out" else "mean", advantage == "group-std"
+    found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, std_floor=std_floor)
+    if advantage == "group-mean-batch-std":
+        _, variance = global_moments(rewards.detach(), _all_of(rewards), process_group)
+        found = found / (variance.sqrt().clamp(min=std_floor) + 1e-4).to(found.dtype)
+    return found
 
 
-def _batch_advantages(rewards, process_group):
+def _all_of(rewards):
+    return torch.ones_like(rewards, dtype=torch.bool)
+
+
+def _batch_advantages(rewards, std_floor, process_group):
     check_floating("rewards", rewards, "(B,)")
     rewards = rewards.detach()
-    whitened = whiten(rewards, torch.ones_like(rewards, dtype=torch.bool), group=process_group)
+    whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
     nothing = rewards.new_tensor([-torch.inf])
     most, least = torch.cat([rewards, nothing]), torch.cat([-rewards, nothing])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fused_rl.checks import check_mask
 
-__all__ = ["at_least_fp32", "masked_mean", "masked_sum", "masked_var", "whiten"]
+__all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "whiten"]
 
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
@@ -61,6 +61,7 @@ def whiten(
     *,
     shift_mean: bool = True,
     eps: float = 1e-8,
+    std_floor: float = 0.0,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale `values` to variance 1, and to mean 0 unless `shift_mean=False`, over the elements where `mask` is True.
@@ -70,6 +71,7 @@ def whiten(
         mask: same shape, bool.
         shift_mean: False keeps the mean (as for rewards).
         eps: added to the variance.
+        std_floor: a standard deviation below this counts as this, so that small differences stay small.
         group: a torch.distributed process group; the moments are then those over all its ranks.
 
     Returns:
@@ -77,21 +79,28 @@ def whiten(
     """
     values = at_least_fp32(values, mask)
     kept = torch.where(mask, values, 0)
-    with torch.no_grad():
-        # the mean first, then squares about it: E[x^2] - E[x]^2 would cancel
-        count = mask.sum().to(torch.float64)
-        moments = torch.stack([count, kept.double().sum()])
-        if group is not None:
-            torch.distributed.all_reduce(moments, group=group)
-        count, total = moments
-        mean = total / count.clamp(min=1)
-        squares = masked_sum((kept.double() - mean).square(), mask)
-        if group is not None:
-            torch.distributed.all_reduce(squares, group=group)
-        variance = squares / (count - 1).clamp(min=1)
-        scale = torch.rsqrt(variance + eps)
-        mean, scale = mean.to(values.dtype), scale.to(values.dtype)
+    mean, variance = global_moments(kept, mask, group)
+    scale = torch.rsqrt(variance.clamp(min=std_floor**2) + eps).to(values.dtype)
+    mean = mean.to(values.dtype)
     whitened = (kept - mean) * scale
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask, whitened, 0)
+
+
+@torch.no_grad()
+def global_moments(
+    values: Tensor, mask: Tensor, group: torch.distributed.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of `values` (0 where masked) over the ranks of `group`; fp64."""
+    # the mean first, then squares about it: E[x^2] - E[x]^2 would cancel
+    count = mask.sum().to(torch.float64)
+    moments = torch.stack([count, values.double().sum()])
+    if group is not None:
+        torch.distributed.all_reduce(moments, group=group)
+    count, total = moments
+    mean = total / count.clamp(min=1)
+    squares = masked_sum((values.double() - mean).square(), mask)
+    if group is not None:
+        torch.distributed.all_reduce(squares, group=group)
+    return mean, squares / (count - 1).clamp(min=1)

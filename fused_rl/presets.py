@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fused_rl.aggregation import LOSS_AGGS
 from fused_rl.checks import check_choice
 from fused_rl.estimators import KL_ESTIMATORS
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES
+from fused_rl.surrogates import RATIO_LEVELS, READS, SURROGATES
 
 __all__ = ["PRESETS", "PolicyLossOptions", "Preset", "resolve_options"]
 
@@ -189,6 +189,21 @@ def resolve_options(preset: str | None, options: dict) -> PolicyLossOptions:
 
 def surrogate_of(chosen: PolicyLossOptions) -> Callable:
     return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
+
+
+def unread_option(preset: str, options: dict) -> tuple[str, tuple[str, ...]] | None:
+    """The first of `options` that the surrogate does not read, and the surrogates that do; None where it reads all.
+
+    A value that the preset or the default gives anyway asks for nothing, and a surrogate of yours may read anything.
+    """
+    usual, chosen = resolve_options(preset, {}), resolve_options(preset, options)
+    if callable(chosen.surrogate):
+        return None
+    for name, value in options.items():
+        readers = tuple(surrogate for surrogate, read in READS.items() if name in read)
+        if readers and chosen.surrogate not in readers and value != getattr(usual, name):
+            return name, readers
+    return None
 
 
 def wide_option(chosen: PolicyLossOptions) -> str | None:

@@ -11,6 +11,7 @@ from fused_rl.estimators import tangent_exp
 
 __all__ = [
     "RATIO_LEVELS",
+    "READS",
     "SURROGATES",
     "NoSequences",
     "entropy_gate",
@@ -114,6 +115,17 @@ SURROGATES = {
     "vespo": _vespo,
     "geo-mean": _geo_mean,
     "policy-gradient": _policy_gradient,
+}
+_RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
+_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+# The options that each reads: those of the others have no meaning beside it. A function of yours may read any.
+READS = {
+    "clip": (*_RATIO_AND_BOUNDS, "delta"),
+    "cispo": _RATIO_AND_BOUNDS,
+    "sapo": ("ratio_level", "sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("ratio_level", *_VESPO),
+    "geo-mean": _RATIO_AND_BOUNDS,
+    "policy-gradient": (),
 }
 
 

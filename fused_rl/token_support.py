@@ -5,6 +5,7 @@ Sets are recorded where sampling happens, not computed again from probabilities:
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -97,6 +98,42 @@ class TokenSupport:
         shift = torch.repeat_interleave(begin - offsets[:-1], end - begin)
         return TokenSupport(self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets)
 
+    @classmethod
+    def cat(cls, parts: Iterable["TokenSupport"]) -> "TokenSupport":
+        """The rows of several on one device, in turn."""
+        parts = list(parts)
+        if not parts:
+            return cls.from_lists([])
+        lengths = torch.cat([part.offsets.diff() for part in parts])
+        return _of_valid(torch.cat([part.ids for part in parts]), _offsets(lengths))
+
+    def split(self, sizes: Sequence[int]) -> list["TokenSupport"]:
+        """The rows in runs of these sizes; each part has memory of its own, so that it alone is sent or kept.
+
+        Raises:
+            ValueError: sizes that do not add up to the number of rows.
+        """
+        bounds = list(accumulate(sizes, initial=0))
+        if bounds[-1] != len(self) or min(sizes, default=0) < 0:
+            raise ValueError(f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}")
+        at = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
+        parts = []
+        for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(at), strict=True):
+            parts.append(_of_valid(self.ids[first:last].clone(), self.offsets[begin : end + 1] - first))
+        return parts
+
+    def spread(self, mask: Tensor) -> "TokenSupport":
+        """The sets at the True places of a mask (...), in its order; elsewhere empty. A row per place of the mask.
+
+        Raises:
+            ValueError: a mask that is not bool, or with another number of True places than there are rows.
+        """
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or int(mask.sum()) != len(self):
+            raise ValueError(f"mask must be bool with {len(self)} True places, one for each row, got {described(mask)}")
+        lengths = torch.zeros(mask.numel(), dtype=torch.int64, device=mask.device)
+        lengths[mask.flatten()] = self.offsets.diff()
+        return _of_valid(self.ids, _offsets(lengths))
+
     def to(self, device: torch.device | str) -> "TokenSupport":
         """The same sets on a device."""
         device = torch.device(device)
@@ -163,6 +200,14 @@ def check_kept_values(kept: KeptSets, targets: Tensor, mask: Tensor | None, voca
             f"{int(lengths[missing])} ids; {int((~found).sum())} of {len(found)} targets are not. Record the sets "
             "where the tokens are sampled, or give rows to ignore False in mask"
         )
+
+
+def _of_valid(ids, offsets):
+    """What valid sets were arranged to; checking them again would take longer than all else."""
+    made = object.__new__(TokenSupport)
+    object.__setattr__(made, "ids", ids)
+    object.__setattr__(made, "offsets", offsets)
+    return made
 
 
 def _offsets(lengths):

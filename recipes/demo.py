@@ -140,17 +140,28 @@ def main(argv: list[str] | None = None) -> None:
     report(folder / "grpo", time.monotonic() - began)
 
 
-def _run(folder: Path, seed: str) -> None:
+def warm_start(folder: Path, seed: str) -> None:
+    """Problems, and a model that has learnt from the careless teacher: `folder`/data and `folder`/sft/model."""
     print("1/3 problems from reasoning-gym, an untrained model")
     prepare(folder, int(seed))
     print("2/3 warm start: fused-rl sft --config recipes/demo_sft.yaml")
     data = folder / "data"
     paths = {"model": folder / "init", "dataset": data / "demonstrations.jsonl", "output_dir": folder / "sft"}
     sft.train(parse(sft.SFTConfig, _arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
-    print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
+
+
+def grpo_config(folder: Path, seed: str) -> grpo.GRPOConfig:
+    """The recipe of the reinforcement, on what `warm_start` has left in `folder`."""
+    data = folder / "data"
     paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
     paths["output_dir"] = folder / "grpo"
-    grpo.train(parse(grpo.GRPOConfig, _arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo"))
+    return parse(grpo.GRPOConfig, _arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo")
+
+
+def _run(folder: Path, seed: str) -> None:
+    warm_start(folder, seed)
+    print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
+    grpo.train(grpo_config(folder, seed))
 
 
 def _arguments(recipe: str, seed: str, paths: dict[str, Path]) -> list[str]:

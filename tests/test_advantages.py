@@ -39,6 +39,7 @@ def test_each_name_is_its_definition():
         "group-mean": groups - groups.mean(1, keepdim=True),
         "leave-one-out": groups - others,
         "batch-std": (whole - whole.mean()) / whole.std(),
+        "group-mean-batch-std": (groups - groups.mean(1, keepdim=True)) / (whole.std() + 1e-4),
     }
     assert {*want, "gae"} == set(fused_rl.ADVANTAGES)
     for advantage, values in want.items():
@@ -47,7 +48,7 @@ def test_each_name_is_its_definition():
         torch.testing.assert_close(got.double(), values.view(-1), rtol=1e-6, atol=1e-6, msg=advantage)
 
 
-@pytest.mark.parametrize("advantage", fused_rl.ADVANTAGES[:4])
+@pytest.mark.parametrize("advantage", fused_rl.ADVANTAGES[:5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_have_advantages_of_exactly_0(advantage, dtype):
     """0.1 has no exact mean: a rounded one differs from it in the last bit, which a deviation of 0 would blow up."""
@@ -55,6 +56,19 @@ def test_equal_rewards_have_advantages_of_exactly_0(advantage, dtype):
     assert (response_advantages(rewards, advantage, group_size=6) == 0).all()
     lone = torch.tensor([2.0])
     assert advantage != "batch-std" or response_advantages(lone, advantage, group_size=1) == 0
+
+
+def test_a_standard_deviation_below_the_floor_counts_as_the_floor():
+    """One right answer of eight: a deviation of 0.35 would make 2.47 of a lead of 0.875."""
+    rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
+    for advantage in ("group-std", "batch-std", "group-mean-batch-std"):
+        got = response_advantages(rewards, advantage, group_size=8, std_floor=0.5)
+        torch.testing.assert_close(got[:2], torch.tensor([1.75, -0.25]), rtol=3e-4, atol=0)
+        below = response_advantages(rewards, advantage, group_size=8, std_floor=0.3)
+        assert torch.equal(below, response_advantages(rewards, advantage, group_size=8))
+    for advantage in ("group-mean", "leave-one-out"):
+        plain = response_advantages(rewards, advantage, group_size=8)
+        assert torch.equal(response_advantages(rewards, advantage, group_size=8, std_floor=0.5), plain)
 
 
 def test_what_is_no_function_of_rewards_is_refused():
@@ -73,10 +87,13 @@ def advantages_here(rank, world):
     unequal = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]
     equal = torch.tensor([0.1, 0.1])
     missing = REWARDS if rank == 0 else REWARDS[:0]
-    return [
-        response_advantages(rewards, "batch-std", group_size=2, process_group=group).tolist()
+    found = [
+        response_advantages(rewards, "batch-std", group_size=2, process_group=group)
         for rewards in (unequal, equal, missing)
     ]
+    halves = REWARDS.view(2, 8)
+    found.append(response_advantages(halves[rank], "group-mean-batch-std", group_size=8, process_group=group))
+    return [advantages.tolist() for advantages in found]
 
 
 def test_the_batch_is_that_of_all_ranks():
@@ -87,3 +104,5 @@ def test_the_batch_is_that_of_all_ranks():
     assert first[1] == second[1] == [0.0, 0.0]
     whole = response_advantages(REWARDS, "batch-std", group_size=8).tolist()
     assert first[2] == pytest.approx(whole, rel=1e-6) and second[2] == []
+    whole = response_advantages(REWARDS, "group-mean-batch-std", group_size=8).tolist()
+    assert first[3] + second[3] == pytest.approx(whole, rel=1e-6)

@@ -261,12 +261,17 @@ def check_through_deepspeed(world, stage, steps, make, timeout=120):
             torch.testing.assert_close(torch.tensor(p).double(), expected, atol=3e-9, rtol=2e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SLOW = pytest.mark.slow  # DeepSpeed takes seconds of CPU to be imported, in every process
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
+)
 def test_two_hundred_steps_through_zero_with_groups_and_sub_groups(stage):
     check_through_deepspeed(1 if stage < 2 else 2, stage, 200, torch_adamw)
 
 
-@pytest.mark.slow  # DeepSpeed compiles its own optimizers, a minute each
+@SLOW  # DeepSpeed compiles its own optimizers, a minute each
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
 def test_deepspeeds_own_adams_through_zero(stage, make):

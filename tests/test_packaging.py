@@ -87,7 +87,14 @@ def pip_install(python, *arguments):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("editable_mode", [None, "lenient", "strict"], ids=["wheel", "editable", "editable-strict"])
+@pytest.mark.parametrize(
+    "editable_mode",
+    [
+        pytest.param(None, id="wheel"),
+        pytest.param("lenient", id="editable", marks=pytest.mark.slow),
+        pytest.param("strict", id="editable-strict", marks=pytest.mark.slow),
+    ],
+)
 def test_installed_package_works_from_another_folder(editable_mode, sources, environment, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -82,6 +82,27 @@ def test_lists_and_scores_and_selections():
         assert support.ids.tolist() == [2, 0, 4, 1, 1, 2, 3, 4, 3]
 
 
+def test_sets_are_joined_split_and_spread():
+    lists = [[3, 1], [], [4], [], [0, 2, 5]]
+    support = TokenSupport.from_lists(lists)
+    parts = support.split([2, 0, 3])
+    assert [len(part) for part in parts] == [2, 0, 3]
+    for part, wanted in zip(parts, (lists[:2], [], lists[2:]), strict=True):
+        same = TokenSupport.from_lists(wanted)
+        assert torch.equal(part.ids, same.ids) and torch.equal(part.offsets, same.offsets)
+        # nothing of the others goes with it to another process
+        assert part.ids.untyped_storage().nbytes() == 8 * len(part.ids)
+    again = TokenSupport.cat(reversed(parts))
+    assert again.ids.tolist() == [4, 0, 2, 5, 3, 1] and again.offsets.tolist() == [0, 1, 1, 4, 6, 6]
+    assert len(TokenSupport.cat([])) == 0 and support.split([5])[0].offsets.tolist() == support.offsets.tolist()
+    assert TokenSupport.from_lists([]).split([]) == []
+
+    mask = torch.tensor([[False, True, True], [True, False, True], [False, True, False]])
+    spread = support.spread(mask)
+    assert len(spread) == 9 and torch.equal(spread.ids, support.ids)
+    assert spread.offsets.diff().tolist() == [0, 2, 0, 1, 0, 0, 0, 3, 0]
+
+
 X, Y = torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.long)
 BAD_SETS = {
     "ids: floats": (lambda: TokenSupport(torch.zeros(2), torch.tensor([0, 2])), r"ids must be \(M,\) integers, got"),
@@ -97,6 +118,10 @@ BAD_SETS = {
     "scores: a step": (lambda: TokenSupport.from_scores([X[0], X[0] / 0]), "row 0 of scores at step 1"),
     "scores: integers": (lambda: TokenSupport.from_scores(torch.zeros(2, 4).long()), "scores must be a floating-point"),
     "select: floats": (lambda: TokenSupport.from_lists([[1]]).select(torch.zeros(1)), "rows must be indices"),
+    "split: sizes": (lambda: TokenSupport.from_lists([[1]] * 3).split([2, 2]), "add up to the 3 rows, got a sum of 4"),
+    "split: below 0": (lambda: TokenSupport.from_lists([[1]] * 3).split([4, -1]), "sizes must be 0 or more"),
+    "spread: places": (lambda: TokenSupport.from_lists([[1]]).spread(torch.ones(2) > 0), "bool with 1 True places"),
+    "spread: floats": (lambda: TokenSupport.from_lists([[1]]).spread(torch.ones(1)), "mask must be bool with 1 True"),
     "select: mask": (lambda: TokenSupport.from_lists([[1]]).select(torch.ones(2) > 0), r"\(1,\), got \(2,\)"),
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from fused_rl.trainers import engine, lock, resume
+from fused_rl.trainers import engine, hub, lock, resume
 from fused_rl.trainers.config import InputError, RunConfig, to_yaml
 from fused_rl.trainers.engine import barrier, rank, world_size
 from fused_rl.trainers.files import (
@@ -36,6 +36,7 @@ from fused_rl.trainers.files import (
     sync_folders,
     write_atomically,
 )
+from fused_rl.trainers.metrics import require_trackers
 
 LEFT_BY_A_RUN = (
     "checkpoints",
@@ -59,8 +60,10 @@ def open_run(config: RunConfig) -> Path:
 
     Raises:
         InputError: it cannot be written, another run lives in it or has left files, the run would delete what it
-            reads, or there is nothing whole to resume from.
+            reads, there is nothing whole to resume from, or what the run will tell of itself has nowhere to go.
     """
+    require_trackers(config)
+    hub.check(config)
     folder = Path(config.output_dir)
     engine.on_first_rank(lambda: _check_folder(config, folder))
     if config.resume:
@@ -248,10 +251,18 @@ def _check_resume(config: RunConfig, folder: Path) -> None:
     state = json.loads((folder / tag / "state.json").read_text())
     recorded = yaml.safe_load((folder / tag / "config.yaml").read_text(encoding="utf-8")) | state["facts"]
     changed = resume.changes(config, facts(config), recorded, folder / tag)
-    if state["step"] > config.steps:
-        raise InputError(f"resume: steps={config.steps}, but {folder / tag} has done {state['step']} already")
+    if config.steps is not None:
+        refuse_fewer_steps(config, state["step"])
     if rank() == 0:
         print(f"resume: from {folder / tag}, which is whole", *changed, sep="\nresume: ", flush=True)
+
+
+def refuse_fewer_steps(config: RunConfig, done: int) -> None:
+    """Refuse to resume towards fewer steps than are done."""
+    if done > config.steps:
+        epochs = config.num_train_epochs
+        of = "" if epochs is None else f" (num_train_epochs={epochs:g})"
+        raise InputError(f"resume: steps={config.steps}{of}, but the checkpoint has done {done} already")
 
 
 def _chosen(config: RunConfig, folder: Path) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import fused_rl
-from fused_rl.trainers import engine, lock
+from fused_rl.trainers import engine, epochs, lock
 from fused_rl.trainers.config import InputError, RunConfig, parse, to_yaml
 from fused_rl.trainers.loop import Stopped
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "reward": "fused_rl.trainers.reward",
     "ppo": "fused_rl.trainers.ppo",
     "grpo": "fused_rl.trainers.grpo",
+    "eval": "fused_rl.trainers.eval",
     "kl-report": "fused_rl.trainers.kl_report",
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",
@@ -41,7 +42,8 @@ def run(
     config = parse(config_class, sys.argv[1:] if argv is None else argv, prog)
     orderly = False
     try:
-        divided = arithmetic(config, int(os.environ.get("WORLD_SIZE", "1")))
+        counted, steps = epochs.foresee(config) if config.dry_run else (config, {})
+        divided = arithmetic(counted, int(os.environ.get("WORLD_SIZE", "1"))) | steps
         if config.dry_run:
             print(describe(config, divided))
         else:

@@ -8,10 +8,10 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 
 import dataclasses
 import difflib
-import importlib
+import functools
 import math
+import operator
 import re
-import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,8 @@ RANGES = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    str | list[str]: "text, or a list of texts",
+    dict: "a mapping from names to values, such as {enable_thinking: false}",
 }
 
 
@@ -87,8 +89,8 @@ def _without_none(kind):
     choices = typing.get_args(kind)
     if type(None) not in choices:
         return kind, False
-    (other,) = (choice for choice in choices if choice is not type(None))
-    return other, True
+    others = [choice for choice in choices if choice is not type(None)]
+    return functools.reduce(operator.or_, others), True
 
 
 def _checked(name: str, value, kind):
@@ -101,7 +103,9 @@ def _checked(name: str, value, kind):
         if value not in typing.get_args(kind):
             raise refusal
         return value
-    if kind is bool or not issubclass(kind, (int, float)):
+    if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise refusal
+    if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
     try:
@@ -118,24 +122,41 @@ def _described(kind) -> str:
     return RANGES[kind]
 
 
+def check_revision(model: str, revision: str | None) -> None:
+    """Refuse the revision of a folder."""
+    if revision is not None and Path(model).is_dir():
+        raise InputError(f"revision={revision} is of a model on the Hub, and model={model} is a folder")
+
+
 @dataclass(kw_only=True)
 class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
 
     model: str
-    """A causal language model: a Hub name or a local folder."""
+    """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model."""
+    """Branch, tag or commit of `model` on the Hub: of its weights, its tokenizer and what else is read of it."""
     attn_implementation: str | None = None
-    """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
+    """Of every model that is read, as transformers names them: eager, sdpa, flash_attention_2, …; None is the choice of
+    each."""
     lora_rank: NonNegativeInt = 0
-    """Train low-rank adapters (peft) on all linear layers instead of the weights; 0 for none."""
+    """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
     """Scale of the adapters: alpha / rank."""
+    lora_targets: str = "all-linear"
+    """The linear layers that get adapters: q_proj,v_proj by name, or all-linear."""
+    save_merged: bool = False
+    """Save whole weights with the adapters merged in, instead of the adapters alone; reward models always are."""
+    load_in_4bit: bool = False
+    """Keep the weights under the adapters in 4 bits, NF4 (needs `pip install fused-rl[bnb]`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     loss_from: Literal["linear", "logits"] = "linear"
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_revision(self.model, self.revision)
 
 
 @dataclass(kw_only=True)
@@ -160,6 +181,8 @@ class DataConfig(Options):
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
     system_prompt: str | None = None
     """System message before a text prompt; needs a chat template."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
 
@@ -208,11 +231,15 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
 
     command: ClassVar[str]
     """The trainer's name: `fused-rl <command>`."""
+    batch_option: ClassVar[str]
+    """The option that says how many rows a step takes."""
 
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
-    steps: PositiveInt = 100
-    """Optimizer updates of sft and reward, rollouts of grpo and ppo."""
+    steps: PositiveInt | None = None
+    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or what num_train_epochs comes to."""
+    num_train_epochs: Positive | None = None
+    """Instead of steps: passes over the rows to train on, such as 1.5."""
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
     eval_every: PositiveInt = 50
@@ -230,12 +257,29 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
+    trackio_project: str | None = None
+    """Also log to this trackio project, on this machine (needs `pip install trackio`)."""
+    push_to_hub: bool = False
+    """Upload `model/` to the Hub when it is saved; the token is looked at when the run begins."""
+    hub_model_id: str | None = None
+    """Where to: owner/name, or a name of yours; None is the name of `output_dir`."""
+    hub_private_repo: bool = False
+    """Make that repository a private one; one that is public already is refused."""
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, then stop."""
 
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
+        if not self.push_to_hub and (self.hub_model_id is not None or self.hub_private_repo):
+            raise InputError("hub_model_id and hub_private_repo say where to push the model; add --push_to_hub")
+        if self.num_train_epochs is None:
+            self.steps = 100 if self.steps is None else self.steps
+        elif self.steps is not None:
+            raise InputError(
+                f"num_train_epochs={self.num_train_epochs} and steps={self.steps} are both given; give one of them "
+                "(--steps null takes back what a file says)"
+            )
 
 
 ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with a run, not what the run is
@@ -244,6 +288,8 @@ ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with
 def to_yaml(config: Options) -> str:
     """The complete config as YAML that `--config` reads back."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in ACTIONS}
+    if values.get("num_train_epochs") is not None:
+        values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -341,20 +387,3 @@ def _check_file(path: Path) -> None:
         if key.value in seen:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
-
-
-def load_function(name: str, what: str):
-    """The function that `module:function` names; `what` it is for stands in the error."""
-    module, _, function = name.partition(":")
-    if not function:
-        raise InputError(f"{what} {name!r}: expected module:function")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)  # an installed command does not see the folder that it is called from
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
-    if not callable(found):
-        raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
-    return found

@@ -45,8 +45,8 @@ class CreditConfig(Options):
     """Subtracted from the score of a response that was cut."""
 
 
-def kl_estimator_of(config: CreditConfig, chosen: str | None) -> str:
-    """What was chosen, or what is right for where the KL is paid; says so where the choice is a bad one."""
+def kl_estimator_of(config, chosen: str | None) -> str:
+    """What was chosen, or what is right for where the KL is paid (`kl_in`); says so where the choice is a bad one."""
     if config.kl_in == "reward" and chosen in ("k3", "rk3", "k3+"):
         warnings.warn(
             f"kl_estimator={chosen} in the reward: it grows exponentially with a token's log-ratio, so a few tokens "

@@ -5,9 +5,10 @@ A critic of its own is a reward model that is read at every token; it is saved a
 Left out: heads of more than one layer, distributions over values, saving a shared head apart from checkpoints.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.models import LanguageModel
 from fused_rl.trainers.reward_model import RewardModel, check_reads_policy
 
+Config = TypeVar("Config", bound=RunConfig)
 SHARED = "shared"
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
@@ -82,6 +84,13 @@ def check_critic(config: CriticConfig) -> None:
         )
 
 
+def planned(config: Config) -> Config:
+    """A run's config with the steps of `critic_only`, where they are given."""
+    if not config.critic_only:
+        return config
+    return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
+
+
 class Critic(RewardModel):
     """A reward model that is read before every token; a new head is zero, so that nothing is expected at first."""
 
@@ -125,14 +134,16 @@ class PolicyWithValues(LanguageModel):
             raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
 
-    def forward(self, input_ids, mask, temperature=1.0, *, want_values=False, **options):
+    def forward(self, input_ids, mask, temperature=1.0, *, support=None, want_values=False, **options):
         """As `LanguageModel`; with `want_values` also the values, as `Critic` returns them."""
         if not want_values:
-            return super().forward(input_ids, mask, temperature, **options)
+            return super().forward(input_ids, mask, temperature, support=support, **options)
         lm = self.base
         hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
         options = {"temperature": temperature, "mask": mask, "bias": head.bias, "softcap": self.softcap}
+        if support is not None:
+            options["support"] = support.spread(mask)
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
         return rows, torch.where(mask, self.value_head(hidden), 0)
 
@@ -145,10 +156,17 @@ def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
     """The critic of its own in an engine for `updates` optimizer steps; refuses one that reads tokens otherwise."""
     name = config.critic or config.model
-    dtype = engine.torch_dtype(config)
-    critic = Critic.from_pretrained(name, dtype=dtype, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    critic = Critic.from_pretrained(
+        name,
+        dtype=engine.torch_dtype(config),
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_targets=config.lora_targets,
+        revision=config.revision if config.critic is None else None,
+        attn_implementation=config.attn_implementation,
+    )
     if config.critic is not None:
-        check_reads_policy("critic", name, critic, tokenizer, config.model)
+        check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
     if config.gradient_checkpointing:
         critic.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return engine.initialize(critic.to(device), optim_of(config), config, updates)

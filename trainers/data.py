@@ -3,17 +3,20 @@
 Text is tokenised once, when it is loaded; from there on only token ids travel.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fused_rl import TokenSupport
+from fused_rl.trainers.chat import check_template_kwargs
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
+from fused_rl.trainers.rows import read_dataset, read_jsonl, read_parquet
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
+FILES = (".jsonl", ".parquet")
 
 
 @dataclass
@@ -53,98 +56,17 @@ class Rows:
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
     """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
     path = Path(name)
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
-        rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
     else:
-        rows = _read_dataset(name, config_name, split)
+        rows = read_dataset(name, config_name, split)
     if not rows:
         raise InputError(f"dataset {name} has no rows")
     return Rows(rows, name)
-
-
-def _read_parquet(path: Path) -> list[dict]:
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"dataset file {path} is not a whole Parquet file: {in_a_line(error)}") from error
-
-
-def _read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
-    """Of a Hub dataset, or of a folder that `datasets` reads."""
-    import datasets
-
-    try:
-        config_name = config_name or _only_configuration(name, datasets.get_dataset_config_names(name))
-        return datasets.load_dataset(name, config_name, split=split).to_list()
-    except InputError:
-        raise
-    except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
-        what = f"dataset={name!r} (configuration {config_name}, split {split})"
-        raise InputError(
-            f"{what} is neither a .jsonl or .parquet file, nor a folder or a Hub dataset that can be read: "
-            f"{in_a_line(error)}"
-        ) from error
-
-
-def _only_configuration(name: str, known: list[str]) -> str:
-    """The configuration to take where none is named."""
-    usual = [config for config in ("default", "main") if config in known]
-    if not usual and len(known) > 1:
-        raise InputError(
-            f"dataset {name} has several configurations; name one of {known} with --dataset_config "
-            "(--eval_dataset_config for the held-out rows)"
-        )
-    return (usual or known)[0]
-
-
-def _read_jsonl(path: Path) -> list[dict]:
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
-        if text.strip():
-            rows.append({**_read_object(text, where), "__line__": number})
-    return rows
-
-
-def _read_object(text: str, where: str) -> dict:
-    """One line as a dictionary whose text can be tokenised."""
-    try:
-        row = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}, character {error.colno}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise InputError(f"{where}: JSON nested too deeply to be read") from error
-    except ValueError as error:  # a number of more digits than Python converts
-        raise InputError(f"{where}: not JSON that can be read: {in_a_line(error)}") from error
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    if "\\u" in text:  # only an escape can spell half a character
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"{where}: {error.object[error.start]!r} is half a surrogate pair, and no character"
-            ) from error
-    return row
-
-
-def _without_repeats(pairs: list[tuple[str, object]], where: str) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{where}: key {twice!r} stands {names.count(twice)} times in one object")
-    return row
 
 
 def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
@@ -195,11 +117,27 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 class Encoder:
     """Prompts and completions to token ids, through the chat template where the tokenizer has one."""
 
-    def __init__(self, tokenizer, *, raw_prompt: bool = False, system_prompt: str | None = None):
-        self.tokenizer, self.system_prompt = tokenizer, system_prompt
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        raw_prompt: bool = False,
+        system_prompt: str | None = None,
+        chat_template_kwargs: dict | None = None,
+    ):
+        self.tokenizer, self.system_prompt, self.told = tokenizer, system_prompt, chat_template_kwargs or {}
         self.chat = tokenizer.chat_template is not None and not raw_prompt
-        if system_prompt is not None and not self.chat:
-            raise InputError("system_prompt needs a tokenizer with a chat template and raw_prompt=false")
+        for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
+            if value is not None and not self.chat:
+                raise InputError(f"{name} needs a tokenizer with a chat template and raw_prompt=false")
+        if self.told:
+            check_template_kwargs(tokenizer, self.told)
+
+    @classmethod
+    def of(cls, config: DataConfig, tokenizer) -> "Encoder":
+        """The encoder that a run's config describes."""
+        names = ("raw_prompt", "system_prompt", "chat_template_kwargs")
+        return cls(tokenizer, **{name: getattr(config, name) for name in names})
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Token ids of row i's prompt, up to where the response begins."""
@@ -272,7 +210,11 @@ class Encoder:
         # The template writes the special tokens itself: transformers adds none when it tokenises the result.
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **self.told,
             )
         except Exception as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
             roles = ", ".join(message["role"] for message in messages[:8])
@@ -298,10 +240,14 @@ class RowOrder:
         self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next so many indices, beside those of the batches."""
         batch = []
-        while len(batch) < self.batch_size:
+        while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + self.batch_size - len(batch)].tolist()
+            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch
@@ -340,14 +286,19 @@ class Batch:
     """(B,) int64: a number for each prompt; neighbours of one number have the same prompt."""
     prompt_lengths: torch.Tensor
     """(B,) int64: tokens before the response."""
+    support: TokenSupport | None = None
+    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary."""
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
         mask = self.response_mask[index]
         width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
         where = tuple(self.where[i] for i in index.tolist())
-        prompts, lengths = self.prompts[index], self.prompt_lengths[index]
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths)
+        prompts, lengths, support = self.prompts[index], self.prompt_lengths[index], None
+        if self.support is not None:
+            number = self.response_mask.flatten().cumsum(0).view_as(self.response_mask) - 1  # of each response token
+            support = self.support.select(number[index][mask])
+        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths, support)
 
 
 def make_batch(

@@ -7,6 +7,7 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -28,6 +29,7 @@ from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
+IN_TOUCH = 10.0  # seconds
 _agreements = itertools.count()
 Part = TypeVar("Part")
 
@@ -56,7 +58,6 @@ def setup(seed: int) -> torch.device:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
-    import transformers
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
@@ -65,11 +66,27 @@ def setup(seed: int) -> torch.device:
             deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
         else:
             _join_alone(backend)
+    return _seeded(seed)
+
+
+def join(seed: int) -> torch.device:
+    """As `setup`, for a command that trains nothing: without DeepSpeed, alone without a process group."""
+    quiet()
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    return _seeded(seed)
+
+
+def _seeded(seed: int) -> torch.device:
+    """Seed this rank, and take its device."""
+    import transformers
+
     transformers.set_seed(seed + rank() * 100_003)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if cuda:
-        torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join_alone(backend: str) -> None:
@@ -135,6 +152,17 @@ def on_first_rank(work: Callable[[], None]) -> None:
         raise refusal
 
 
+def on_first_rank_at_length(work: Callable[[], None]) -> None:
+    """`on_first_rank` for work that may take longer than ranks wait for each other: they keep in touch meanwhile."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work if rank() == 0 else lambda: None)
+        ended = False
+        while not ended:
+            concurrent.futures.wait([future], timeout=IN_TOUCH)
+            ended = gather(future.done())[0]
+    on_first_rank(future.result)
+
+
 def global_sum(values: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of a tensor of any shape, in fp64 on the CPU."""
     values = values.detach().double().clone()
@@ -142,6 +170,12 @@ def global_sum(values: torch.Tensor) -> torch.Tensor:
         values = values.cuda() if dist.get_backend() == "nccl" else values
         dist.all_reduce(values)
     return values.cpu()
+
+
+def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The sums over ranks of scalars by name, which every rank names alike."""
+    totals = global_sum(torch.stack([value.double().cpu() for value in values.values()]))
+    return dict(zip(values, totals.tolist(), strict=True))
 
 
 def global_max(value: torch.Tensor) -> float:
@@ -262,6 +296,8 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     )
     for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
+    if world_size() == 1 and not config.zero_stage:
+        engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
     engine.last_step = last_step
     return engine
 
@@ -271,6 +307,9 @@ def load_engine(engine, folder: Path, name: str) -> None:
 
     DeepSpeed would also put the saved learning rate, betas and weight decay back: those stay as they are here.
     """
+    if engine.last_step is None:  # weights alone
+        engine.load_checkpoint(str(folder), tag=name)
+        return
     with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
         engine.load_checkpoint(str(folder), tag=name)
 
@@ -299,3 +338,17 @@ def initialize_frozen(model: nn.Module, config: EngineConfig):
     import deepspeed
 
     return deepspeed.initialize(model=model, config=_deepspeed_config(config, max_grad_norm=0.0))[0]
+
+
+@contextlib.contextmanager
+def whole(parameter: nn.Parameter, *, written: bool = False):
+    """Inside, a parameter is whole on every rank, also under ZeRO 3; for all ranks at once.
+
+    Args:
+        parameter: of a model that is trained or frozen.
+        written: it is changed inside, by every rank alike.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None):
+        yield

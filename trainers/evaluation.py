@@ -7,7 +7,9 @@ import torch
 from fused_rl.trainers import engine
 from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.policy import Policy, measure
-from fused_rl.trainers.rollout import Prompt, Rollout, Sampling
+from fused_rl.trainers.rollout import Prompt, Rollout
+from fused_rl.trainers.sampling import Sampling
+from fused_rl.trainers.solved import outcome_sums, outcomes, pass_at_k, usual_ks
 
 
 @dataclass
@@ -48,15 +50,16 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         "eval/pass_at_k": right.any(1).sum(),
         "eval/score": sampled.rewards[: count * k].sum() / k,
     }
+    sums |= {f"eval/pass_at_{j}": pass_at_k(right, j).sum() for j in usual_ks(k)}
     if measured.kl is not None:
         sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
-    sums["eval/entropy"] = measured.entropy[: count * k].sum().cpu()
-    tokens = sampled.batch.response_mask[: count * k].sum().cpu()
-    counts = {"problems": torch.tensor(count), "tokens": tokens}
-    local = torch.stack([value.double() for value in (*sums.values(), *counts.values())])
-    *totals, problems, tokens = engine.global_sum(local).tolist()
-    metrics = {name: total / problems for name, total in zip(sums, totals, strict=True)}
-    metrics["eval/entropy"] = totals[-1] / max(tokens, 1)
+    own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}
+    own |= outcome_sums(sampled.solved[: count * k], sampled.lengths[: count * k], sampled.stopped[: count * k])
+    totals = engine.global_sums(sums | own)
+
+    metrics = {name: totals[name] / totals["problems"] for name in sums}
+    metrics["eval/entropy"] = totals["entropy"] / max(totals["tokens"], 1)
+    metrics |= {f"eval/{name}": value for name, value in outcomes(totals).items()}
     for key, struck in greedy.incidents.items():
         metrics[f"eval/{key}"] = struck + sampled.incidents[key]
     return metrics, _shown(policy, greedy)

@@ -10,57 +10,72 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
+from fused_rl import TokenSupport
 from fused_rl.trainers.data import pad
-from fused_rl.trainers.rollout import Response, Sampling
+from fused_rl.trainers.rollout import Response
+from fused_rl.trainers.sampling import Record, Sampling, truncated
+
+Drawn = tuple[list[list[int]], list[TokenSupport] | None]
+"""Token ids of each response, and what each token was drawn from: None for the whole vocabulary."""
 
 
 class TransformersSampler:
-    """Draws from the policy itself, so nothing needs to be published.
+    """Draws from the policy itself, so nothing needs to be published, and records what it draws from.
 
     Args:
-        model: the DeepSpeed engine around a `LanguageModel`.
+        lm: a transformers causal LM; where it is trained, the one inside of the engine.
         pad_id: fills batches; may equal a stop token.
         batch_size: prompts generated together, of similar length.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
     """
 
-    def __init__(self, model, *, pad_id: int, batch_size: int, synced_gpus: bool):
-        self.model, self.pad_id, self.batch_size, self.synced_gpus = model, pad_id, batch_size, synced_gpus
+    records_support = True
+
+    def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False):
+        self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """One response per prompt, in their order."""
-        self.model.eval()
+        self.lm.eval()
         options = {"pad_id": self.pad_id, "batch_size": self.batch_size, "synced_gpus": self.synced_gpus}
-        responses = generate(self.model.module.base, prompts, sampling, **options)
-        return [Response(ids, "stop" if ids and ids[-1] in sampling.stop_ids else "length") for ids in responses]
+        return respond(self.lm, prompts, sampling, **options)
 
     def publish(self, step: int) -> None:
         """Nothing to do: the weights are the policy's."""
 
 
-@torch.no_grad()
 def generate(
     lm, prompts: list[list[int]], sampling: Sampling, *, pad_id: int, batch_size: int, synced_gpus: bool = False
 ) -> list[list[int]]:
-    """Token ids of one response per prompt, in their order, its stop token included.
+    """Token ids of one response per prompt, in their order, its stop token included; the arguments of `respond`."""
+    options = {"pad_id": pad_id, "batch_size": batch_size, "synced_gpus": synced_gpus}
+    return [response.ids for response in respond(lm, prompts, sampling, **options)]
+
+
+@torch.no_grad()
+def respond(
+    lm, prompts: list[list[int]], sampling: Sampling, *, pad_id: int, batch_size: int, synced_gpus: bool = False
+) -> list[Response]:
+    """One response per prompt, in their order, with what its tokens were drawn from where that is truncated.
 
     Args:
         lm: a transformers causal LM.
         prompts: token ids; those of neighbours that are equal are computed once.
-        sampling: the whole softmax at a temperature, or greedy at 0.
+        sampling: the softmax at a temperature, truncated or whole; or greedy at 0.
         pad_id, batch_size, synced_gpus: as `TransformersSampler`.
     """
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
     runs.sort(key=lambda run: len(prompts[run[0]]))
     by_length = [i for run in runs for i in run]
     draw = _decode if _keeps_keys_and_values(lm) else _transformers_generate
-    responses = [[]] * len(prompts)
+    responses = {}
     for start in range(0, len(by_length), batch_size):
         indices = by_length[start : start + batch_size]
-        drawn = draw(lm, [prompts[i] for i in indices], sampling, pad_id, synced_gpus)
-        for i, response in zip(indices, drawn, strict=True):
-            responses[i] = response
-    return responses
+        drawn, supports = draw(lm, [prompts[i] for i in indices], sampling, pad_id, synced_gpus)
+        for i, ids, support in zip(indices, drawn, supports or [None] * len(drawn), strict=True):
+            finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
+            responses[i] = Response(ids, finish, support=support)
+    return [responses[i] for i in range(len(prompts))]
 
 
 def _keeps_keys_and_values(lm) -> bool:
@@ -74,7 +89,7 @@ def _keeps_keys_and_values(lm) -> bool:
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synced_gpus: bool) -> list[list[int]]:
+def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synced_gpus: bool) -> Drawn:
     """One response per prompt; rows that have ended are computed no further."""
     # The distinct prompts, padded on the left, and then a row of the cache for every response.
     runs = [list(run) for _, run in groupby(prompts)]
@@ -91,9 +106,13 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
 
     # Token by token; `open_rows` are the responses that have not ended.
     responses, stop_ids = [[] for _ in prompts], torch.tensor(sampling.stop_ids, device=lm.device)
+    record = Record(len(prompts)) if sampling.truncates else None
     open_rows = list(range(len(prompts)))
     for step in range(1, sampling.max_new_tokens + 1):
-        token = _draw(logits, sampling)
+        scores = _scores(logits, sampling)
+        token = _draw(scores, sampling)
+        if record is not None:
+            record.note(scores[: len(open_rows)], open_rows)
         for response, drawn in zip(open_rows, token.tolist(), strict=False):
             responses[response].append(drawn)
         going = ~torch.isin(token, stop_ids) if open_rows else torch.zeros_like(token, dtype=torch.bool)
@@ -115,15 +134,34 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
             use_cache=True,
         )
         cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
-    return responses
+    return responses, None if record is None else record.of_responses()
 
 
-def _draw(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """(B, V) -> (B, V): at the temperature in fp32, -inf where the sampling truncates; greedy, as they are."""
+    if not sampling.temperature:
+        return logits
+    scores = logits.float() / sampling.temperature
+    return truncated(scores, sampling) if sampling.truncates else scores
+
+
+def _draw(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """(B, V) -> (B,) int64: a token of each row."""
     if not sampling.temperature:
-        return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / sampling.temperature, -1)
-    return torch.multinomial(probabilities, 1)[:, 0]
+        return scores.argmax(-1)
+    probabilities = torch.softmax(scores, -1)
+    if probabilities.device.type != "cpu":
+        return torch.multinomial(probabilities, 1)[:, 0]
+    # There multinomial draws a random number for every token of the vocabulary.
+    return token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64))
+
+
+def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tensor:
+    """(B, V), (B,) fp64 in [0, 1) -> (B,) int64: the token at a quantile of each row, none of probability 0."""
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    below = torch.minimum(quantile * total, total.nextafter(torch.zeros_like(total)))  # the product may be rounded up
+    return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 
 def _any_going(going: torch.Tensor, synced_gpus: bool) -> bool:
@@ -140,22 +178,31 @@ def _last_logits_alone(lm) -> dict[str, int]:
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
 
 
-def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> list[list[int]]:
+def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> Drawn:
     """As `_decode`, for any model that transformers can generate with."""
     from transformers import GenerationConfig
 
-    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    drawn["min_p"] = sampling.min_p or None
     options = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=list(sampling.stop_ids),
         pad_token_id=pad_id,
         use_cache=True,
+        output_scores=sampling.truncates,
+        return_dict_in_generate=True,
         **(drawn if sampling.temperature else {}),
     )
     input_ids, mask = _left_padded(prompts, pad_id, lm.device)
     output = lm.generate(input_ids=input_ids, attention_mask=mask, generation_config=options, synced_gpus=synced_gpus)
-    tokens = output[:, input_ids.shape[1] :].tolist()
-    return [until_stop(response, sampling.stop_ids) for response in tokens]
+    tokens = output.sequences[:, input_ids.shape[1] :]
+    responses = [until_stop(response, sampling.stop_ids) for response in tokens.tolist()]
+    if not sampling.truncates:
+        return responses, None
+    lengths = torch.tensor([len(response) for response in responses])
+    drawn_from = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
+    own = torch.arange(tokens.shape[1]) < lengths[:, None]
+    return responses, drawn_from.select(own.flatten()).split(lengths.tolist())
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,22 +4,27 @@
     fused-rl grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --output_dir runs/gsm8k
 
 The presets (grpo, dr_grpo, dapo, rloo, …) are rows of `fused_rl.PRESETS`: ratio, surrogate, clipping, aggregation and
-advantages. Left out: an inference server, several turns, tools, dynamic sampling (dapo's refill of groups without a
-signal).
+advantages. Rewards and advantages of groups are in groups.py, dynamic sampling is in drawing.py, the reference in
+reference.py; docs/training.md says what each option does. Left out: an inference server, several turns, tools.
 """
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers import checkpoint, cli, data, engine, models
-from fused_rl.trainers.config import InputError, NonNegativeInt, PositiveInt, divide_over
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models, reference
+from fused_rl.trainers.config import InputError, divide_over
+from fused_rl.trainers.credit import kl_estimator_of
+from fused_rl.trainers.curves import Against
+from fused_rl.trainers.drawing import Drawn, draw
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
+from fused_rl.trainers.groups import GROUP_NEEDS, GroupConfig, advantage_of, advantages_of, keeps_groups
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
 from fused_rl.trainers.policy import (
@@ -31,9 +36,10 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import PolicyConfig, loss_options
-from fused_rl.trainers.rollout import Prompt, Rollout, rollout_metrics
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, check_needs, loss_options
+from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
+from fused_rl.trainers.rollout import Prompt
+from fused_rl.trainers.scorers import check_scorers, load_scorers
 
 COLUMNS = {
     "reward": "reward",
@@ -47,38 +53,21 @@ CURVES = {
     "held-out accuracy": ["eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k"],
     "KL to the reference (nats per response)": ["objective/kl1_avg", "objective/kl_exact"],
     "entropy (nats per token)": ["policy/entropy_avg"],
+    "reward over response length": Against("completions/mean_length", "reward"),
+    "reward over KL": Against("objective/kl_exact", "reward"),
+    "groups that teach nothing": ["frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"],
 }
-ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std")
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(PolicyConfig):
+class GRPOConfig(GroupConfig, ReferenceConfig, PolicyConfig):
     """Group-relative policy optimisation of a causal language model on problems whose answers can be verified."""
 
     command: ClassVar[str] = "grpo"
 
-    group_size: PositiveInt = 8
-    """Responses per prompt."""
-    advantage: Literal["group-std", "group-mean", "leave-one-out", "batch-std"] | None = None
-    """Reward less the group's mean, divided by its standard deviation or not; less the mean of the others in the
-    group; or whitened over the whole batch. None is the preset's."""
     share_prompts: bool | None = None
     """Compute a prompt once for several of its responses, where that is cheaper; minibatches are then of whole groups,
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
-    kl_every: NonNegativeInt = 1
-    """Measure the exact KL to the starting model every so many steps, by one more pass of both models; 0 is never, and
-    then the starting model is loaded only where kl_coef needs it."""
-
-
-def advantage_of(config: GRPOConfig) -> str:
-    """The advantage that the option names, else the preset's; refuses what needs a critic."""
-    advantage = config.advantage or fused_rl.PRESETS[config.preset].advantage
-    if advantage not in ADVANTAGES:
-        raise InputError(
-            f"preset={config.preset} takes its advantages from {advantage}, which needs a critic; grpo has none: "
-            f"choose --advantage {' or '.join(ADVANTAGES)}, or another preset"
-        )
-    return advantage
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
@@ -86,14 +75,16 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     if config.preset not in fused_rl.PRESETS:
         raise InputError(f"preset={config.preset!r} is not one of {sorted(fused_rl.PRESETS)}")
     advantage = advantage_of(config)
-    loss_options(config)
+    check_loss_options(config)
+    check_needs(config, (*GROUP_NEEDS, *REFERENCE_NEEDS))
+    kl_estimator_of(config, config.kl_estimator)  # which warns of a bad choice
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
     prompts = divide_over("prompts_per_step", config.prompts_per_step, world)
     local = prompts * config.group_size
     if local % config.minibatches:
         raise InputError(f"minibatches={config.minibatches} does not divide the {local} responses of each process")
-    if config.share_prompts and not _keeps_groups(config, world):
+    if config.share_prompts and not keeps_groups(config, world):
         raise InputError(
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "
             f"{prompts} prompts of each process; choose another number, or drop --share_prompts"
@@ -102,25 +93,21 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     parts = math.ceil(minibatch / config.micro_batch_size)
     return {
         "processes": world,
+        "reward": check_scorers(config),
         "advantage": advantage,
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": config.minibatches * config.epochs,
-        "optimizer updates in the run": config.steps * config.minibatches * config.epochs,
-        "responses in the run": config.steps * responses,
+        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
+        "responses in the run": epochs.in_run(config, responses),
     }
-
-
-def _keeps_groups(config: GRPOConfig, world: int) -> bool:
-    """Whether every minibatch is of whole groups, as it is where prompts may be shared."""
-    return config.share_prompts is not False and config.prompts_per_step // world % config.minibatches == 0
 
 
 def plan(config: GRPOConfig, count: int, device) -> list[list[torch.Tensor]]:
     """For each update of a step the micro-batches of its minibatch, as indices into this rank's `count` responses."""
-    unit = config.group_size if _keeps_groups(config, engine.world_size()) else 1  # responses that stay together
+    unit = config.group_size if keeps_groups(config, engine.world_size()) else 1  # responses that stay together
     responses = torch.arange(count).view(-1, unit)
     updates = []
     for _ in range(config.epochs):
@@ -130,49 +117,67 @@ def plan(config: GRPOConfig, count: int, device) -> list[list[torch.Tensor]]:
     return updates
 
 
-def update(policy: Policy, rollout: Rollout, advantages: torch.Tensor, step: int) -> dict[str, float]:
+def measure_first(policy: Policy, drawn: Drawn, updates: list[list[torch.Tensor]], step: int) -> Measured:
+    """What ratios and KL are taken against, before the first update.
+
+    The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
+    own and need no pass, unless the rewards wait for them.
+    """
+    config, rollout = policy.config, drawn.rollout
+    first_pass = sum(updates[: config.minibatches], [])
+    exact_kl = config.kl_every > 0 and step % config.kl_every == 0
+    own = rollout.rollout_logprobs is None and not _kl_in_reward(config)
+    return measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=len(updates[0]) if own else 0)
+
+
+def _kl_in_reward(config: GRPOConfig) -> bool:
+    return config.kl_in == "reward" and config.kl_coef > 0
+
+
+def update(
+    policy: Policy,
+    drawn: Drawn,
+    measured: Measured,
+    advantages: torch.Tensor,
+    updates: list[list[torch.Tensor]],
+    step: int,
+) -> dict[str, float]:
     """All minibatches of all epochs on one rollout; returns metrics averaged over them and summed over ranks.
 
     Args:
         policy: the policy.
-        rollout: B responses of this rank.
+        drawn: B responses of this rank.
+        measured: of them, before this.
         advantages: (B,) of each response.
+        updates: as `plan` makes them.
         step: which step of the run it is, for errors.
     """
-    config, count = policy.config, len(rollout.samples)
-    updates = plan(config, count, policy.device)
-
-    # Before the first update: what the ratios and the KL are taken against. The first minibatch is trained on by the
-    # policy that it is measured with, so its old log-probabilities are its own.
-    first_pass = sum(updates[: config.minibatches], [])
-    exact_kl = config.kl_every > 0 and step % config.kl_every == 0
-    skipped = len(updates[0]) if rollout.rollout_logprobs is None else 0
-    measured = measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=skipped)
-
-    # One optimizer step per minibatch.
     policy.model.train()
     history = []
     for parts in updates:
-        sums = accumulate(policy, rollout, measured, advantages, parts, step, on_policy=not history)
+        sums = accumulate(policy, drawn, measured, advantages, parts, step, on_policy=not history)
+        if not history:
+            ratio = 1 + sums["ratio_minus_1"] + sums["again_minus_1"]
+            warn_if_off_policy(ratio, engine.torch_dtype(policy.config))
         history.append(keyed(KEYS["grpo"], sums) | engine.optimizer_step(policy.model, step))
 
     # The step's metrics: means over its updates.
-    warn_if_off_policy(history[0]["val/ratio"], engine.torch_dtype(config))
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
-    means["objective/entropy"] = _per_response(-measured.old_logprobs)
+    means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), drawn.counts)
     if measured.kl is not None:
-        means["objective/kl_exact"] = _per_response(measured.kl)
+        means["objective/kl_exact"] = _per_response(measured.kl.sum(1), drawn.counts)
     return means | {"lr": history[-1]["lr"]}
 
 
-def _per_response(values: torch.Tensor) -> float:
-    """The sum of (B, T - 1) of every rank, per response."""
-    return (engine.global_sum(values.sum()) / (len(values) * engine.world_size())).item()
+def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
+    """The mean of (B,) of every rank over the responses that count."""
+    total, count = engine.global_sum(torch.stack([values.cpu()[counts].sum().double(), counts.sum().double()]))
+    return (total / count.clamp(min=1)).item()
 
 
 def accumulate(
     policy: Policy,
-    rollout: Rollout,
+    drawn: Drawn,
     measured: Measured,
     advantages: torch.Tensor,
     parts: list[torch.Tensor],
@@ -182,35 +187,23 @@ def accumulate(
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns the loss's metrics over all ranks.
 
-    On-policy, the old log-probabilities are those of this very forward pass, and are written to `measured`.
+    On-policy, the old log-probabilities are those of this very forward pass, and are written to `measured`;
+    `again_minus_1` is how far its ratio to those that were there is from 1.
     """
-    config, batch = policy.config, rollout.batch
-    truncated = ~rollout.stopped.to(policy.device) if config.mask_truncated else None
-    rollout_logprobs = rollout.rollout_logprobs
-
-    # Denominators of the whole minibatch, over all ranks: then no split of it changes the gradient.
-    counted = batch.response_mask if truncated is None else batch.response_mask & ~truncated[:, None]
-    num_tokens = engine.global_sum(sum(counted[part].sum() for part in parts)).item()
-    num_sequences = sum(map(len, parts)) * engine.world_size()
-
-    options, sums = loss_options(config), Sums(step)
+    batch, rollout_logprobs, options = drawn.rollout.batch, drawn.rollout.rollout_logprobs, _options(policy.config)
     own = on_policy and rollout_logprobs is None
     in_one_pass = rollout_logprobs is None and _is_token_level(options)
+    left_out, counted = _left_out(policy, drawn), _counted(policy, drawn, parts)
+    sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
-        width = part.response_mask.shape[1]
-        inputs = policy.inputs(part)
-        given = {
-            "num_tokens": num_tokens,
-            "num_sequences": num_sequences,
-            "max_length": config.max_new_tokens,
-            "ref_logprobs": None if measured.ref_logprobs is None else measured.ref_logprobs[index, :width],
-            "rollout_logprobs": None if rollout_logprobs is None else rollout_logprobs[index, :width],
-            "truncated": None if truncated is None else truncated[index],
-            **options,
-        }
-        old_logprobs = None if own else measured.old_logprobs[index, :width]
-        tokens = (old_logprobs, advantages[index], part.response_mask)
+        inputs, width = policy.inputs(part), part.response_mask.shape[1]
+        before = measured.old_logprobs[index, :width]
+        tokens = (None if own else before, advantages[index], part.response_mask)
+        given = options | counted
+        for name, values in {"ref_logprobs": measured.ref_logprobs, "rollout_logprobs": rollout_logprobs}.items():
+            given[name] = None if values is None else values[index, :width]
+        given["truncated"] = None if left_out is None else left_out[index]
 
         if in_one_pass:  # the gradient is formed in the forward pass: a quarter less work in the head
             token_loss, per_token = fused_rl.policy_token_loss(*tokens, **given)
@@ -220,10 +213,42 @@ def accumulate(
             logprobs, entropy, _ = policy.model(**inputs)
             loss, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=entropy, **given)
         policy.model.backward(loss * engine.world_size())  # the engine averages over ranks
-        sums.add(metrics, part.where)
+
+        again = _again(logprobs.detach(), before) if own else torch.zeros(())
+        sums.add(metrics | {"again_minus_1": again / counted["num_tokens"]}, part.where)
         if own:
             measured.old_logprobs[index, :width] = logprobs.detach()
     return sums.over_ranks()
+
+
+def _options(config: GRPOConfig) -> dict[str, object]:
+    """Of the loss; what the rewards have paid for is not paid for again."""
+    options = loss_options(config) | {"kl_estimator": kl_estimator_of(config, config.kl_estimator)}
+    return options | {"kl_coef": 0.0} if _kl_in_reward(config) else options
+
+
+def _left_out(policy: Policy, drawn: Drawn) -> torch.Tensor | None:
+    """(B,) bool: responses of which no token counts; None where there are none."""
+    left_out = ~drawn.counts
+    if policy.config.mask_truncated:
+        left_out = left_out | ~drawn.rollout.stopped
+    return left_out.to(policy.device) if left_out.any() else None
+
+
+def _counted(policy: Policy, drawn: Drawn, parts: list[torch.Tensor]) -> dict[str, int]:
+    """Denominators of the whole minibatch, over all ranks: then no split of it changes the gradient."""
+    index, mask, left_out = torch.cat(parts), drawn.rollout.batch.response_mask, _left_out(policy, drawn)
+    if left_out is not None:
+        mask = mask & ~left_out[:, None]
+    num_tokens, num_sequences = mask[index].sum(), drawn.counts[index.cpu()].sum()
+    found = engine.global_sum(torch.stack([num_tokens.cpu(), num_sequences])).clamp(min=1)
+    return {"num_tokens": found[0].item(), "num_sequences": found[1].item(), "max_length": policy.config.max_new_tokens}
+
+
+def _again(logprobs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The sum of ratio - 1 over the tokens that the policy was run on before, where it has not changed since."""
+    run = (before != 0) & before.isfinite()
+    return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
 
 
 def _is_token_level(options: dict[str, object]) -> bool:
@@ -232,26 +257,37 @@ def _is_token_level(options: dict[str, object]) -> bool:
     return wide_option(chosen) is None and not callable(chosen.surrogate)
 
 
-def train_step(policy: Policy, prompts: list[Prompt], step: int) -> dict[str, float]:
-    """Roll out, score, update; returns the step's metrics."""
+def train_step(
+    policy: Policy, prompts: list[Prompt], step: int, more: Callable[[int], list[Prompt]] | None = None
+) -> dict[str, float]:
+    """Roll out, score, update; returns the step's metrics. `more` prompts are drawn for dynamic sampling."""
     config, began = policy.config, time.monotonic()
-    rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
-    advantages = fused_rl.response_advantages(
-        rollout.rewards, advantage_of(config), group_size=config.group_size, process_group=engine.all_ranks()
-    )
+    drawn = draw(policy, prompts, more, step)
     sampled = time.monotonic()
-    metrics = update(policy, rollout, advantages.to(policy.device), step)
+
+    # Rewards and advantages.
+    updates = plan(config, len(drawn.counts), policy.device)
+    measured = measure_first(policy, drawn, updates, step)
+    rewards, charged = drawn.rollout.rewards, None
+    if _kl_in_reward(config):
+        charged = reference.kl_charged(config, measured, drawn.rollout.batch.response_mask).cpu()
+        rewards = rewards - config.kl_coef * charged
+    advantages = advantages_of(config, rewards, drawn.counts)
+
+    metrics = update(policy, drawn, measured, advantages.to(policy.device), updates, step)
     policy.sampler.publish(step)
     ended = time.monotonic()
 
-    metrics |= rollout_metrics(rollout, config.group_size, step) | {"time/train": ended - sampled}
-    tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
-    penalty = -config.kl_coef * metrics.get("objective/kl", 0.0)
+    metrics |= drawn.metrics | {"time/train": ended - sampled}
+    if charged is not None:
+        metrics["objective/kl"] = _per_response(charged, drawn.counts)
+    tokens = engine.global_sum(drawn.rollout.lengths[drawn.counts].sum()).item()
+    penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
         "perf/tokens_per_second": tokens / (ended - began),
         "objective/kl_coef": config.kl_coef,
         "objective/non_score_reward": penalty,
-        "objective/rlhf_reward": metrics["reward"] + penalty,
+        "objective/rlhf_reward": metrics["objective/scores"] + penalty,
     }
 
 
@@ -266,28 +302,42 @@ def train(config: GRPOConfig) -> str:
         tokenizer = data.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
-        shared = config.share_prompts if _keeps_groups(config, engine.world_size()) else False
-        needed = {"share_prompts": shared, "needs_reference": config.kl_coef > 0 or config.kl_every > 0}
+        shared = config.share_prompts if keeps_groups(config, engine.world_size()) else False
+        needed = {"share_prompts": shared, "needs_reference": needs_reference(config)}
         policy = load_policy(config, tokenizer, scorers, device, updates, **needed)
         check_policy_fits(policy, [*prompts, *held_out])
     evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
-    loop = Loop(config, folder, {"policy": policy.model}, order, COLUMNS, CURVES)
+    engines = {"policy": policy.model}
+    if config.ref_sync_every:
+        engines["reference"] = reference.SavedReference(policy.reference)
+    loop = Loop(config, folder, engines, order, COLUMNS, CURVES)
     policy.sampler.publish(loop.step)
     if loop.begins and evaluated:
         loop.log(*evaluate(policy, held_out))
+
+    def mine(indices: list[int]) -> list[Prompt]:
+        return [prompts[i] for i in indices[engine.rank() :: engine.world_size()]]
+
+    def more(count: int) -> list[Prompt]:
+        return mine(order.take(math.ceil(count / engine.world_size()) * engine.world_size()))
+
     for step, indices in loop:
-        mine = indices[engine.rank() :: engine.world_size()]
-        metrics, samples = train_step(policy, [prompts[i] for i in mine], step), []
+        metrics, samples = train_step(policy, mine(indices), step, more), []
+        metrics["episode"] = order.position * config.group_size
         if loop.evaluates and evaluated:
             found, samples = evaluate(policy, held_out)
             metrics |= found
         loop.log(metrics, samples)
-    return loop.finish(lambda model_folder: models.save_lm(policy.model, tokenizer, model_folder))
+        if config.ref_sync_every and step % config.ref_sync_every == 0:
+            reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
+    merged = config.save_merged
+    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=merged))
 
 
 def main(argv: list[str] | None = None) -> None:

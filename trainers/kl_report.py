@@ -19,7 +19,7 @@ from fused_rl.trainers import data, engine, models
 from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
-from fused_rl.trainers.rollout import Sampling
+from fused_rl.trainers.sampling import Sampling
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)
@@ -45,6 +45,8 @@ class KLReportConfig(Options):
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     raw_prompt: bool = False
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     num_prompts: PositiveInt = 32
     """How many of the prompts to use, from the first on."""
     samples: PositiveInt = 4
@@ -123,30 +125,19 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def load(name: str, option: str):
-    """A causal LM without its own sampling defaults, in fp32 on a CPU and bf16 on a GPU."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    cuda = torch.cuda.is_available()
-    dtype = torch.bfloat16 if cuda else torch.float32
-    lm = models.read_whole(AutoModelForCausalLM, name, option=option, dtype=dtype)
-    models.check_causal(lm, name, option)
-    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
-    return lm.to("cuda" if cuda else "cpu").eval()
-
-
 @torch.no_grad()
 def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """All estimates and the exact KL, each (tokens,) fp32 nats; and the responses' lengths."""
     torch.manual_seed(config.seed)
-    policy, reference = load(config.model, "model"), load(config.reference, "reference")
-    behaviour = policy if config.behaviour is None else load(config.behaviour, "behaviour")
+    load = models.load_to_sample
+    policy, reference = load(config.model), load(config.reference, option="reference")
+    behaviour = policy if config.behaviour is None else load(config.behaviour, option="behaviour")
     sizes = {lm.get_output_embeddings().weight.shape[0] for lm in (policy, reference, behaviour)}
     if len(sizes) > 1:
         raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
     tokenizer = data.load_tokenizer(config.model)
     rows = data.load_rows(config.prompts)
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt)
+    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, chat_template_kwargs=config.chat_template_kwargs)
     count = min(config.num_prompts, len(rows))
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
     for lm in (policy, reference, behaviour):

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers import checkpoint, lock
+from fused_rl.trainers import checkpoint, hub, lock
 from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.curves import Curves
 from fused_rl.trainers.data import RowOrder
 from fused_rl.trainers.engine import global_sum, rank
 from fused_rl.trainers.files import storing
-from fused_rl.trainers.metrics import Logger, phase, require_wandb
+from fused_rl.trainers.metrics import Logger, phase
 
 
 class Stopped(KeyboardInterrupt):
@@ -69,7 +70,7 @@ class Loop:
         engines: DeepSpeed engines by name, for the checkpoints.
         order: which rows come next; its position is in the checkpoints.
         columns: {header: key} of the progress bar.
-        curves: {title: keys} of curves.png.
+        curves: the panels of curves.png.
         state: returns what else the trainer needs to continue, JSON.
     """
 
@@ -80,16 +81,16 @@ class Loop:
         engines: dict[str, object],
         order: RowOrder,
         columns: dict[str, str],
-        curves: dict[str, list[str]],
+        curves: Curves,
         state: Callable[[], dict] = dict,
     ):
         self.config, self.folder, self.engines = config, folder, engines
         self.order, self.curves, self.state = order, curves, state
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
-        require_wandb(config)
         if config.resume:
             self.restored = checkpoint.load(engines, config, folder)
             self.step, order.position = self.restored["step"], self.restored["position"]
+            checkpoint.refuse_fewer_steps(config, self.step)
             _check_rows(self.restored["rows"], order.size)
         checkpoint.claim(config, folder, self.step)
         with storing("metrics.jsonl", folder):
@@ -147,7 +148,10 @@ class Loop:
             raise Stopped
 
     def finish(self, save: Callable[[Path], None]) -> str:
-        """Draw the curves, save the trained model with `save(folder)`, and say where everything is; returns where."""
+        """Draw the curves, save the trained model with `save(folder)`, say where everything is; returns where.
+
+        Then the model goes to the Hub, if it is to go there.
+        """
         try:
             with storing("curves.png", self.folder):
                 self.logger.close(self.curves)
@@ -161,6 +165,7 @@ class Loop:
         if rank() == 0:
             checkpoints = f", checkpoints: {self.folder / 'checkpoints'}" if self.config.save_every else ""
             print(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}", flush=True)
+        hub.push(self.config, self.folder / "model", self.step)
         return str(self.folder / "model")
 
 

@@ -2,6 +2,7 @@
 
 `KEYS` is the one table of metric names: key, unit, definition, how it adds up, and the bare name under which a loss
 returns it. `objective/*` are sums over a response, averaged over responses; `policy/*` are means over response tokens.
+With truncated sampling every log-probability, entropy and KL, the exact one too, is over what its token was drawn from.
 Rank 0 alone writes and prints.
 """
 
@@ -12,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.curves import Curves, draw_curves
 from fused_rl.trainers.engine import gather, global_sum, rank
 from fused_rl.trainers.files import write_atomically
 
@@ -87,7 +90,7 @@ POLICY = {
     "objective/kl_coef": Metric("1", "weight of the KL", "whole"),
     "policy/approxkl_avg": Metric("nats", "half the squared log-ratio to the sampling policy", "sum", "approx_kl"),
     "policy/clipfrac_avg": Metric("1", "fraction of tokens whose ratio is clipped", "sum", "clipfrac"),
-    "policy/entropy_avg": Metric("nats", "true entropy per token", "sum", "entropy"),
+    "policy/entropy_avg": Metric("nats", "true entropy per token, of the distribution sampled from", "sum", "entropy"),
     "loss/policy_avg": Metric("1", "policy surrogate alone, without KL and entropy terms", "sum", "policy_loss"),
     "loss/total_avg": Metric("1", "what is differentiated: surrogate, KL and entropy terms", "sum", "loss"),
     "val/ratio": Metric("1", "mean ratio to the sampling policy", "moments", lambda sums: 1 + sums["ratio_minus_1"]),
@@ -101,17 +104,27 @@ POLICY = {
     "val/stop_rate": Metric("1", "the same as a fraction", "sum"),
 }
 GRPO = {
-    "reward": Metric("1", "mean reward", "sum"),
+    "reward": Metric("1", "mean of what the scorers give, less the overlong penalty", "sum"),
     "reward_std": Metric("1", "standard deviation within a group, averaged over groups", "sum"),
     "frac_reward_zero_std": Metric("1", "fraction of groups whose rewards are all equal: they teach nothing", "sum"),
+    "frac_groups_all_solved": Metric("1", "fraction of groups whose responses are all solved", "sum"),
+    "frac_groups_none_solved": Metric("1", "fraction of groups of which no response is solved", "sum"),
+    "groups/drawn": Metric("groups", "prompts drawn in the step, refills included", "sum"),
+    "groups/trained": Metric("groups", "of these trained on: with drop and refill those with a signal", "sum"),
+    "overlong_penalty": Metric("1", "what responses lose for their length, on average", "sum"),
+    "objective/non_score_reward": Metric("1", "- objective/kl_coef times objective/kl, - overlong_penalty", "whole"),
     "completions/mean_length": Metric("tokens", "response length", "sum"),
     "completions/min_length": Metric("tokens", "shortest response", "min"),
     "completions/max_length": Metric("tokens", "longest response", "max"),
     "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
     "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
-    "eval/accuracy_sampled": Metric("1", "fraction of sampled responses that solve theirs, at the temperature", "sum"),
+    "eval/accuracy_sampled": Metric("1", "fraction of responses sampled as in training that solve theirs", "sum"),
     "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
     "eval/score": Metric("1", "mean reward of the sampled responses", "sum"),
+    "eval/mean_length": Metric("tokens", "length of the sampled responses", "sum"),
+    "eval/mean_length_solved": Metric("tokens", "of those that solve their problem; not there without any", "moments"),
+    "eval/mean_length_unsolved": Metric("tokens", "of the others; not there without any", "moments"),
+    "eval/clipped_ratio": Metric("1", "fraction of the sampled responses cut at max_new_tokens", "sum"),
     "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
     "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
 }
@@ -124,7 +137,11 @@ SCORERS = {
     "eval/verifier/{name}/timeouts": Metric("samples", "the same in the evaluation", "sum"),
     "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum"),
 }
-PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS}))
+# k is 1, 2, 4, … below eval_samples, and eval_samples.
+PASSES = {
+    "eval/pass_at_{k}": Metric("1", "probability that k of the sampled responses hold a right one, unbiased", "sum"),
+}
+PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS | PASSES}))
 RESPONSES = {key: metric for key, metric in GRPO.items() if key.startswith(("completions/", "eval/"))}
 PPO = {
     "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),
@@ -215,7 +232,7 @@ class Logger:
         _kept(self.folder / "samples.jsonl", start)
         self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
-        self.wandb = _wandb_run(config)
+        self.trackers = _trackers(config)
         self.progress = _progress_bar(columns, self.steps, start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -231,8 +248,8 @@ class Logger:
         self.file.flush()
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
-        if self.wandb is not None:
-            self.wandb.log(metrics, step=step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
         self.last.update(metrics)
         shown = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
         if self.progress is not None:
@@ -255,16 +272,16 @@ class Logger:
             table.add_row(*(Text(str(value)[-200:]) for value in row.values()))
         (self.progress.console.print if self.progress is not None else rich.print)(table)
 
-    def close(self, curves: dict[str, list[str]]) -> None:
-        """Flush everything and draw curves.png: one panel per title, with the keys to draw in it."""
+    def close(self, curves: Curves) -> None:
+        """Flush everything and draw curves.png."""
         if not self.active:
             return
         if self.progress is not None:
             self.progress.stop()
         self.file.close()
         self.board.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        for tracker in self.trackers:
+            tracker.finish()
         draw_curves(self.history, curves, self.folder / "curves.png")
 
 
@@ -305,26 +322,6 @@ def _kept(path: Path, start: int) -> list[dict]:
     return entries
 
 
-def draw_curves(history: list[dict], curves: dict[str, list[str]], path: Path) -> None:
-    """Write a PNG with one panel per title."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(curves), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (title, keys) in zip(panels, curves.items(), strict=True):
-        for key in keys:
-            points = [(m["step"], m[key]) for m in history if key in m]
-            if points:
-                steps, values = zip(*points, strict=True)
-                axes.plot(steps, values, label=key, marker="o" if len(points) < 20 else None)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    path.with_suffix(".tmp.png").replace(path)
-
-
 def _progress_bar(columns, steps: int, start: int):
     if not sys.stdout.isatty():
         return None
@@ -342,17 +339,27 @@ def _progress_bar(columns, steps: int, start: int):
     return bar
 
 
-def require_wandb(config: RunConfig) -> None:
-    """Refuse to log to Weights & Biases where it is not installed."""
-    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
+def require_trackers(config: RunConfig) -> None:
+    """Refuse to log to Weights & Biases or trackio where they are not installed."""
+    for package in ("wandb", "trackio"):
+        project = getattr(config, f"{package}_project")
+        if project is not None and importlib.util.find_spec(package) is None:
+            raise InputError(f"{package}_project is set, but {package} is not installed: pip install {package}")
 
 
-def _wandb_run(config):
-    if config.wandb_project is None:
-        return None
-    import dataclasses
+def _trackers(config: RunConfig) -> list:
+    """A run of each tracker that the config names: they have `log(metrics, step)` and `finish()`."""
+    runs = []
+    if config.wandb_project is not None:
+        import wandb
 
-    import wandb
+        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=asdict(config)))
+    if config.trackio_project is not None:
+        import trackio
 
-    return wandb.init(project=config.wandb_project, dir=config.output_dir, config=dataclasses.asdict(config))
+        # The same run again when it is resumed; trackio has no way to take back steps, and shows those twice.
+        name, resume = Path(config.output_dir).resolve().name, "allow" if config.resume else "never"
+        options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
+        project = config.trackio_project
+        runs.append(trackio.init(project=project, name=name, config=asdict(config), resume=resume, **options))
+    return runs

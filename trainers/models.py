@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers import engine
+from fused_rl.trainers import engine, four_bit, lora
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.packing import inputs_of
@@ -33,7 +33,17 @@ class LanguageModel(nn.Module):
         """The transformers model, without the wrapper that LoRA puts around it."""
         return self.lm.get_base_model() if self.lora else self.lm
 
-    def forward(self, input_ids, mask, temperature=1.0, token_loss=None, per_token=(), want_logits=False, packed=None):
+    def forward(
+        self,
+        input_ids,
+        mask,
+        temperature=1.0,
+        token_loss=None,
+        per_token=(),
+        want_logits=False,
+        packed=None,
+        support=None,
+    ):
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
         Args:
@@ -44,41 +54,47 @@ class LanguageModel(nn.Module):
             per_token: (B, T - 1) tensors that `token_loss` takes.
             want_logits: also return the logits (mask.sum(), V) of the rows that count.
             packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
+            support: what each of the mask.sum() tokens was drawn from; all that is returned is over these sets, but
+                for the logits.
 
         Returns:
             (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` (its sum, logprobs, entropy), the last two
             without gradient; with `want_logits` the pair of the first and the logits.
         """
         if self.loss_from == "logits":
-            rows, logits = self._from_logits(input_ids, mask, temperature, packed, want_logits)
+            rows, logits = self._from_logits(input_ids, mask, temperature, packed, support, want_logits)
             if token_loss is not None:
-                loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
-                return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
+                return _summed(token_loss, per_token, rows, mask)
             return (rows, logits) if want_logits else rows
 
         # From hidden states: those that predict a token that counts, and only they, meet the head.
         hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, mask, packed)
         head, targets = self.base.get_output_embeddings(), input_ids[:, 1:][mask]
         options = {"temperature": temperature, "bias": head.bias, "softcap": self.softcap}
-        if token_loss is not None:
+        if token_loss is not None and support is None:
             per_token = [tensor[mask] for tensor in per_token]
             found = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
             return found._replace(logprobs=_at(mask, found.logprobs), entropy=_at(mask, found.entropy))
-        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
+        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
         rows = fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows))
+        if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
+            return _summed(token_loss, per_token, rows, mask)
         if not want_logits:
             return rows
         logits = head(hidden)
         return rows, logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def _from_logits(self, input_ids, mask, temperature, packed, want_logits):
+    def _from_logits(self, input_ids, mask, temperature, packed, support, want_logits):
         """(logprobs, entropy, lse), each (B, T - 1), and the logits of the rows that count if they are wanted."""
         if packed is None:
             logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
-            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, temperature=temperature, mask=mask)
+            options = {"temperature": temperature, "mask": mask}
+            if support is not None:  # a row for every target, the first of each sequence too
+                options["support"] = support.spread(nn.functional.pad(mask, (1, 0)))
+            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
             return rows, logits[:, :-1][mask] if want_logits else None
         logits = self._states(self.base, "logits", input_ids, mask, packed)
-        rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature)
+        rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature, support=support)
         return fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows)), logits
 
     def _states(self, module, output: str, input_ids, mask, packed):
@@ -92,6 +108,12 @@ class LanguageModel(nn.Module):
 def _at(mask, values):
     """(N,) values at the True places of (B, T - 1), 0 elsewhere; differentiable."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def _summed(token_loss, per_token, rows, mask):
+    """What `linear_token_loss` returns, from log-probabilities (B, T - 1) that carry a gradient."""
+    loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
+    return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
 
 
 def _check_plain_head(lm) -> None:
@@ -116,7 +138,7 @@ def read_whole(auto_class, name: str, *, option: str = "model", **options) -> nn
         reading = {"output_loading_info": True, "trust_remote_code": False, **options}
         model, report = auto_class.from_pretrained(name, **reading)
     except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
-        raise InputError(f"{option}={name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
+        raise unreadable(f"{option}={name!r}", error, options.get("attn_implementation")) from error
     kind = type(model).__name__
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[what]:
@@ -127,6 +149,13 @@ def read_whole(auto_class, name: str, *, option: str = "model", **options) -> nn
             )
     check_weights(model, name, option)
     return model
+
+
+def unreadable(what: str, error: Exception, attention: str | None) -> InputError:
+    """What to tell of a model that transformers does not read: it checks the attention that was asked for as well."""
+    if attention is not None and (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+        return InputError(f"attn_implementation={attention} cannot be used for {what}: {in_a_line(error)}")
+    return InputError(f"{what} is {NOT_A_MODEL}: {in_a_line(error)}")
 
 
 def check_weights(model: nn.Module, name: str, option: str = "model") -> None:
@@ -180,28 +209,67 @@ def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], 
 
 
 def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
-    """The causal LM that `config.model` names, without dropout; frozen unless trainable."""
+    """The causal LM that `config.model` names, without dropout; frozen, and without its adapters, unless trainable."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    # Its weights: where `model` holds adapters, those that they belong to.
+    adapters = lora.find_adapters(config.model, config.revision)
+    lora.check_options(config, adapters)
+    four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
+    name, revision = (config.model, config.revision) if adapters is None else adapters.base
     options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
-    lm = read_whole(AutoModelForCausalLM, config.model, revision=config.revision, **options)
-    check_causal(lm, config.model)
+    options |= four_bit.reading_options(config, device)
+    lm = read_whole(AutoModelForCausalLM, name, revision=revision, **options)
+    if config.load_in_4bit:
+        four_bit.keep_trainable(lm)
+    check_causal(lm, name)
     lm = lm.to(device)
+
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
-    switch_off_dropout(lm)
+
+    # What of it is trained.
+    with_adapters = trainable and (adapters is not None or config.lora_rank > 0)
     if not trainable:
         lm.requires_grad_(False).eval()
-    elif config.lora_rank:
-        import peft
-
-        lora = peft.LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        lm = peft.get_peft_model(lm, lora)
+    elif with_adapters:
+        lm = lora.adapted(lm, config) if adapters is None else lora.continued(lm, adapters)
+    switch_off_dropout(lm)
     if trainable and config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return LanguageModel(lm, config.loss_from, lora=trainable and config.lora_rank > 0)
+    return LanguageModel(lm, config.loss_from, lora=with_adapters)
+
+
+def load_to_sample(
+    name: str,
+    *,
+    option: str = "model",
+    revision: str | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **options,
+) -> nn.Module:
+    """A transformers causal LM to sample from and score with, without its own sampling defaults; adapters merged in.
+
+    Args:
+        name: a Hub name or a local folder.
+        option: which option named it, for errors.
+        device: None is the GPU where there is one.
+        dtype: None is bf16 on a GPU, fp32 on a CPU.
+        revision: of `name` on the Hub.
+        **options: of `from_pretrained`: attn_implementation.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    adapters = lora.find_adapters(name, revision)
+    base, of_base = (name, revision) if adapters is None else adapters.base
+    lm = read_whole(AutoModelForCausalLM, base, option=option, dtype=dtype, revision=of_base, **options)
+    check_causal(lm, base, option)
+    lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
+    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    return lm.to(device).eval()
 
 
 def switch_off_dropout(model: nn.Module) -> None:
@@ -212,8 +280,15 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def save_lm(trained, tokenizer, folder: Path) -> None:
-    """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all."""
+def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
+    """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all.
+
+    Args:
+        trained: the engine around a `LanguageModel`.
+        tokenizer: written beside it.
+        folder: where to.
+        merged: write whole weights where there are adapters, instead of the adapters alone.
+    """
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if engine.rank() == 0:
         lm = trained.module.lm
@@ -221,6 +296,10 @@ def save_lm(trained, tokenizer, folder: Path) -> None:
         if state is not None:
             # Without what a trainer has added to the language model, such as a value head.
             state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
+        if merged and trained.module.lora:
+            whole = lm.state_dict() if state is None else state
+            whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
+            lm, state = base, lora.merged(whole, base)
         training_config, base.generation_config = base.generation_config, base.saved_generation_config
         with whole_folder(folder) as unfinished:
             lm.save_pretrained(unfinished, state_dict=state)

@@ -13,6 +13,7 @@ from fused_rl.trainers.config import OptimConfig
 def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101) over `parameters`."""
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
+    options["fused"] = True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, config.adam_beta2), **options)
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 

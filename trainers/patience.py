@@ -52,6 +52,32 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
             signal.signal(NUDGE, signal.SIG_DFL if before is None else before)
 
 
+def within_cpu(seconds: float, call: Callable[[], Result]) -> Result:
+    """`call()`, which may take so many seconds of this process's CPU time: for C code that looks for signals.
+
+    Matching of regular expressions does, without ever letting another thread run, so that `within` is blind to it.
+    Outside the main thread there is no limit.
+
+    Raises:
+        Expired: the time is over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+
+    def expire(number, frame):
+        raise Expired
+
+    before = signal.signal(NUDGE, expire)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            return call()
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:
+        signal.signal(NUDGE, signal.SIG_DFL if before is None else before)
+
+
 def _watch(seconds: float, ended: threading.Event, main: bool) -> None:
     if ended.wait(seconds):
         return

@@ -11,12 +11,12 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
-from fused_rl.trainers.packing import Costs, Packed, costs_of, pack, responses_per_row, why_not
+from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy_config import PolicyConfig
-from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Sampling, Scorer, roll_out
+from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
+from fused_rl.trainers.sampling import Sampling, check_sampler
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Policy:
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
-        return scored | {"packed": self._packed(part)}
+        return scored | {"packed": self._packed(part), "support": part.support}
 
     def _packed(self, part: Batch) -> Packed | None:
         """The part with shared prompts, where that is cheaper."""
@@ -55,7 +55,8 @@ class Policy:
 
     def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int) -> Rollout:
         """`copies` scored responses to each of this rank's prompts."""
-        return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, copies=copies)
+        known = {"copies": copies, "vocab": self.model.module.base.config.get_text_config().vocab_size}
+        return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
 
 
 def load_policy(
@@ -80,49 +81,43 @@ def load_policy(
     """
     lm = extend(models.load_lm(config, device))
     stop_ids = tuple(data.stop_ids(tokenizer, lm.base.saved_generation_config))
-    costs = None if share_prompts is False else _costs(config, lm.base, required=share_prompts is True)
+    longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
+    costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
     reference = None
-    if needs_reference and not config.lora_rank:
+    if needs_reference and not lm.lora:
         reference = engine.initialize_frozen(models.load_lm(config, device, trainable=False), config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(
-        model,
+        lm.base,
         pad_id=tokenizer.pad_token_id,
         batch_size=config.rollout_batch_size,
         synced_gpus=config.zero_stage == 3,
     )
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids)
+    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids, **filters)
+    check_sampler(sampler, sampling)
     return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
-
-
-def _costs(config: PolicyConfig, lm, *, required: bool) -> Costs | None:
-    """The costs by which prompts are shared; None, and a line that says why, where the model cannot."""
-    reason = why_not(lm, config.max_prompt_length + config.max_new_tokens)
-    if reason is None:
-        return costs_of(lm)
-    if required:
-        raise InputError(f"share_prompts: {reason}; drop --share_prompts")
-    if engine.rank() == 0:
-        print(f"prompts are computed once per response: {reason}", flush=True)
-    return None
 
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
-    encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+    encoder = data.Encoder.of(config, tokenizer)
     train, held_out = data.load_train_eval(config)
-    return prompts_of(config, train, encoder, scorers), prompts_of(config, held_out, encoder, scorers)
+    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
+    return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
 
 
-def prompts_of(config: PolicyConfig, rows: data.Rows, encoder: data.Encoder, scorers: Sequence[Scorer]) -> list[Prompt]:
-    """A prompt for every row that is short enough."""
+def prompts_of(
+    rows: data.Rows, encoder: data.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
+) -> list[Prompt]:
+    """A prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
     for i, row in enumerate(rows.rows):
         row = {**row, "__where__": rows.where(i)}
         for scorer in scorers:
             scorer.check(row)  # a row that it cannot score must not stop the run hours later
-        ids = encoder.prompt(rows, i, config.prompt_column)
-        if len(ids) <= config.max_prompt_length:
+        ids = encoder.prompt(rows, i, column)
+        if len(ids) <= max_length:
             kept.append(Prompt(ids, row))
     data.tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept
@@ -137,7 +132,10 @@ def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
 
 @dataclass
 class Measured:
-    """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked."""
+    """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked.
+
+    Where tokens were drawn from kept sets, everything is of the distributions over these.
+    """
 
     old_logprobs: torch.Tensor
     """0 also where the policy was not run."""
@@ -146,7 +144,7 @@ class Measured:
     ref_logprobs: torch.Tensor | None
     """None where no reference is read."""
     kl: torch.Tensor | None
-    """Exact, from both models' logits; None where it was not asked for."""
+    """Exact, from both models' logits, over what the token was drawn from; None where it was not asked for."""
 
 
 @torch.no_grad()
@@ -175,6 +173,8 @@ def measure(
                 ref_rows, ref_logits = _scored(model, inputs, want_logits=exact_kl)
             ref_logprobs[index, :width] = ref_rows.logprobs
         if exact_kl:
+            for of_model in (logits, ref_logits):
+                _keep_only(of_model, part.support)
             divergence = fused_rl.token_kl(logits, ref_logits, temperature=policy.config.temperature)
             kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
     return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
@@ -184,6 +184,17 @@ def _scored(model, inputs: dict[str, object], *, want_logits: bool):
     """The rows of `inputs`, and their logits if they are wanted."""
     found = model(**inputs, want_logits=want_logits)
     return found if want_logits else (found, None)
+
+
+def _keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
+    """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
+    if support is None:
+        return
+    lengths = support.offsets.diff()
+    row = torch.repeat_interleave(lengths)
+    kept = logits[row, support.ids]
+    logits[lengths > 0] = -torch.inf
+    logits[row, support.ids] = kept
 
 
 @contextlib.contextmanager

@@ -1,36 +1,42 @@
 """The options that PPO and GRPO share: rollouts, scorers, and everything that `fused_rl.policy_loss` can be told."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions
+from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
 from fused_rl.trainers.config import (
+    ClosedUnitInterval,
     Finite,
     InputError,
     NonNegative,
     NonNegativeFloat,
+    NonNegativeInt,
     Positive,
     PositiveFraction,
     PositiveInt,
     RunConfig,
-    load_function,
 )
+from fused_rl.trainers.named import load_function
 
 
 @dataclass(kw_only=True)
 class PolicyConfig(RunConfig):
     """Rollouts and the policy loss. An option of the loss that is None is the preset's."""
 
+    batch_option: ClassVar[str] = "prompts_per_step"
+
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     answer_column: str | None = None
     """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
-    verifiers: str = "math"
-    """Comma-separated: math, reasoning_gym, reasoning_gym:<dataset>, module:function, reward_model:<folder>. The reward
-    is the sum of their scores, each times its weight (0.2*module:function). math and reasoning_gym say which answers
-    are right; functions do (from a score of 1 on) where no other does, or where they are given a threshold
-    (module:function>=0.5); reward models do with a threshold alone."""
+    verifiers: str | list[str] = "math"
+    """Comma-separated, or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, regex('pattern'), format,
+    length(target=100), module:function, reward_model:<folder> (docs/verifiers.md). The reward is the sum of their
+    scores, or, where each has a weight, the weighted one: 1*math, 0.2*module:function. Those that compare with the
+    answer say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
+    they are given a threshold (module:function>=0.5); reward models and length do with a threshold alone."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     minibatches: PositiveInt = 2
@@ -43,6 +49,13 @@ class PolicyConfig(RunConfig):
     """Leave responses that were cut out of the loss."""
     temperature: Positive = 1.0
     """Of sampling, and of every log-probability in the loss."""
+    top_p: PositiveFraction = 1.0
+    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
+    this, top_k or min_p leaves tokens out, every log-probability, entropy and KL is over what was left."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many of the likeliest tokens; 0 draws from all."""
+    min_p: ClosedUnitInterval = 0.0
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
     rollout_batch_size: PositiveInt = 64
     """Responses generated together."""
     preset: str = "grpo"
@@ -98,11 +111,17 @@ class PolicyConfig(RunConfig):
     show_samples: PositiveInt = 4
     """Responses shown as a table at each evaluation."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.verifiers, list):
+            self.verifiers = ", ".join(self.verifiers)
+
 
 def loss_options(config: PolicyConfig) -> dict[str, object]:
     """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
     given = {f.name: getattr(config, f.name) for f in fields(PolicyLossOptions)}
     given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("kl_estimator", "rk3")
     if ":" in given.get("surrogate", ""):
         given["surrogate"] = load_function(given["surrogate"], "surrogate")
     try:
@@ -110,3 +129,36 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
     except ValueError as error:
         raise InputError(str(error)) from error
     return {"preset": config.preset, **given}
+
+
+def check_loss_options(config: PolicyConfig) -> None:
+    """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
+    options = loss_options(config)
+    preset = options.pop("preset")
+    unread = unread_option(preset, options)
+    if unread is not None:
+        name, readers = unread
+        chosen = resolve_options(preset, options).surrogate
+        raise InputError(
+            f"{name}={options[name]} has no meaning with surrogate={chosen}, which does not read it; leave it out, or "
+            f"choose --surrogate {' or '.join(readers)}"
+        )
+
+
+class Needs(NamedTuple):
+    """An option that means something only beside another one."""
+
+    option: str
+    met: Callable[[PolicyConfig], bool]
+    """Whether the config gives it a meaning."""
+    unmet: str
+    """What is said after `option=value` where it does not: why, and how to mend it."""
+
+
+def check_needs(config: PolicyConfig, needs: Sequence[Needs]) -> None:
+    """Refuse an option that was given, and is not its default, where what it needs is not there."""
+    defaults = {field.name: field.default for field in fields(config)}
+    for need in needs:
+        value = getattr(config, need.option)
+        if value != defaults[need.option] and not need.met(config):
+            raise InputError(f"{need.option}={value} {need.unmet}")

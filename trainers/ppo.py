@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine, models
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import InputError, NonNegative, Positive, PositiveInt, divide_over
 from fused_rl.trainers.credit import (
     CreditConfig,
@@ -37,8 +37,10 @@ from fused_rl.trainers.critic import (
     Watch,
     check_critic,
     load_critic,
+    planned,
     save_critic,
 )
+from fused_rl.trainers.curves import Against
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
@@ -50,9 +52,9 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import PolicyConfig, loss_options
+from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers import check_scorers, load_scorers
 
 COLUMNS = {
     "score": "objective/scores",
@@ -66,6 +68,8 @@ CURVES = {
     "held-out score and accuracy": ["eval/score", "eval/accuracy_greedy", "eval/accuracy_sampled"],
     "KL to the reference (nats per response)": ["objective/kl", "objective/kl_exact"],
     "explained variance of the returns": ["val/var_explained"],
+    "score over response length": Against("completions/mean_length", "objective/scores"),
+    "score over KL": Against("objective/kl_exact", "objective/scores"),
 }
 
 
@@ -102,22 +106,24 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
     check_credit(config)
-    loss_options(config)
+    check_loss_options(config)
     check_critic(config)
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
     if local % config.minibatches:
         raise InputError(f"minibatches={config.minibatches} does not divide the {local} responses of each process")
     minibatch, responses = local // config.minibatches, local * world
-    parts, steps = math.ceil(minibatch / config.micro_batch_size), config.critic_only or config.steps
+    parts = math.ceil(minibatch / config.micro_batch_size)
+    config = planned(config)
     return {
         "processes": world,
+        "reward": check_scorers(config),
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": f"{config.minibatches * config.epochs} (at most, with target_kl)",
-        "optimizer updates in the run": steps * config.minibatches * config.epochs,
-        "responses in the run": steps * responses,
+        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
+        "responses in the run": epochs.in_run(config, responses),
     }
 
 
@@ -130,7 +136,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     for index in parts:
         part = batch.rows(index)
         if critic is None:
-            _, found = policy.model(part.input_ids, part.response_mask, config.temperature, want_values=True)
+            _, found = policy.model(**policy.inputs(part), want_values=True)
         else:
             found = critic(part.input_ids, part.response_mask)
         values[index, : found.shape[1]] = found
@@ -195,13 +201,13 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
-        inputs, width = (part.input_ids, part.response_mask), part.response_mask.shape[1]
+        inputs, width = policy.inputs(part), part.response_mask.shape[1]
         if critic is None:
-            rows, values = policy.model(*inputs, config.temperature, want_values=True)
+            rows, values = policy.model(**inputs, want_values=True)
         else:
             with torch.set_grad_enabled(not config.critic_only):
-                rows = policy.model(*inputs, config.temperature)
-            values = critic(*inputs)
+                rows = policy.model(**inputs)
+            values = critic(part.input_ids, part.response_mask)
         mask = experience.mask[index, :width]
         loss, metrics = fused_rl.policy_loss(
             rows.logprobs,
@@ -286,7 +292,7 @@ def train(config: PPOConfig) -> str:
     """Run the whole training; returns the folder of the trained model."""
     device = engine.setup(config.seed)
     arithmetic(config, engine.world_size())
-    config = dataclasses.replace(config, steps=config.critic_only or config.steps)
+    config = planned(config)
     folder = checkpoint.open_run(config)
 
     # What is read: tokenizer, rows, models.
@@ -294,6 +300,7 @@ def train(config: PPOConfig) -> str:
         tokenizer = data.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
         critic = None if shared else load_critic(config, tokenizer, device, updates)
@@ -326,7 +333,7 @@ def train(config: PPOConfig) -> str:
         loop.log(metrics, samples)
 
     def save(model_folder):
-        models.save_lm(policy.model, tokenizer, model_folder)
+        models.save_lm(policy.model, tokenizer, model_folder, merged=config.save_merged)
         if critic is not None:
             save_critic(critic, tokenizer, model_folder.with_name("critic"))
 

@@ -40,7 +40,7 @@ class PairEncoder:
 
     def __init__(self, config, tokenizer):
         self.config, self.tokenizer = config, tokenizer
-        self.encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+        self.encoder = data.Encoder.of(config, tokenizer)
 
     def pairs(self, rows: data.Rows) -> list[Pair]:
         """All rows that fit; how many were dropped, and why, or cut is printed."""

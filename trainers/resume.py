@@ -13,16 +13,20 @@ from fused_rl.trainers.config import ACTIONS, InputError, RunConfig
 FIXED = frozenset(
     (
         # The trainer, the weights it trains and starts from, how they are split and rounded.
-        *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha"),
+        *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha", "lora_targets"),
+        "load_in_4bit",
         *("dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
         # The rows, and what becomes of them.
         *("dataset", "dataset_config", "dataset_split", "raw_prompt", "system_prompt", "max_prompt_length"),
+        "chat_template_kwargs",
         *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
         *("max_length", "max_response_length", "too_long", "normalize_pairs", "reference_dataset"),
         # The batch of a step.
-        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts"),
+        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts", "packing"),
         # Rollouts and rewards.
-        *("verifiers", "max_new_tokens", "temperature"),
+        *("verifiers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("std_floor", "zero_variance", "max_refills"),
+        *("overlong_buffer", "overlong_factor", "ref_sync_every", "ref_mixup_alpha"),
         # The loss.
         *("label_smoothing", "centering", "preset", "advantage", "ratio_level", "surrogate", "loss_agg"),
         *("clip_low", "clip_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
@@ -38,14 +42,16 @@ FIXED = frozenset(
 MAY_CHANGE = frozenset(
     (
         # The optimizer's options: used from the next update on, the schedule at the update where the run is.
-        *("steps", "lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "adam_eps", "max_grad_norm"),
+        *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
+        *("adam_beta2", "adam_eps", "max_grad_norm"),
         *("critic_lr", "critic_lr_schedule", "critic_warmup_steps", "critic_weight_decay", "critic_adam_beta2"),
         *("critic_max_grad_norm",),
         # Speed and memory: the same sums, rounded in another order; the same distribution, drawn in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
-        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "wandb_project", "output_dir"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
+        *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone
@@ -87,4 +93,4 @@ def _same(old, new) -> bool:
 
 
 def _may_change(name: str, old, new) -> bool:
-    return name in MAY_CHANGE or {old, new} <= SAME_FILES.get(name, set())
+    return name in MAY_CHANGE or (name in SAME_FILES and {old, new} <= SAME_FILES[name])

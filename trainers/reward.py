@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs
 from fused_rl.trainers.config import (
     InputError,
     NonNegative,
@@ -31,6 +31,7 @@ from fused_rl.trainers.files import storing, whole_folder, write_atomically
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, keyed, phase
 from fused_rl.trainers.models import check_fits
+from fused_rl.trainers.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
 
@@ -56,6 +57,7 @@ class RewardConfig(RunConfig):
     """A scalar reward model from pairs of a chosen and a rejected response."""
 
     command: ClassVar[str] = "reward"
+    batch_option: ClassVar[str] = "batch_size"
 
     prompt_column: str = "prompt"
     """Text or messages that both responses answer; rows without it hold whole conversations."""
@@ -75,6 +77,9 @@ class RewardConfig(RunConfig):
     """Probability that a label is wrong."""
     centering: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0."""
+    share_prompts: bool | None = None
+    """Compute what both sides of a pair begin with once, where that is cheaper. None does where the model's attention
+    allows it."""
     normalize_pairs: NonNegativeInt = 128
     """The scores of this many reference pairs get mean 0 and std 1, before training and again after; 0 for neither."""
     reference_dataset: str | None = None
@@ -86,12 +91,14 @@ def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config)
     if config.loss_from != "linear":
         raise InputError("loss_from has no meaning for a reward model: it never forms logits")
+    if config.load_in_4bit:
+        raise InputError("load_in_4bit: a reward model is saved whole, with its adapters merged in; drop it")
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
-        "pairs in the run": config.steps * config.batch_size,
-        "optimizer steps": config.steps,
+        "pairs in the run": epochs.in_run(config, config.batch_size),
+        "optimizer steps": epochs.in_run(config, 1),
     }
 
 
@@ -99,8 +106,16 @@ def _pairs_at_once(config: RewardConfig) -> int:
     return max(1, config.micro_batch_size // 2)  # chosen and rejected go through one forward pass
 
 
-def train_step(model, pairs: list[Pair], config: RewardConfig, step: int) -> dict[str, float]:
-    """One optimizer step on `pairs`, the whole step's; this rank takes its share of them."""
+def train_step(
+    model, pairs: list[Pair], config: RewardConfig, step: int, costs: Costs | None = None
+) -> dict[str, float]:
+    """One optimizer step on `pairs`, the whole step's; this rank takes its share of them.
+
+    Args:
+        model: the engine around a `RewardModel`.
+        pairs, config, step: of the run.
+        costs: of the model, by which the sides of a pair share a row; None for a row each.
+    """
     share = range(engine.rank(), len(pairs), engine.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
@@ -109,9 +124,10 @@ def train_step(model, pairs: list[Pair], config: RewardConfig, step: int) -> dic
     model.train()
     for start in range(0, len(share), size):
         indices = share[start : start + size]
-        sides = [pairs[i].chosen for i in indices] + [pairs[i].rejected for i in indices]
-        both = [[*prompt, *response] for prompt, response in sides]
-        chosen, rejected = model(*collate(both, device)).chunk(2)
+        sides = [[*prompt, *response] for i in indices for prompt, response in (pairs[i].chosen, pairs[i].rejected)]
+        packed = None if costs is None else pack_pairs(sides, costs, device)
+        found = model(*collate(sides, device)) if packed is None else model(packed=packed)
+        chosen, rejected = found.view(-1, 2).unbind(1)
         margin = torch.tensor([pairs[i].margin for i in indices], device=device)
         loss, _ = fused_rl.preference_loss(chosen, rejected, margin=margin, num_sequences=len(pairs), **options)
         model.backward(loss * engine.world_size())
@@ -229,10 +245,16 @@ def train(config: RewardConfig) -> str:
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(data.load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
+    config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
         model = load_model(config, device)
         rows = sides_of([*pairs, *held_out, *reference])
         check_fits(model.classifier, tokenizer, rows, 0, "max_prompt_length or max_response_length")
+        longest = config.max_prompt_length + config.max_response_length
+        otherwise = "prompts are computed once per response"
+        costs = agreed_costs(
+            model.classifier, longest, config.share_prompts, option="share_prompts", otherwise=otherwise
+        )
         model = engine.initialize(model, config, config, config.steps)
 
     # The run: `constants` normalise the scores, before training and again after it.
@@ -249,7 +271,7 @@ def train(config: RewardConfig) -> str:
     for step, indices in loop:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
-        metrics = train_step(model, batch, config, step)
+        metrics = train_step(model, batch, config, step, costs)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
         samples = []
@@ -276,6 +298,7 @@ def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
         dtype=engine.torch_dtype(config),
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        lora_targets=config.lora_targets,
         revision=config.revision,
         attn_implementation=config.attn_implementation,
     ).to(device)

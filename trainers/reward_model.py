@@ -13,9 +13,11 @@ import math
 import torch
 from torch import nn
 
+from fused_rl.trainers import lora
 from fused_rl.trainers.config import InputError, in_a_line
 from fused_rl.trainers.data import pad
-from fused_rl.trainers.models import NOT_A_MODEL, check_weights, switch_off_dropout
+from fused_rl.trainers.models import NOT_A_MODEL, check_weights, switch_off_dropout, unreadable
+from fused_rl.trainers.packing import Packed, inputs_of
 
 
 class RewardModel(nn.Module):
@@ -38,25 +40,39 @@ class RewardModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, name: str, *, dtype=torch.float32, lora_rank: int = 0, lora_alpha: float = 32.0, **options
+        cls,
+        name: str,
+        *,
+        dtype=torch.float32,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+        lora_targets: str = lora.ALL_LINEAR,
+        **options,
     ):
         """A reward model from a causal LM (its head new) or from a saved reward model (its head as saved).
 
         Args:
             name: a Hub name or a local folder.
             dtype: of weights and activations; scores are fp32 in any case.
-            lora_rank: train low-rank adapters of this rank on all linear layers, and the head; 0 for all weights.
+            lora_rank: train low-rank adapters of this rank, and the head; 0 for all weights.
             lora_alpha: scale of the adapters: alpha / rank.
+            lora_targets: names of linear layers that get adapters, with commas between, or all-linear.
             **options: revision and attn_implementation, as transformers takes them.
 
         Raises:
-            InputError (a ValueError): num_labels is not 1, weights are missing, or it is not a causal LM.
+            InputError (a ValueError): num_labels is not 1, weights are missing, it is not a causal LM, or it holds
+                adapters alone.
         """
         from transformers import AutoConfig
 
         name = str(name)
+        revision = options.get("revision")
+        if lora.find_adapters(name, revision) is not None:
+            raise InputError(
+                f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
+                "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER or --critic shared)"
+            )
         try:
-            revision = options.get("revision")
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, JSON errors
             raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
@@ -70,7 +86,7 @@ class RewardModel(nn.Module):
         except InputError:
             raise
         except Exception as error:  # damaged safetensors, unknown attention, …
-            raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
+            raise unreadable(repr(name), error, options.get("attn_implementation")) from error
         check_weights(classifier, name)
         model = cls(classifier)
         if report["mismatched_keys"]:  # a head of several labels whose config does not say so
@@ -82,7 +98,9 @@ class RewardModel(nn.Module):
             )
         if "score.weight" in report["missing_keys"]:
             model.reset_head()
-        return _with_lora(model, lora_rank, lora_alpha) if lora_rank else model
+        if lora_rank:
+            lora.adapt_in_place(classifier, rank=lora_rank, alpha=lora_alpha, targets=lora_targets)
+        return model
 
     @torch.no_grad()
     def reset_head(self) -> None:
@@ -99,12 +117,19 @@ class RewardModel(nn.Module):
         with deepspeed.zero.GatheredParameters(head.weight, modifier_rank=0):
             head.weight.normal_(std=std)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed: Packed | None = None,
+    ) -> torch.Tensor:
         """Score sequences, whatever their padding.
 
         Args:
             input_ids: (B, T) int64; what stands where the mask is 0 is never read.
             attention_mask: (B, T), nonzero where a token counts.
+            packed: instead of both, B sequences several to a row (packing.py), read at `packed.states`.
 
         Returns:
             (B,) fp32: (raw score - score_mean) / score_std, differentiable in the weights.
@@ -112,6 +137,18 @@ class RewardModel(nn.Module):
         Raises:
             ValueError: shapes that differ, or a row without a token.
         """
+        if packed is None:
+            last = self._last_states(input_ids, attention_mask)
+        else:
+            inputs = inputs_of(self.classifier, packed)
+            hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
+            last = hidden.flatten(0, 1)[packed.states]
+        # Row by row, not as a matrix product, whose order of summation depends on the batch.
+        raw = (last.float() * self.classifier.score.weight.float()).sum(1)
+        return (raw - self.score_mean) / self.score_std
+
+    def _last_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(B, H): the state of the last attended token of each row."""
         if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
@@ -126,10 +163,7 @@ class RewardModel(nn.Module):
         everything = torch.ones_like(tokens)  # says so: without a mask some models warn of pads, or look for them
         backbone = self.classifier.base_model(input_ids=tokens, attention_mask=everything, use_cache=False)
         hidden = backbone.last_hidden_state
-        last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
-        # Row by row, not as a matrix product, whose order of summation depends on the batch.
-        raw = (last.float() * self.classifier.score.weight.float()).sum(1)
-        return (raw - self.score_mean) / self.score_std
+        return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
 
     @property
     def score_mean(self) -> float:
@@ -163,7 +197,7 @@ class RewardModel(nn.Module):
         """
         state = self.state_dict() if state_dict is None else state_dict
         state = {key.removeprefix("classifier."): value for key, value in state.items()}
-        self.classifier.save_pretrained(folder, state_dict=_merge_lora(state, self.classifier))
+        self.classifier.save_pretrained(folder, state_dict=lora.merged(state, self.classifier))
 
 
 class RewardScorer:
@@ -237,7 +271,9 @@ def has_score_head(config) -> bool:
     return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
-def check_reads_policy(what: str, name: str, model: RewardModel, tokenizer, policy: str) -> None:
+def check_reads_policy(
+    what: str, name: str, model: RewardModel, tokenizer, policy: str, revision: str | None = None
+) -> None:
     """Refuse a reward model or critic that reads other words in the policy's token ids, or has no row for them.
 
     Args:
@@ -246,6 +282,7 @@ def check_reads_policy(what: str, name: str, model: RewardModel, tokenizer, poli
         model: it, loaded.
         tokenizer: the policy's.
         policy: the policy's folder or Hub name.
+        revision: of the policy.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -265,7 +302,8 @@ def check_reads_policy(what: str, name: str, model: RewardModel, tokenizer, poli
             f"{examples}), so it would read other words in the policy's token ids; train it from a model with the "
             f"policy's tokenizer: fused-rl reward --model {policy}"
         )
-    needed = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
+    weights, revision = lora.base_of(policy, revision)
+    needed = AutoConfig.from_pretrained(weights, revision=revision).get_text_config().vocab_size
     there = model.classifier.get_input_embeddings().num_embeddings
     if there < needed:
         raise InputError(
@@ -310,30 +348,3 @@ def _classifier_class(config):
     )
     AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)  # else it skips stock configs
     return classifier
-
-
-def _with_lora(model: RewardModel, rank: int, alpha: float) -> RewardModel:
-    import peft
-
-    adapters = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="SEQ_CLS")
-    peft.inject_adapter_in_model(adapters, model.classifier)  # freezes the rest, the head included
-    model.classifier.score.requires_grad_(True)
-    return model
-
-
-def _merge_lora(state: dict, classifier: nn.Module) -> dict:
-    """The state of the plain model: each adapted weight W becomes W + scale * B A."""
-    merged = {}
-    for key, value in state.items():
-        if ".lora_" in key:
-            continue
-        if ".base_layer." in key:
-            name, _, kind = key.rpartition(".base_layer.")
-            if kind == "weight":
-                a, b = (state[f"{name}.lora_{side}.default.weight"].float() for side in "AB")
-                layer = classifier.get_submodule(name)
-                update = layer.scaling["default"] * (b @ a).to(value.device)
-                value = (value.float() + (update.T if layer.fan_in_fan_out else update)).to(value.dtype)
-            key = f"{name}.{kind}"
-        merged[key] = value
-    return merged

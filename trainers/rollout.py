@@ -7,14 +7,16 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from fused_rl import TokenSupport
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch, make_batch
+from fused_rl.trainers.sampling import Sampling, check_sampler, first_broken, joined
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,6 @@ class Prompt:
 
     ids: list[int]
     row: dict
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn."""
-
-    temperature: float
-    """0 is greedy; the whole softmax at this temperature otherwise."""
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    """A response ends with (and includes) the first of these."""
 
 
 @dataclass
@@ -46,8 +37,9 @@ class Response:
     """Ended by a stop token, or cut at `max_new_tokens`."""
     logprobs: list[float] | None = None
     """Of each id, in nats, of the distribution that it was drawn from; None where the sampler does not tell."""
-    support: list[list[int]] | None = None
-    """The ids that each token was drawn from; None for the whole vocabulary."""
+    support: TokenSupport | list[list[int]] | None = None
+    """The ids that each token was drawn from, itself among them; those of a token may be empty, for the whole
+    vocabulary, and None is that for all tokens. Lists are taken too, but long responses by the thousand are slow so."""
     weight_version: int | None = None
     """The step that the sampler's weights are of; None where they are the policy's own."""
 
@@ -156,14 +148,19 @@ def roll_out(
     device: torch.device,
     *,
     copies: int = 1,
+    vocab: int | None = None,
 ) -> Rollout:
-    """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none."""
+    """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none.
+
+    `vocab` is the size of the model's vocabulary, where it is known.
+    """
     # What can go wrong on one rank alone: a server, a verifier.
     began = time.monotonic()
+    check_sampler(sampler, sampling)
     with engine.together():
         prompts = [prompt for prompt in prompts for _ in range(copies)]
         responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
-        check_responses(responses, prompts, sampling)
+        check_responses(responses, prompts, sampling, vocab)
         sampled = time.monotonic()
 
         texts = tokenizer.batch_decode([_without_stop(response) for response in responses])
@@ -175,15 +172,22 @@ def roll_out(
     # The batch to train on.
     incidents = _report_incidents(scorers, len(samples))
     scored = time.monotonic()
-
-    prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
-    places = [where(sample) for sample in samples]
-    batch = make_batch(prompt_ids, response_ids, tokenizer.pad_token_id, device, where=places)
+    batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
 
 
-def check_responses(responses: list[Response], prompts: list[Prompt], sampling: Sampling) -> None:
+def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
+    """Prompts and responses as one batch, with the sets that the tokens were drawn from."""
+    prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
+    batch = make_batch(prompt_ids, response_ids, pad_id, device, where=[where(sample) for sample in samples])
+    support = joined([s.response.support for s in samples], list(map(len, response_ids)))
+    return batch if support is None else replace(batch, support=support.to(device))
+
+
+def check_responses(
+    responses: list[Response], prompts: list[Prompt], sampling: Sampling, vocab: int | None = None
+) -> None:
     """Refuse what breaks the promises of `Response`; an error names the prompt's row."""
     if not isinstance(responses, list) or len(responses) != len(prompts):
         came = len(responses) if isinstance(responses, list) else type(responses).__name__
@@ -193,8 +197,16 @@ def check_responses(responses: list[Response], prompts: list[Prompt], sampling: 
     for response, prompt in zip(responses, prompts, strict=True):
         problem = _broken_promise(response, sampling)
         if problem is not None:
-            place = prompt.row.get("__where__", "a row")
-            raise InputError(f"the sampler's response to {place}: {problem}")
+            raise InputError(f"the sampler's response to {_place(prompt)}: {problem}")
+    supports, ids = [response.support for response in responses], [response.ids for response in responses]
+    broken = first_broken(supports, ids, vocab, needed=sampling.truncates)
+    if broken is not None:
+        number, problem = broken
+        raise InputError(f"the sampler's response to {_place(prompts[number])}: {problem}")
+
+
+def _place(prompt: Prompt) -> str:
+    return prompt.row.get("__where__", "a row")
 
 
 def _broken_promise(response: Response, sampling: Sampling) -> str | None:

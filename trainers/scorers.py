@@ -1,6 +1,7 @@
 """Scorers by name: reward models, and the verifiers and functions of verifiers.py, in one weighted sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -9,6 +10,7 @@ from fused_rl.trainers.config import InputError
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_reads_policy, has_score_head
 from fused_rl.trainers.rollout import Sample, Scorer
+from fused_rl.trainers.spelling import Spelled, check_weights, read, reward_of
 
 REWARD_MODEL = "reward_model"
 
@@ -28,42 +30,79 @@ class RewardModelScorer:
         return self.scorer.unchecked(prompts, [sample.response.ids for sample in samples]).tolist()
 
 
+def check_scorers(config: PolicyConfig) -> str:
+    """What the reward is, in a line; refuses scorers that cannot be, without loading models.
+
+    In a dry run also what has to be imported for it: functions, and reasoning_gym where a dataset of it is named.
+    """
+    spelled = read(config.verifiers)
+    check_weights(spelled)
+    verifiers.check_loadable(spelled, imports=config.dry_run)
+    return reward_of(spelled)
+
+
 def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[Scorer]:
     """The scorers that `config.verifiers` names: as in verifiers.py, or `[weight*]reward_model:FOLDER`.
 
     Raises:
-        InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's.
+        InputError: a name that is none; a scorer without a weight among weighted ones; a reward model with several
+            labels or another tokenizer than the policy's.
     """
-    parts = [part.strip() for part in config.verifiers.split(",")]
-    spelled = [part for part in parts if f"{REWARD_MODEL}:" in part]
-    others = ", ".join(part for part in parts if part not in spelled)
+    reader = Reader(
+        config.model,
+        config.revision,
+        tokenizer,
+        device,
+        engine.torch_dtype(config),
+        config.attn_implementation,
+        config.rollout_batch_size,
+    )
+
+    def freeze(model):
+        return engine.initialize_frozen(model, config)
+
+    return load_spelled(read(config.verifiers), config.answer_column, reader, freeze)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a reward model needs to read the responses of a policy."""
+
+    policy: str
+    """Hub name or folder of the policy."""
+    revision: str | None
+    """The policy's."""
+    tokenizer: object
+    """The policy's."""
+    device: torch.device
+    dtype: torch.dtype
+    attn_implementation: str | None
+    batch_size: int
+    """Responses scored together."""
+
+
+def load_spelled(
+    spelled: list[Spelled], answer_column: str | None, reader: Reader, freeze: Callable = lambda model: model
+) -> list[Scorer]:
+    """`load_scorers` of scorers that have been read; `freeze` makes a reward model ready for forward passes alone."""
+    check_weights(spelled)
+    judges = [part for part in spelled if part.kind == REWARD_MODEL]
+    others = [part for part in spelled if part.kind != REWARD_MODEL]
     loaded = []
-    for part in spelled:
-        scorer = _load_reward_model(part, config, tokenizer, device)
-        scorer.name = REWARD_MODEL if len(spelled) == 1 else scorer.name
-        loaded.append(scorer)
-    if len({scorer.name for scorer in loaded}) < len(loaded):
-        raise InputError(f"verifiers: {config.verifiers!r} names a reward model twice; for a weight: 2*reward_model:…")
-    if loaded and not others:
-        return loaded
-    return loaded + verifiers.load_scorers(others, config.answer_column)
+    for part in judges:
+        name = REWARD_MODEL if len(judges) == 1 else part.name
+        loaded.append(_load_reward_model(part, name, reader, freeze))
+    return loaded + (verifiers.load_scorers(others, answer_column) if others else [])
 
 
-def _load_reward_model(spelled: str, config: PolicyConfig, tokenizer, device) -> RewardModelScorer:
-    found = verifiers.SPELLING.fullmatch(spelled)
-    if found is None or not found["name"].strip().startswith(f"{REWARD_MODEL}:"):
-        raise InputError(f"verifier {spelled!r}: expected [weight*]{REWARD_MODEL}:FOLDER[>=threshold]")
-    try:
-        weight = 1.0 if found["weight"] is None else float(found["weight"])
-        solved_at = None if found["solved_at"] is None else float(found["solved_at"])
-    except ValueError as error:
-        raise InputError(f"verifier {spelled!r}: weight and threshold must be numbers: {error}") from error
-    name = found["name"].strip()
-    folder = name.partition(":")[2]
-    model = RewardModel.from_pretrained(folder, dtype=engine.torch_dtype(config))
+def _load_reward_model(part: Spelled, name: str, reader: Reader, freeze: Callable) -> RewardModelScorer:
+    options = {"dtype": reader.dtype, "attn_implementation": reader.attn_implementation}
+    model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
-        raise InputError(f"{name}: a language model without a head for scores; train it first: fused-rl reward --model")
-    check_reads_policy("reward model", folder, model, tokenizer, config.model)
-    frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), config)
-    scorer = RewardScorer(frozen, config.rollout_batch_size)
-    return RewardModelScorer(name, scorer, weight=weight, solved_at=solved_at)
+        what = "a language model without a head for scores; train it first: fused-rl reward --model"
+        raise InputError(f"{part.name}: {what}")
+    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.policy, reader.revision)
+    frozen = freeze(model.to(reader.device).requires_grad_(False).eval())
+    scorer = RewardScorer(frozen, reader.batch_size)
+    weight = 1.0 if part.weight is None else part.weight
+    return RewardModelScorer(name, scorer, weight=weight, solved_at=part.solved_at)

@@ -3,7 +3,8 @@
     fused-rl sft --config recipes/demo_sft.yaml
     torchrun --nproc-per-node 2 -m fused_rl.trainers.sft --model ... --dataset ... --output_dir ...
 
-Left out: packing, loss on prompts, several turns of one conversation.
+Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts, several
+turns of one conversation.
 """
 
 import math
@@ -13,11 +14,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from fused_rl.trainers import checkpoint, cli, data, engine, models
+from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -32,6 +34,7 @@ class SFTConfig(RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     command: ClassVar[str] = "sft"
+    batch_option: ClassVar[str] = "batch_size"
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
@@ -41,6 +44,9 @@ class SFTConfig(RunConfig):
     """Longer rows (prompt and completion, in tokens) are dropped, counted and reported."""
     batch_size: PositiveInt = 32
     """Rows per optimizer step, over all ranks."""
+    packing: bool | None = None
+    """Put several demonstrations into one row of the model's input, none of which sees another, where that is cheaper
+    than padding. None does where the model's attention allows it."""
 
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
@@ -50,8 +56,8 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of at most {size}",
-        "rows in the run": config.steps * config.batch_size,
-        "optimizer steps": config.steps,
+        "rows in the run": epochs.in_run(config, config.batch_size),
+        "optimizer steps": epochs.in_run(config, 1),
     }
 
 
@@ -79,39 +85,73 @@ def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[Ex
     return kept
 
 
-def micro_batches(examples: list[Example], config: SFTConfig, pad_id: int, device) -> list[Batch]:
-    """The rank's rows as micro-batches, of similar lengths so that little is padded."""
+class MicroBatch(NamedTuple):
+    """Demonstrations that go through the model together."""
+
+    batch: Batch
+    packed: Packed | None
+    """The same in fewer tokens; None where each has a row of its own."""
+
+    def inputs(self) -> dict[str, object]:
+        """What the model takes to score them."""
+        return {"input_ids": self.batch.input_ids, "mask": self.batch.response_mask, "packed": self.packed}
+
+
+def micro_batches(
+    examples: list[Example], config: SFTConfig, pad_id: int, device, costs: Costs | None = None
+) -> list[MicroBatch]:
+    """The rank's rows as micro-batches: of similar lengths, so that little is padded, or packed.
+
+    Args:
+        examples: of this rank.
+        config: of the run.
+        pad_id: any token id, which is never read.
+        device: of the tensors.
+        costs: of the model, by which the cheaper of the two is chosen; None for padding.
+    """
     examples = sorted(examples, key=Example.tokens)
-    batches = []
-    for start in range(0, len(examples), config.micro_batch_size):
-        prompts, completions, where = zip(*examples[start : start + config.micro_batch_size], strict=True)
-        batches.append(make_batch(prompts, completions, pad_id, device, where=where))
-    return batches
+    count = math.ceil(len(examples) / config.micro_batch_size)
+    padded = [examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)]
+    if costs is not None:
+        mixed = [examples[i::count] for i in range(count)]  # long and short ones together fill rows best
+        lengths = [[example.tokens() - 1 for example in part] for part in mixed]  # the last token predicts nothing
+        arranged = [arrange(part, costs) for part in lengths]
+        packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
+        if packed < sum(costs.of_causal(len(part), part[-1].tokens()) for part in padded):
+            return [_micro_batch(*part, pad_id, device) for part in zip(mixed, arranged, strict=True)]
+    return [_micro_batch(part, None, pad_id, device) for part in padded]
 
 
-def train_step(model, batches: list[Batch], step: int) -> dict[str, float]:
+def _micro_batch(examples: list[Example], rows: list[list[int]] | None, pad_id: int, device) -> MicroBatch:
+    prompts, completions, where = zip(*examples, strict=True)
+    batch = make_batch(prompts, completions, pad_id, device, where=where)
+    return MicroBatch(batch, None if rows is None else pack_whole(batch, rows))
+
+
+def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
-    num_tokens = engine.global_sum(sum(b.response_mask.sum() for b in batches)).item()
+    num_tokens = engine.global_sum(sum(part.batch.response_mask.sum() for part in parts)).item()
     sums = Sums(step)
     model.train()
-    for batch in batches:
-        loss, _, entropy = model(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs)
+    for part in parts:
+        loss, _, entropy = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
         model.backward(loss * (engine.world_size() / num_tokens))  # the engine averages over ranks
-        sums.add({"loss": loss / num_tokens, "entropy": entropy.sum() / num_tokens}, batch.where)
+        sums.add({"loss": loss / num_tokens, "entropy": entropy.sum() / num_tokens}, part.batch.where)
     metrics = keyed(KEYS["sft"], sums.over_ranks())
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
 @phase("evaluated on held-out rows")
 @torch.no_grad()
-def evaluate(model, batches: list[Batch]) -> dict[str, float]:
+def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     """Loss and token accuracy on held-out rows, the same on every rank."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
-    for batch in batches:
-        rows, logits = model(batch.input_ids, batch.response_mask, want_logits=True)
-        hit = logits.argmax(-1) == batch.input_ids[:, 1:][batch.response_mask]
-        nll, tokens = -rows.logprobs.sum(), batch.response_mask.sum()
+    for part in parts:
+        rows, logits = model(**part.inputs(), want_logits=True)
+        mask = part.batch.response_mask
+        hit = logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
+        nll, tokens = -rows.logprobs.sum(), mask.sum()
         totals += torch.stack([nll, hit.sum(), tokens]).cpu()
     loss, hits, tokens = totals.tolist()
     return {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
@@ -126,15 +166,18 @@ def train(config: SFTConfig) -> str:
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"):
         tokenizer = data.load_tokenizer(config.model, config.revision)
-        encoder = data.Encoder(tokenizer, raw_prompt=config.raw_prompt, system_prompt=config.system_prompt)
+        encoder = data.Encoder.of(config, tokenizer)
         pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+    config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
         lm = models.load_lm(config, device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
         models.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        otherwise = "demonstrations are padded, not packed"
+        costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
         model = engine.initialize(lm, config, config, config.steps)
     pad_id = tokenizer.pad_token_id
-    held_out = micro_batches(held_out, config, pad_id, device)
+    held_out = micro_batches(held_out, config, pad_id, device, costs)
 
     # The run.
     order = data.RowOrder(len(pairs), config.batch_size, config.seed)
@@ -144,13 +187,13 @@ def train(config: SFTConfig) -> str:
     for step, indices in loop:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[engine.rank() :: engine.world_size()]]
-        metrics = train_step(model, micro_batches(mine, config, pad_id, device), step)
+        metrics = train_step(model, micro_batches(mine, config, pad_id, device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
         if loop.evaluates and held_out:
             metrics |= evaluate(model, held_out)
         loop.log(metrics)
-    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder))
+    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder, merged=config.save_merged))
 
 
 def main(argv: list[str] | None = None) -> None:

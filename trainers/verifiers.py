@@ -1,105 +1,117 @@
-"""Scorers of responses whose answers can be checked: mathematics, reasoning-gym's own, or a function of yours.
+"""Scorers that `--verifiers` names: mathematics and reasoning-gym's own here, others in checkers.py and functions.py.
 
 Each is a `Scorer` (rollout.py): it knows its weight, and from which score on a sample counts as solved. What each may
 do to a run, and what the limits are: docs/verifiers.md.
 """
 
 import difflib
-import inspect
-import math
-import numbers
-import re
+import importlib.util
 import sys
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fused_rl.trainers import engine, patience
-from fused_rl.trainers.config import InputError, in_a_line, load_function
+from fused_rl.trainers import engine, functions
+from fused_rl.trainers.checkers import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactMatch, Length, Pattern, answer_of
+from fused_rl.trainers.config import InputError, in_a_line
+from fused_rl.trainers.data import Rows
+from fused_rl.trainers.functions import FunctionScorer
+from fused_rl.trainers.named import load_function
 from fused_rl.trainers.patience import Expired, within
 from fused_rl.trainers.rollout import Incidents, Sample, Scorer, where
+from fused_rl.trainers.spelling import FUNCTION, KINDS, Spelled, read
 from fused_rl.trainers.workers import Pool, WorkerError
 
-ANSWER_COLUMNS = ("ground_truth", "answer")
 MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.02 to 0.3, or never end
-FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for the import of its module
-SPELLING = re.compile(r"(?:(?P<weight>[^*]+)\*)?(?P<name>[^*>]+)(?:>=(?P<solved_at>.+))?")
 
 
-def load_scorers(spelled: str, answer_column: str | None = None) -> list[Scorer]:
-    """The scorers that a config names, comma-separated: `math`, or `math, 0.2*my_module:format_bonus`.
+def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None) -> list[Scorer]:
+    """The scorers that a config names, comma-separated: `math`, or `1*math, 0.2*my_module:format_bonus`.
 
-    A sample is solved when `math` and `reasoning_gym` say so (a score of 1), whatever else is among the scorers;
-    functions alone decide by 1 too. `my_module:f>=0.5` gives a function a threshold of its own.
+    A sample is solved when those say so that compare with an answer (`math`, `reasoning_gym`, `exact_match`, a `regex`
+    with a group: a score of 1), whatever else is among the scorers; where there is none, functions and patterns decide
+    by 1 too. `my_module:f>=0.5` gives any scorer a threshold of its own.
 
     Args:
         spelled: per scorer `[weight*]name[>=threshold]`. Names: `math` (1.0 where the final answer equals the ground
-            truth), `reasoning_gym` (the row's `metadata` names the dataset), `reasoning_gym:chain_sum`, or
-            `module:function`: (responses, rows) -> scores, texts and dataset rows to numbers.
-        answer_column: of the ground truth, for `math` and `reasoning_gym`; None takes ground_truth or answer.
+            truth), `reasoning_gym` (the row's `metadata` names the dataset), `reasoning_gym:chain_sum`, `exact_match`,
+            `regex('pattern')`, `format`, `length(target=100)` (checkers.py), or `module:function` (functions.py).
+        answer_column: of the ground truth, for those that compare with it; None takes ground_truth or answer.
 
     All ranks call it together: where one cannot load its scorers, all raise.
     """
     with engine.together():
-        scorers = [_load(part.strip(), answer_column) for part in spelled.split(",")]
-    names = [scorer.name for scorer in scorers]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise InputError(f"verifiers: {twice[0]!r} is named {names.count(twice[0])} times; for a weight: 2*{twice[0]}")
-    undecided = [scorer for scorer in scorers if scorer.solved_at is None]
-    if len(undecided) == len(scorers):
-        for scorer in undecided:
-            scorer.solved_at = 1.0
+        parts = read(spelled) if isinstance(spelled, str) else spelled
+        scorers = [_load(part, answer_column) for part in parts]
+    if all(scorer.solved_at is None for scorer in scorers):
+        for scorer in scorers:
+            if not isinstance(scorer, Length):
+                scorer.solved_at = 1.0
     return scorers
 
 
-def _load(spelled: str, answer_column: str | None) -> Scorer:
-    found = SPELLING.fullmatch(spelled)
-    if found is None:
-        raise InputError(f"verifier {spelled!r}: expected [weight*]name[>=threshold], as in 0.5*math")
-    name, weight = found["name"].strip(), _number(spelled, found["weight"], 1.0)
-    kind, _, detail = name.partition(":")
-    if name == "math":
-        return MathVerifier(answer_column, weight=weight, solved_at=_number(spelled, found["solved_at"], 1.0))
-    if kind == "reasoning_gym":
-        solved_at = _number(spelled, found["solved_at"], 1.0)
-        return ReasoningGymVerifier(detail, answer_column, weight=weight, solved_at=solved_at)
-    if not detail:
-        raise InputError(f"verifier {name!r}: expected math, reasoning_gym, reasoning_gym:<dataset> or module:function")
-    try:
-        function = within(FUNCTION_TIMEOUT, lambda: load_function(name, "verifier"))
-    except Expired as error:
-        raise InputError(f"verifier {name!r}: its module was not imported within {FUNCTION_TIMEOUT:g} s") from error
-    return FunctionScorer(name, function, weight=weight, solved_at=_number(spelled, found["solved_at"], None))
-
-
-def _number(spelled: str, text: str | None, default: float | None) -> float | None:
-    if text is None:
-        return default
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise InputError(f"verifier {spelled!r}: {text.strip()!r} is not a number") from error
-    if not math.isfinite(number):
-        raise InputError(f"verifier {spelled!r}: {text.strip()!r} is not a finite number")
-    return number
-
-
-def answer_of(row: dict, column: str | None) -> str:
-    """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    column = column or next((c for c in ANSWER_COLUMNS if row.get(c) is not None), ANSWER_COLUMNS[0])
-    place, value = row.get("__where__", "a row"), row.get(column)
-    if value is None:
+def verifiers_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
+    """The verifiers that fit the rows, and why, where none are named."""
+    row = rows.rows[0]
+    metadata = row.get("metadata")
+    if isinstance(metadata, dict) and metadata.get("source_dataset"):
+        return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
+    found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
+    if not found:
         present = sorted(key for key in row if not key.startswith("__"))
-        raise InputError(f"{place}: column {column!r} is missing; the row has {present}; use --answer_column")
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        came = f"{value!r:.80} ({type(value).__name__})"
-        raise InputError(f"{place}: column {column!r} is {came}; expected the answer as text or a number")
-    answer = str(value).rsplit("####", 1)[-1].strip()
-    if not answer:
-        raise InputError(f"{place}: column {column!r} has no answer: {value!r:.80}")
-    return answer
+        remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
+        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {present}; {remedy}")
+    return "math", f"the rows have answers, in column {found[0]!r}"
+
+
+def check_loadable(spelled: list[Spelled], *, imports: bool) -> None:
+    """Raise what loading would raise, as far as it can be known without models and processes.
+
+    Args:
+        spelled: the scorers.
+        imports: also import the modules of functions, and reasoning_gym where a dataset of it is named.
+    """
+    for part in spelled:
+        if part.kind == "math" and importlib.util.find_spec("math_verify") is None:
+            raise InputError("verifier 'math': math-verify is not installed; pip install 'math-verify>=0.9'")
+        lasting = part.kind in ("math", "reward_model") or (part.kind == "reasoning_gym" and not part.detail)
+        needs_imports = part.kind in (FUNCTION, "reasoning_gym")
+        if not lasting and (imports or not needs_imports):
+            _load(part, None)
+
+
+def _load(part: Spelled, answer_column: str | None) -> Scorer:
+    judged = {"weight": 1.0 if part.weight is None else part.weight}
+    if part.solved_at is not None:
+        judged["solved_at"] = part.solved_at
+    named = {"name": part.name, **judged}
+    if part.kind == "math":
+        return MathVerifier(answer_column, **judged)
+    if part.kind == "reasoning_gym":
+        return ReasoningGymVerifier(part.detail, answer_column, **judged)
+    if part.kind == "exact_match":
+        return ExactMatch(answer_column, **part.arguments, **named)
+    if part.kind == "regex":
+        if "pattern" not in part.arguments:
+            raise InputError(f"verifier {part.text!r}: expected a pattern, as in regex('answer: (.+)')")
+        return Pattern(part.arguments["pattern"], answer_column, **named)
+    if part.kind == "format":
+        return Pattern(part.arguments.get("pattern", THINK_THEN_ANSWER), whole=True, **named)
+    if part.kind == "length":
+        return Length(**part.arguments, **named)
+    return FunctionScorer(part.name, _function(part), **judged)
+
+
+def _function(part: Spelled) -> Callable:
+    try:
+        return within(functions.FUNCTION_TIMEOUT, lambda: load_function(part.detail, "verifier"))
+    except Expired as error:
+        late = f"its module was not imported within {functions.FUNCTION_TIMEOUT:g} s"
+        raise InputError(f"verifier {part.name!r}: {late}") from error
+    except InputError as error:
+        near = difflib.get_close_matches(part.detail.partition(":")[0], KINDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"{error}{hint}") from error
 
 
 def import_reasoning_gym():
@@ -115,61 +127,6 @@ def import_reasoning_gym():
     except ImportError as error:
         raise InputError(f"reasoning_gym cannot be imported ({error}); pip install reasoning-gym==0.1.25") from error
     return reasoning_gym
-
-
-class FunctionScorer:
-    """A function of the user's own: (responses, rows) -> one score each, None where it does not apply.
-
-    It runs in this process, in the main thread, so that it may hold state, a GPU or a client. What goes wrong in it
-    (an exception, `sys.exit`, a call of more than FUNCTION_TIMEOUT seconds, a result that is no list of finite numbers)
-    is an InputError. What cannot be caught in a process is `os._exit` or a crash in C code: the run ends there, and
-    `--resume` continues from its last checkpoint.
-    """
-
-    def __init__(self, name: str, function: Callable, *, weight: float = 1.0, solved_at: float | None = None):
-        self.name, self.function, self.weight, self.solved_at = name, function, weight, solved_at
-        try:
-            inspect.signature(function).bind([], [])
-        except TypeError as error:
-            raise InputError(f"verifier {name!r} must take (responses, rows): {error}") from error
-        except ValueError:  # a function in C that does not tell
-            pass
-
-    def check(self, row: dict) -> None:
-        """Any row will do: the function knows what it reads."""
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        texts, rows = [sample.text for sample in samples], [sample.row for sample in samples]
-        try:
-            return within(FUNCTION_TIMEOUT, lambda: self._called(texts, rows))
-        except Expired as error:
-            what = f"did not return within {FUNCTION_TIMEOUT:g} s; give what it waits for a time-out of its own"
-            raise InputError(f"verifier {self.name!r} {what}; {_batch(samples)}") from error
-        except SystemExit as error:
-            what = f"called sys.exit({error.code!r}){_place(error)}; raise an exception to end the run"
-            raise InputError(f"verifier {self.name!r} {what}; {_batch(samples)}") from error
-        except Exception as error:
-            what = " ".join(f"raised {type(error).__name__}: {error}".split())
-            what += f"{_place(error)}; for a response that it cannot score, return None"
-            raise InputError(f"verifier {self.name!r} {what}; {_batch(samples)}") from error
-
-    def _called(self, texts: list[str], rows: list[dict]):
-        scores = self.function(texts, rows)
-        return list(scores) if isinstance(scores, types.GeneratorType) else scores
-
-
-def _place(error: BaseException) -> str:
-    """The line of the user's code that it came from; nothing where the call itself failed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if frame.filename not in (__file__, patience.__file__)]
-    return f" ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else ""
-
-
-def _batch(samples: Sequence[Sample]) -> str:
-    """What a function was called with."""
-    if not samples:
-        return "it was called with no responses"
-    return f"it was called with {len(samples)} responses, to {where(samples[0])} … {where(samples[-1])}"
 
 
 class ReasoningGymVerifier:
@@ -202,9 +159,10 @@ class ReasoningGymVerifier:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         try:
-            return within(FUNCTION_TIMEOUT, lambda: [self._score(sample) for sample in samples])
+            return within(functions.FUNCTION_TIMEOUT, lambda: [self._score(sample) for sample in samples])
         except Expired as error:
-            what = f"{self.name}: scoring took more than {FUNCTION_TIMEOUT:g} s; {_batch(samples)}"
+            rows = f"{len(samples)} responses, to {where(samples[0])} … {where(samples[-1])}"
+            what = f"{self.name}: scoring took more than {functions.FUNCTION_TIMEOUT:g} s; it was called with {rows}"
             raise InputError(what) from error
 
     def _score(self, sample: Sample) -> float:

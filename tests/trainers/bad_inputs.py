@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.trainers import tiny
 
-ALL, TRAINERS, READERS = "sft grpo reward kl-report", "sft grpo reward", "sft grpo kl-report"
+ALL, TRAINERS, READERS = "sft grpo reward kl-report eval", "sft grpo reward", "sft grpo kl-report eval"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
@@ -85,6 +85,9 @@ OPTIONS = [
     *option("grpo", "dtype", "float8 half", "one of auto, float32, bfloat16"),
     *option("sft", "resume", "maybe 3", "true or false"),
     *option("grpo", "temperature", "0 -1 nan inf", POSITIVE),
+    *option("grpo", "top_p", "0 1.5 -0.1 nan", "a number above 0, at most 1"),
+    *option("grpo", "top_k", "-1 2.5", COUNT),
+    *option("grpo", "min_p", "-0.1 1.5 nan", "a number from 0 to 1"),
     *option("grpo", "kl_coef", "-1 nan inf", FINITE),
     *option("grpo", "clip_low", "-0.1 nan inf", FINITE),
     *option("grpo", "clip_high", "-0.1 nan", "a number, 0 or more, or inf"),
@@ -94,12 +97,32 @@ OPTIONS = [
     *option("grpo", "max_new_tokens", "0 1.5", WHOLE),
     *option("grpo", "kl_estimator", "k5", r"one of k1, .*k3[+]"),
     *option("grpo", "advantage", "gae", "one of group-std, .*batch-std"),
+    *option("grpo", "std_floor", "-1 nan inf", FINITE),
+    *option("grpo", "zero_variance", "filter 1", "one of keep, drop, refill"),
+    *option("grpo", "max_refills", "0 -1 1.5", WHOLE),
+    *option("grpo", "overlong_buffer", "-1 0.5", COUNT),
+    *option("grpo", "overlong_factor", "0 -1 nan", POSITIVE),
+    *option("grpo", "kl_in", "both", "one of loss, reward"),
+    *option("grpo", "ref_sync_every", "-1 1.5", COUNT),
+    *option("grpo", "ref_mixup_alpha", "0 1.1 nan", "a number above 0, at most 1"),
     *option("reward", "label_smoothing", "0.5 0.7 -0.1 nan", "a number from 0 to below 0.5"),
     *option("reward", "centering", "-1 nan", FINITE),
     *option("reward", "normalize_pairs", "-1", COUNT),
     *option("reward", "too_long", "cut", "one of drop, truncate"),
     *option("kl-report", "temperature", "0 nan", POSITIVE),
     *option("kl-report", "samples", "0 -1", WHOLE),
+    *option("eval", "samples", "-1 1.5", COUNT),
+    *option("eval", "k", "0", WHOLE),
+    *option("eval", "temperature", "0 nan", POSITIVE),
+    *option("eval", "batch_size", "0", WHOLE),
+    *words("eval", "--k 3", "k=3 is more than samples=2: pass@k needs k responses to a problem"),
+    *words("eval", "--samples 0 --k 1", "k=1 is more than samples=0"),
+    *words("eval", "--revision main", "revision=main is of a model on the Hub, and model=model is a folder"),
+    *words("eval", "--max_new_tokens 200", "tokens, but the model has 128 positions; lower max_new_tokens"),
+    *words("eval", "--max_prompt_length 3", "rows.jsonl: all 12 rows are longer than max_prompt_length"),
+    *words("eval", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
+    *words("eval", "--verifiers exact_match --answer_column a", "line 1: column 'a' is missing; .*--answer_column"),
+    *words("eval", "--dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words(ALL, "--kl-coef 1", "unknown option --kl-coef; (did you mean --kl_coef|--help lists)"),
     *words("grpo", "--grup_size 4", r"unknown option --grup_size; did you mean --group_size\?"),
     *words("sft", "--group_size 4", "unknown option --group_size"),
@@ -114,6 +137,18 @@ OPTIONS = [
     *words("grpo", "--surrogate clap", "clap"),
     *words("grpo", "--surrogate judges:none_such", "surrogate 'judges:none_such': AttributeError"),
     *words("grpo", "--group_size 1", "group_size=1: a response needs others"),
+    *words("grpo", "--minibatches 4 --share_prompts", "minibatches=4 would split groups, which share their prompt"),
+    *words("grpo", "--std_floor 0.1 --preset rloo", "std_floor=0.1 has no meaning with this advantage"),
+    *words("grpo", "--zero_variance drop --preset reinforce++", "zero_variance=drop has no meaning with advantage=b"),
+    *words("grpo", "--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"),
+    *words("grpo", "--overlong_factor 2", "overlong_factor=2.0 has no meaning without --overlong_buffer"),
+    *words("grpo", "--overlong_buffer 5", "overlong_buffer=5 is more than max_new_tokens"),
+    *words("grpo", "--ref_mixup_alpha 0.5", "ref_mixup_alpha=0.5 has no meaning without --ref_sync_every"),
+    *words("grpo", "--ref_sync_every 2 --lora_rank 2", "ref_sync_every=2 needs a reference of its own"),
+    *words("grpo", "--ref_sync_every 2 --kl_every 0", "ref_sync_every=2 has no meaning with kl_coef=0 and kl_every=0"),
+    *words("grpo", "--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip"),
+    *words("grpo", "--vespo_k_pos 1 --preset gspo", "vespo_k_pos=1.0 has no meaning with surrogate=clip"),
+    *words("grpo", "--clip_low 0.1 --preset rloo", "clip_low=0.1 has no meaning with surrogate=policy-gradient"),
     *words("grpo", "--minibatches 3", "minibatches=3 does not divide the 4 responses"),
     *words("sft", "--offload --zero_stage 1", "offload needs zero_stage 2 or 3"),
     *words("sft", "--dtype bfloat16", "dtype=bfloat16 needs fp32 master weights"),
@@ -609,7 +644,7 @@ DATA = [
 # Verifiers: functions of judges.py, which stands in the folder of each case.
 
 JUDGES = """
-import os, sys, time
+import asyncio, os, sys, time
 
 def even(responses, rows): return [len(r) % 2 for r in responses]
 def raises(responses, rows): return [1 / 0 for r in responses]
@@ -637,7 +672,11 @@ def complexes(responses, rows): return [1j] * len(responses)
 def generator(responses, rows):
     yield 1.0
     raise ValueError("half way")
-def three(prompts, completions, answers): return [1.0]
+def trl(completions, answers, **columns): return [1.0]
+def one(response, row): return 1 / 0
+async def awaited(response, row): return 1 / 0
+async def waits(response, row): await asyncio.sleep(3600)
+def three(texts, rows, answers): return [1.0]
 def none(): return []
 def keywords(*, responses, rows): return []
 class Called: pass
@@ -665,6 +704,10 @@ def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
 ROWS_OF = r"it was called with 4 responses, to rows.jsonl, line \d+ … rows.jsonl, line \d+"
 VERIFIERS = [
     *judge("raises", rf"verifier 'judges:raises' raised ZeroDivisionError: .* \(judges.py, line \d+\).*{ROWS_OF}"),
+    *judge("raises", r"alone it raises on rows.jsonl, line \d+$"),
+    *judge("one", r"'judges:one' raised ZeroDivisionError: .* with the response to rows.jsonl, line \d+$"),
+    *judge("awaited", r"'judges:awaited' raised ZeroDivisionError: .* with the response to rows.jsonl, line \d+$"),
+    *judge("waits", "'judges:waits' did not return within 0.3 s"),
     *judge("raises_lines", "'judges:raises_lines' raised ValueError: one two"),
     *judge("raises_key", "'judges:raises_key' raised KeyError: 'nothing'"),
     *judge("exits", r"'judges:exits' called sys.exit\(0\)"),
@@ -693,6 +736,12 @@ VERIFIERS = [
         "2*judges:almost",
         begins=True,
     ),
+    *verifiers("judges:trl", "rows.jsonl, line 1: verifier 'judges:trl' takes the column 'answers'; the row has"),
+    *verifiers("regex('(a')", r"'regex': the pattern '\(a' does not compile"),
+    *verifiers("regex('(a)')", "column 'a' is missing", "--answer_column", "a"),
+    *verifiers("exact_match", "column 'a' is missing", "--answer_column", "a"),
+    *verifiers("length", "expected length.target=N. or length.limit=N."),
+    *verifiers("exact_macth", "verifier 'exact_macth': expected .*; did you mean 'exact_match'"),
     *verifiers("judges:three", r"'judges:three' must take \(responses, rows\)"),
     *verifiers("judges:none", r"'judges:none' must take \(responses, rows\)"),
     *verifiers("judges:keywords", r"'judges:keywords' must take \(responses, rows\)"),

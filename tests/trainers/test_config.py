@@ -6,7 +6,7 @@ import pytest
 
 import fused_rl
 from fused_rl.trainers import cli, grpo, policy_config, sft
-from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.config import InputError, parse, to_yaml
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -73,6 +73,24 @@ def test_a_value_out_of_its_range_is_one_line_that_names_option_value_and_range(
     number = int(value) if value.lstrip("-").isdigit() else float(value)
     with pytest.raises(InputError, match=f"{name}={number!r}: expected".replace("+", "[+]")):
         grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **{name: number})
+
+
+def test_a_mapping_is_read_from_a_file_and_as_text_and_printed_as_it_was(tmp_path):
+    (tmp_path / "c.yaml").write_text("chat_template_kwargs: {enable_thinking: true, style: short}\n")
+    config = made("--config", str(tmp_path / "c.yaml"))
+    assert config.chat_template_kwargs == {"enable_thinking": True, "style": "short"}
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "again.yaml")], "fused-rl grpo") == config
+    for text in ('{"enable_thinking": false}', "{enable_thinking: false}"):
+        assert made("--chat_template_kwargs", text).chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_mapping_that_is_none_is_refused(capsys):
+    for value in ("3", "[1]", "text", "{1: 2}"):
+        with pytest.raises(SystemExit):
+            made("--chat_template_kwargs", value)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "chat_template_kwargs" in line and "a mapping from names to values" in line
 
 
 def test_a_key_that_is_spelled_otherwise_is_suggested(capsys):

@@ -1,8 +1,8 @@
 import pytest
 
-from fused_rl.trainers import data
+from fused_rl.trainers import data, grpo, policy, ppo, preferences, reward, sft
 from fused_rl.trainers.config import DataConfig, InputError
-from fused_rl.trainers.data import Encoder, RowOrder, Rows, load_rows
+from fused_rl.trainers.data import Encoder, RowOrder, Rows, load_rows, load_tokenizer
 from tests.trainers import tiny
 
 
@@ -190,3 +190,62 @@ def test_every_stop_token_of_the_model_counts():
     tokenizer = tiny.tokenizer()
     for eos, expected in ((None, [3]), (2, [2, 3]), ([2, 5], [2, 3, 5])):
         assert data.stop_ids(tokenizer, transformers.GenerationConfig(eos_token_id=eos)) == expected
+
+
+THINKING = tiny.CHAT_TEMPLATE.replace(
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}",
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% if enable_thinking is false %}{{ '!' }}{% endif %}{% endif %}",
+).replace(
+    "'>' + m['content']",
+    "'>' + ('!' if enable_thinking is false and m['role'] == 'assistant' else '') + m['content']",
+)
+
+
+@pytest.fixture
+def thinking(tmp_path):
+    """A model folder whose chat template marks the assistant's turn where it is told not to think, and its rows."""
+    folder = tiny.model_folder(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(THINKING)
+    rows = [{"prompt": f"q{i}", "completion": "y", "chosen": "y", "rejected": "n"} for i in range(4)]
+    return folder, tiny.jsonl(tmp_path / "rows.jsonl", rows)
+
+
+def encoded_by_every_trainer(folder, rows, **options):
+    """The prompt of the first row, as sft, reward and the policy trainers read it."""
+    tokenizer = load_tokenizer(folder)
+    options = {"model": folder, "dataset": rows, "output_dir": "o", "eval_size": 1} | options
+    config = sft.SFTConfig(**options)
+    yield sft.encode(config, load_rows(rows), Encoder.of(config, tokenizer))[0].prompt
+    pairs = preferences.PairEncoder(reward.RewardConfig(**options), tokenizer).pairs(load_rows(rows))
+    yield pairs[0].chosen[0]
+    yield pairs[0].rejected[0]
+    for config_class in (grpo.GRPOConfig, ppo.PPOConfig):
+        yield policy.load_prompts(config_class(**options), tokenizer, [])[0][0].ids
+
+
+def test_the_chat_template_is_told_in_every_trainer_what_the_run_tells_it(thinking):
+    tokenizer = load_tokenizer(thinking[0])
+    for told, expected in ((None, "<assistant>"), ({"enable_thinking": False}, "<assistant>!")):
+        found = list(encoded_by_every_trainer(*thinking, chat_template_kwargs=told))
+        texts = [tokenizer.decode(prompt) for prompt in found]
+        assert texts == [f"<bos><user>q0<end>\n{expected}"] * 5
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"enable_thinkin": False}, "template does not read 'enable_thinkin'; did you mean enable_thinking[?]"),
+        ({"quux": 1}, "template does not read 'quux'$"),
+        ({"tokenize": False}, "tokenize is set by the trainer"),
+        ({"add_generation_prompt": True}, "add_generation_prompt is set by the trainer"),
+    ],
+)
+def test_what_the_chat_template_would_ignore_is_refused(told, message, thinking):
+    with pytest.raises(InputError, match=f"chat_template_kwargs: .*{message}"):
+        Encoder(load_tokenizer(thinking[0]), chat_template_kwargs=told)
+
+
+def test_a_template_can_be_told_nothing_where_it_is_not_used(thinking):
+    for tokenizer, raw in ((load_tokenizer(thinking[0]), True), (tiny.tokenizer(chat=False), False)):
+        with pytest.raises(InputError, match="chat_template_kwargs needs a tokenizer with a chat template"):
+            Encoder(tokenizer, raw_prompt=raw, chat_template_kwargs={"enable_thinking": False})

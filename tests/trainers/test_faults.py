@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, engine, verifiers
+from fused_rl.trainers import cli, engine, functions
 from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
 from tests.trainers.killed import Moment, run
@@ -29,6 +29,7 @@ GOOD = {
         *shlex.split("--minibatches 1 --max_new_tokens 4"),
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
+    "eval": shlex.split("--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"),
     "kl-report": shlex.split("--model model --reference model --prompts rows.jsonl --samples 1 --max_new_tokens 4"),
 }
 
@@ -106,8 +107,8 @@ def test_a_bad_input_is_one_line_and_changes_nothing(group, case, folder, monkey
         shutil.rmtree(folder / "run")
     if case.spoil is not None:
         case.spoil(folder)
-    if "sleeps" in case.title:
-        monkeypatch.setattr(verifiers, "FUNCTION_TIMEOUT", 0.3)
+    if case.title in ("verifier sleeps", "verifier waits"):
+        monkeypatch.setattr(functions, "FUNCTION_TIMEOUT", 0.3)
     before = contents(folder)
     kind = f"bad input, {group}"
     try:

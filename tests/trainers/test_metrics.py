@@ -14,6 +14,7 @@ from tests.trainers import tiny
 
 EOS, GROUP, LENGTH = 3, 4, 6
 KL_COEF, ENTROPY_COEF, CLIP_LOW, CLIP_HIGH = 0.3, 0.05, 0.2, 0.3
+BUFFER, FACTOR = 4, 0.7
 
 
 def case(rank: int) -> dict:
@@ -53,7 +54,7 @@ class Sampler:
 class Scorer:
     """The scores of the case, twice as many as they count."""
 
-    name, weight, solved_at = "points", 0.5, None
+    name, weight, solved_at = "points", 0.5, 1.0
 
     def __init__(self, scores):
         self.scores = scores
@@ -77,6 +78,8 @@ def config_of(folder: str) -> grpo.GRPOConfig:
         entropy_coef=ENTROPY_COEF,
         clip_low=CLIP_LOW,
         clip_high=CLIP_HIGH,
+        overlong_buffer=BUFFER,
+        overlong_factor=FACTOR,
         lr=1e-3,
         steps=4,
         zero_stage=0,
@@ -109,7 +112,7 @@ def step_of_a_rank(rank, world, folder):
 def definitions(folder: str) -> dict[str, float]:
     """Every metric from its definition, in fp64, over all 16 responses at once."""
     lm = models.load_lm(config_of(folder), torch.device("cpu"), trainable=False).base.double().requires_grad_(True)
-    tokens, sequences, sizes, rewards, stopped = [], [], [], [], []
+    tokens, sequences, sizes, scores, stopped = [], [], [], [], []
     for rank in range(2):
         given = case(rank)
         prompts = [prompt for prompt in given["prompts"] for _ in range(GROUP)]
@@ -123,8 +126,11 @@ def definitions(folder: str) -> dict[str, float]:
             tokens.append(row)
             sizes.append(len(response.ids))
             stopped.append(response.finish == "stop")
-        rewards += [0.5 * score for score in given["scores"]]
-    rewards = torch.tensor(rewards, dtype=torch.float64)
+        scores += given["scores"]
+    scores, lengths = torch.tensor(scores, dtype=torch.float64), torch.tensor(sizes, dtype=torch.float64)
+    penalties = FACTOR * (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
+    rewards = 0.5 * scores - penalties
+    solved = (scores >= 1).view(-1, GROUP)
     groups = rewards.view(-1, GROUP)
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     advantages = torch.where(equal, 0, (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4))
@@ -153,8 +159,7 @@ def definitions(folder: str) -> dict[str, float]:
     gradient = torch.autograd.grad(sequences["total"], list(lm.parameters()))
     norm = math.sqrt(sum(g.square().sum().item() for g in gradient))
 
-    penalty = -KL_COEF * sequences["kl"]
-    lengths = torch.tensor(sizes, dtype=torch.float64)
+    penalty = -KL_COEF * sequences["kl"] - penalties.mean()
     stop_rate = sum(stopped) / 16
     found = {
         "lr": 1e-3,
@@ -165,8 +170,8 @@ def definitions(folder: str) -> dict[str, float]:
         "objective/kl_exact": sequences["exact"],
         "objective/entropy": sequences["nll"],
         "objective/non_score_reward": penalty,
-        "objective/rlhf_reward": rewards.mean() + penalty,
-        "objective/scores": rewards.mean(),
+        "objective/rlhf_reward": 0.5 * scores.mean() + penalty,
+        "objective/scores": 0.5 * scores.mean(),
         "objective/kl_coef": KL_COEF,
         "policy/approxkl_avg": tokens["approx"].mean(),
         "policy/clipfrac_avg": tokens["clipped"].mean(),
@@ -180,12 +185,17 @@ def definitions(folder: str) -> dict[str, float]:
         "reward": rewards.mean(),
         "reward_std": groups.std(1).mean(),
         "frac_reward_zero_std": equal.double().mean(),
+        "frac_groups_all_solved": solved.all(1).double().mean(),
+        "frac_groups_none_solved": (~solved.any(1)).double().mean(),
+        "groups/drawn": 4,
+        "groups/trained": 4,
+        "overlong_penalty": penalties.mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1 - stop_rate,
-        "rewards/points/mean": 2 * rewards.mean(),
-        "rewards/points/std": 2 * rewards.std(unbiased=False),
+        "rewards/points/mean": scores.mean(),
+        "rewards/points/std": scores.std(unbiased=False),
     }
     return {key: torch.as_tensor(value).item() for key, value in found.items()}
 

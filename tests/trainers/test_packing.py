@@ -1,12 +1,14 @@
-"""Rows in which responses share their prompt: the same log-probabilities and gradients as a row for each response."""
+"""Rows of several sequences: the same scores, log-probabilities and gradients as a row for each sequence."""
 
 import pytest
 import torch
 
-from fused_rl.trainers import packing
+from fused_rl.trainers import packing, sft
+from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.models import LanguageModel
 from fused_rl.trainers.packing import Costs
+from fused_rl.trainers.reward_model import RewardModel, collate
 
 # Three groups of four: prompts and responses of different lengths, an empty response, and a group of nothing else.
 LENGTHS = ((3, (2, 0, 5, 1)), (7, (4, 4, 3, 1)), (5, (0, 0, 0, 0)))
@@ -139,3 +141,177 @@ def test_as_many_responses_share_a_row_as_is_cheapest():
     costs = Costs(token=2 * 358e6, pair=4 * 24 * 896)
     assert packing.responses_per_row(costs, 500, 100, 8) == 8
     assert packing.responses_per_row(costs, 100, 4000, 8) == 1
+
+
+# Pairs: what both begin with once, the score at the last token of each.
+
+TOKENS_ALONE = Costs(token=1.0, pair=0.0)
+PAIRS = (
+    ([5, 6, 7, 8, 9, 1], [5, 6, 7, 8, 3, 4, 1]),  # a prompt, and the first token of the responses too
+    ([5, 6, 1], [5, 6, 1, 2, 1]),  # one is the beginning of the other
+    ([5, 6, 1, 2, 1], [5, 6, 1]),  # and the other way round; its prompt is that of the pair before
+    ([9, 8, 1], [8, 9, 9, 9, 1]),  # nothing in common
+    ([8, 1], [1]),  # a single token; the first is what the pair before ended with
+)
+SEQUENCES = [side for pair in PAIRS for side in pair]
+
+
+def reward_model(kind: str, **options) -> RewardModel:
+    import transformers
+
+    causal = model(kind, **options)
+    name = f"{kind}ForSequenceClassification"
+    config = causal.config
+    config.num_labels = 1
+    torch.manual_seed(1)
+    return RewardModel(getattr(transformers, name)(config))
+
+
+def pair_scores_and_gradients(made: RewardModel, packed):
+    """Scores (N,) and the gradient of a random combination of them by every weight."""
+    weights = torch.randn(len(SEQUENCES), generator=torch.Generator().manual_seed(2))
+    made.zero_grad()
+    scores = made(*collate(SEQUENCES, "cpu")) if packed is None else made(packed=packed)
+    (scores * weights).sum().backward()
+    gradients = {name: weight.grad.clone() for name, weight in made.named_parameters() if weight.grad is not None}
+    return scores.detach(), gradients
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Llama", {}), ("Qwen2", {"attn_implementation": "eager"}), ("GPT2", {"pad_token_id": 0})],
+)
+def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind, options):
+    made = reward_model(kind, **options)
+    assert packing.why_not(made.classifier, longest=16) is None
+    packed = packing.pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
+    assert packed.input_ids.shape == (6, 9) and packed.states.shape == (10,)  # nothing shared: a row of each side's own
+    scores, gradients = pair_scores_and_gradients(made, None)
+    found, found_gradients = pair_scores_and_gradients(made, packed)
+    torch.testing.assert_close(found, scores, atol=1e-5 * scores.abs().max().item(), rtol=0)
+    assert found_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-5 * scale, rtol=0, msg=name)
+
+
+def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
+    # One token of nine is shared: a row of 17 is cheaper than two of 9 in tokens, and not in attention.
+    pair = [[5, 1, 2, 3, 4, 5, 6, 7, 1], [5, 2, 3, 4, 5, 6, 7, 8, 1]]
+    assert packing.pack_pairs(pair, TOKENS_ALONE, "cpu").input_ids.shape == (1, 17)
+    assert packing.pack_pairs(pair, Costs(token=0.0, pair=1.0), "cpu") is None
+    assert packing.pack_pairs([[5, 1], [6, 1]], TOKENS_ALONE, "cpu") is None  # nothing saved
+
+
+def test_a_classifier_costs_what_its_backbone_costs_and_its_head():
+    found, expected = packing.costs_of(reward_model("Llama").classifier), packing.costs_of(model("Llama"))
+    assert found == Costs(token=expected.token + 2 * 32, pair=expected.pair)
+
+
+# Whole sequences in a row.
+
+
+def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
+    lengths = [9, 2, 7, 3, 5, 4, 1, 9, 8]
+    rows = packing.arrange(lengths, TOKENS_ALONE)
+    assert sorted(sum(rows, [])) == list(range(len(lengths)))
+    width = max(sum(lengths[i] for i in row) for row in rows)
+    assert len(rows) * width <= 54  # of 48 tokens; a row each is 81
+    # Attention alone: a token of a long row pays for all of it, so no row is longer than the longest sequence.
+    rows = packing.arrange(lengths, Costs(token=0.0, pair=1.0))
+    assert max(sum(lengths[i] for i in row) for row in rows) == 9 and len(rows) < len(lengths)
+    assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]  # nothing to gain
+
+
+def test_the_longest_sequences_come_first_and_each_into_the_fullest_row_that_takes_it():
+    assert packing.fill([3, 8, 5, 2], 8) == [[2, 0], [1], [3]]
+    assert packing.fill([4, 6, 2, 4], 8) == [[1, 2], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_from", "options"),
+    [
+        ("Llama", "linear", {}),
+        ("Qwen2", "logits", {"attn_implementation": "eager"}),
+        ("GPT2", "linear", {}),  # learned positions, of which a row has more tokens than there are
+    ],
+)
+def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind, loss_from, options):
+    lm, given = model(kind, **options), batch()
+    values, gradients = scores_and_gradients(lm, loss_from, None, given)
+    for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))]):
+        packed = packing.pack_whole(given, rows)
+        assert packed.input_ids.shape[0] == len(rows) and len(packed.states) == given.response_mask.sum()
+        found, found_gradients = scores_and_gradients(lm, loss_from, packed, given)
+        torch.testing.assert_close(found, values, atol=2e-5, rtol=0)
+        for name, gradient in gradients.items():
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(found_gradients[name], gradient, atol=2e-5 * scale, rtol=0, msg=name)
+
+
+def test_a_sequence_in_a_row_sees_itself_alone():
+    given = make_batch([[5, 6], [7]], [[8, 1], [9, 9, 1]], 0, "cpu")
+    packed = packing.pack_whole(given, [[1, 0]])
+    assert packed.input_ids.tolist() == [[7, 9, 9, 5, 6, 8]]  # without the last tokens, which predict nothing
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert packed.states.tolist() == [4, 5, 0, 1, 2]
+    assert packed.attention_mask[0, 0, 4].nonzero()[:, 0].tolist() == [3, 4]
+
+
+class Plain(torch.nn.Module):
+    """A language model in place of an engine around one: its gradients are looked at, and no step is taken."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, *args, **kwargs):
+        return self.lm(*args, **kwargs)
+
+    def backward(self, loss):
+        loss.backward()
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 5])
+def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypatch):
+    # EOS, 1, is the pad as well, and stands within completions.
+    generator = torch.Generator().manual_seed(3)
+    examples = []
+    for i in range(16):
+        ids = torch.randint(1, 97, (3 + 2 * (i % 7),), generator=generator).tolist()
+        examples.append(sft.Example(ids[:2], [1, *ids[2:], 1], f"row {i}"))
+    config = sft.SFTConfig(model="m", dataset="d", output_dir="o", micro_batch_size=micro_batch_size)
+    lm = LanguageModel(model("Qwen2"), "linear")
+    monkeypatch.setattr(sft.engine, "optimizer_step", lambda model, step: {})
+
+    found = []
+    for costs in (None, TOKENS_ALONE):
+        lm.zero_grad()
+        parts = sft.micro_batches(examples, config, 1, "cpu", costs)
+        assert [part.packed is not None for part in parts] == [costs is not None] * len(parts)
+        assert max(len(part.batch.where) for part in parts) <= micro_batch_size
+        metrics = sft.train_step(Plain(lm), parts, 1)
+        gradients = torch.cat([weight.grad.flatten() for weight in lm.parameters() if weight.grad is not None])
+        found.append((metrics | sft.evaluate(lm, parts), gradients))
+    (metrics, gradients), (packed_metrics, packed_gradients) = found
+    assert packed_metrics == pytest.approx(metrics, rel=1e-6)
+    assert (packed_gradients - gradients).norm() <= 1e-6 * gradients.norm()
+
+
+def test_demonstrations_are_padded_where_packing_costs_as_much():
+    examples = [sft.Example([2, 3], [4, 1], "a row")] * 6
+    config = sft.SFTConfig(model="m", dataset="d", output_dir="o", micro_batch_size=4)
+    parts = sft.micro_batches(examples, config, 0, "cpu", Costs(token=0.0, pair=1.0))
+    assert [part.packed for part in parts] == [None, None]
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_a_model_that_cannot_is_told_in_a_line_and_refused_where_it_must(wanted, capsys):
+    lm, words = model("Mistral", sliding_window=6), {"option": "packing", "otherwise": "padded"}
+    if wanted:
+        with pytest.raises(InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"):
+            packing.agreed_costs(lm, 30, wanted, **words)
+    else:
+        assert packing.agreed_costs(lm, 30, wanted, **words) is None
+        assert capsys.readouterr().out.startswith("" if wanted is False else "padded: sliding_window=6")
+    assert packing.agreed_costs(model("Llama"), 30, True, **words) == packing.costs_of(model("Llama"))

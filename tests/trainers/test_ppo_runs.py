@@ -90,23 +90,39 @@ class Scripted:
         pass
 
 
+class ScriptedWithSets(Scripted):
+    """The same, with sets that depend on the response alone."""
+
+    records_support = True
+
+    def sample(self, prompts, sampling):
+        responses = super().sample(prompts, sampling)
+        for response in responses:
+            made = torch.Generator().manual_seed(sum(response.ids))
+            response.support = []
+            for nth, token in enumerate(response.ids):
+                others = torch.randperm(250, generator=made)[: 40 * (nth % 3)].tolist()
+                response.support.append(list({token, *others}))
+        return responses
+
+
 # A large epsilon, so that Adam does not turn the rounding of a gradient near 0 into a step of its own.
 SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "eval_size": 0}
 
 
-def train_splits(rank, world, files, folder, cases):
-    policy.TransformersSampler = Scripted
+def train_splits(rank, world, files, folder, cases, sets=False):
+    policy.TransformersSampler = ScriptedWithSets if sets else Scripted
     torch.randperm = lambda count, **_: torch.arange(count)  # the same minibatches, whoever holds their rows
     for stage, micro, critic in cases:
-        options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH
+        options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
         ppo.train(config_of(files, f"{folder}/{world}-{stage}-{micro}-{Path(critic).name}", critic=critic, **options))
 
 
-def check_splits(files, tmp_path, world, cases):
+def check_splits(files, tmp_path, world, cases, **options):
     """Every case against one process with ZeRO 0 and whole minibatches."""
     references = sorted({(0, 4, critic) for *_, critic in cases})
-    run_distributed(train_splits, 1, files, str(tmp_path), references, timeout=300)
-    run_distributed(train_splits, world, files, str(tmp_path), cases, timeout=500)
+    run_distributed(train_splits, 1, files, str(tmp_path), references, *options.values(), timeout=300)
+    run_distributed(train_splits, world, files, str(tmp_path), cases, *options.values(), timeout=500)
     for stage, micro, critic in cases:
         name = Path(critic).name
         reference, made = tmp_path / f"1-0-4-{name}", tmp_path / f"{world}-{stage}-{micro}-{name}"
@@ -118,6 +134,11 @@ def check_splits(files, tmp_path, world, cases):
 
 def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
     check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, "shared")])
+
+
+@pytest.mark.slow
+def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept_sets(files, tmp_path):
+    check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, "shared")], sets=True)
 
 
 @pytest.mark.slow
@@ -238,8 +259,11 @@ def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_ano
     ppo.train(config_of(files, tmp_path / "a", eval_every=2))
     metrics = tiny.read_metrics(tmp_path / "a")
     evaluation = {key for key in KEYS["ppo"] if key.startswith("eval/")}
+    evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}
+    for entry in metrics:
+        entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
     scorers = {f"rewards/{name}/{part}" for name in ("reward_model", VERIFIER) for part in ("mean", "std")}
-    training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers
+    training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
     assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1

@@ -137,6 +137,17 @@ def case(rank: int) -> dict:
     }
 
 
+def with_sets(given: dict) -> dict:
+    """The case with a set for every token: itself alone, some more, many, or (an empty one) the whole vocabulary."""
+    made = torch.Generator().manual_seed(7)
+    for response in given["responses"]:
+        response.support = []
+        for nth, token in enumerate(response.ids):
+            others = torch.randperm(250, generator=made)[: (9, 0, 100, 3)[nth % 4]].tolist()
+            response.support.append([] if nth % 4 == 3 else list({token, *others}))
+    return given
+
+
 def made_up(given):
     """`measure`, with the log-probabilities of the case."""
 
@@ -157,12 +168,17 @@ def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
             whole = torch.tensor([prompt.ids + response.ids])
             at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)
             output = lm(input_ids=whole, output_hidden_states=True)
-            logp = (output.logits[0, at] / softmax_temperature).log_softmax(-1)
+            logits = output.logits[0, at] / softmax_temperature
+            left_out = torch.zeros(logits.shape, dtype=torch.bool)
+            for of_token, kept in zip(left_out, response.support or [], strict=False):
+                of_token[:] = bool(kept)
+                of_token[kept] = False
+            logp = logits.masked_fill(left_out, -math.inf).log_softmax(-1)
             row = {name: values[i, at].double() for name, values in given["before"].items()}
             row["values"] = critic(whole, output.hidden_states[-1])[0, at]
             row["old_values"] = stale_values(whole)[0, at].double()
             row["logprobs"] = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
-            row["true_entropy"] = -(logp.exp() * logp).sum(-1)
+            row["true_entropy"] = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1)
             stopped = response.finish == "stop"
             row["score"] = 0.5 * given["scores"][i] - (0 if stopped else OPTIONS["missing_eos_penalty"])
             rows.append(row)
@@ -259,9 +275,10 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
     return ppo.judge(made, critic, rollout, parts, config.kl_coef), parts
 
 
+@pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, monkeypatch):
-    given, config = case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
+def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
+    given, config = with_sets(case(0)) if sets else case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
     lm, critic = models.load_lm(config, torch.device("cpu")), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
     stale = Stale(Plain(critic))
@@ -279,8 +296,10 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
     assert_gradients_close(critic.classifier, exact_critic.classifier)
 
 
-def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, monkeypatch):
-    given, config = case(0), config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
+@pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
+def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, sets, monkeypatch):
+    given = with_sets(case(0)) if sets else case(0)
+    config = config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
     lm = PolicyWithValues(models.load_lm(config, torch.device("cpu")))
     made = plain_policy(folders, config, lm, given)
     torch.nn.init.normal_(lm.value_head.weight, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, preferences, reward, reward_model
+from fused_rl.trainers import data, lock, preferences, reward, reward_model
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
 from tests.distributed import run_distributed
@@ -398,6 +398,37 @@ def test_it_learns(folder):
     metrics = [json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["eval/rm/accuracy"] <= 0.75 and metrics[-1]["eval/rm/accuracy"] == 1
     assert metrics[-1]["train/rm/loss"] < 0.3
+
+
+def test_pairs_that_share_a_row_train_as_sides_of_their_own(folder, run, monkeypatch):
+    shared, pack_pairs = [], reward.pack_pairs
+    monkeypatch.setattr(reward, "pack_pairs", lambda *given: shared.append(pack_pairs(*given)) or shared[-1])
+    config = make_config(folder, "shared", share_prompts=True)
+    reward.train(config)
+    assert len(shared) == 8 and None not in shared  # two micro-batches of each of four steps
+    own = make_config(folder, "own", share_prompts=False)
+    reward.train(own)
+    assert len(shared) == 8
+    assert comparable(config) == comparable(run[0])  # what None does, too
+    for a, b in zip(comparable(config), comparable(own), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    expected, found = weights(own), weights(config)
+    for name in expected:
+        assert (found[name] - expected[name]).abs().max() < 1e-6, name
+
+
+def test_a_model_whose_rows_hold_one_response_is_told_and_refused_where_they_must_hold_two(folder, tmp_path, capsys):
+    config = json.loads((folder / "model" / "config.json").read_text())
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    options = {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run"), "steps": 1}
+    reward.train(make_config(folder, **options))
+    told = "prompts are computed once per response: sliding_window=4 is shorter than"
+    assert told in capsys.readouterr().out
+    with pytest.raises(InputError, match="share_prompts: sliding_window=4 is shorter .*; drop --share_prompts"):
+        reward.train(make_config(folder, **options, share_prompts=True, overwrite=True))
+    lock.release()
 
 
 def test_dry_run(folder, capsys):

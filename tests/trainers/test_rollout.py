@@ -198,3 +198,26 @@ def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(caps
         policy.warn_if_off_policy(ratio, dtype)
         out = capsys.readouterr().out
         assert ("wrong ratios" in out) == warned, (ratio, dtype)
+
+
+def test_a_drawn_token_is_that_at_a_quantile_and_never_an_impossible_one():
+    probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(6, 6)
+    largest = 1 - 2**-53  # of torch.rand in fp64
+    quantiles = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, largest], dtype=torch.float64)
+    assert generate.token_at(probabilities, quantiles).tolist() == [1, 1, 3, 3, 4, 4]
+    # Of sums that rounding makes a little more or less than 1, over a vocabulary of a large model.
+    torch.manual_seed(0)
+    scores = torch.randn(64, 150_000) * 4
+    scores[:, -1000:] = -torch.inf
+    rows = torch.softmax(scores, -1)
+    last = generate.token_at(rows, torch.full((64,), largest, dtype=torch.float64))
+    assert (rows.gather(1, last[:, None]) > 0).all()
+
+
+def test_draws_are_as_frequent_as_they_are_likely():
+    torch.manual_seed(0)
+    scores = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0]).expand(40_000, 5)
+    sampling = Sampling(0.7, 1, (0,))
+    found = generate._draw(generate._scores(scores, sampling), sampling).bincount(minlength=5) / len(scores)
+    expected = torch.softmax(scores[0] / 0.7, -1)
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0)

@@ -1,5 +1,6 @@
 """Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -229,9 +230,12 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert_same_weights(tmp_path / "a", tmp_path / "b")
     metrics = tiny.read_metrics(tmp_path / "a")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
-    evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")}
+    evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
     verifier = {f"rewards/{VERIFIER}/mean", f"rewards/{VERIFIER}/std"}
-    training = {"step", *KEYS["grpo"]} - evaluation | verifier
+    training = {k for k in ("step", *KEYS["grpo"]) if not k.startswith("eval/")} | verifier
+    for entry in metrics:
+        entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
+    training.add("eval/mean_length_solved")
     assert set(metrics[0]) == {"step"} | evaluation
     assert set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
@@ -242,7 +246,7 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
 
 
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
-    config = grpo_config(files, tmp_path, verifiers=f"math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
+    config = grpo_config(files, tmp_path, verifiers=f"1*math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
     grpo.train(config)
     evaluation, training, both = tiny.read_metrics(tmp_path)
     struck = {"verifier/math/timeouts", "verifier/math/restarts"}
@@ -369,6 +373,31 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     pairs = sft.encode(sft_config(files, ""), held_out, data.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_path, monkeypatch):
+    rows = [{"question": f"{i}?", "answer": "y" * (1 + 9 * (i % 5))} for i in range(20)]
+    ragged = (files[0], tiny.jsonl(tmp_path / "ragged.jsonl", rows))
+    rows_of_parts, pack_whole = [], packing.pack_whole
+    monkeypatch.setattr(
+        packing, "costs_of", lambda lm: packing.Costs(token=1.0, pair=0.0)
+    )  # this model is all attention
+    monkeypatch.setattr(sft, "pack_whole", lambda *given: rows_of_parts.append(len(given[1])) or pack_whole(*given))
+    packed = sft_config(ragged, tmp_path / "packed", packing=True, micro_batch_size=4, save_every=2)
+    sft.train(packed)
+    # Two micro-batches of each of four steps, and the held-out rows.
+    assert len(rows_of_parts) == 4 * 2 + 1 and max(rows_of_parts) < 4
+    sft.train(sft_config(ragged, tmp_path / "padded", packing=False, micro_batch_size=4))
+    assert len(rows_of_parts) == 9
+    assert_same_metrics(tmp_path / "padded", tmp_path / "packed", rtol=2e-6)
+    assert_same_weights(tmp_path / "padded", tmp_path / "packed", atol=2e-6)
+
+    # Stopped half-way and resumed it is the same run, bit for bit.
+    shutil.copytree(tmp_path / "packed", tmp_path / "resumed")
+    options = {"output_dir": str(tmp_path / "resumed"), "resume_from": "step-2"}
+    sft.train(dataclasses.replace(packed, **options))
+    assert_same_metrics(tmp_path / "packed", tmp_path / "resumed", rtol=0)
+    assert_same_weights(tmp_path / "packed", tmp_path / "resumed")
 
 
 def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):

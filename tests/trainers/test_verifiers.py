@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import patience, verifiers
+from fused_rl.trainers import functions, patience, verifiers
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.rollout import (
     Incidents,
@@ -281,7 +281,7 @@ RESULTS = {
     ],
 )
 def test_a_function_that_goes_wrong_is_one_line_with_its_name_and_row(kind, message, monkeypatch):
-    monkeypatch.setattr(verifiers, "FUNCTION_TIMEOUT", 0.3 if kind in ("sleeps", "stubborn") else 600.0)
+    monkeypatch.setattr(functions, "FUNCTION_TIMEOUT", 0.3 if kind in ("sleeps", "stubborn") else 600.0)
     rows = [{"__where__": f"d.jsonl, line {i}"} for i in (1, 2)]
     with pytest.raises(InputError, match=f"'my:f' .*{message}") as raised:
         rolled_out([verifiers.FunctionScorer("my:f", broken(kind))], ["a", "b"], rows)
@@ -333,7 +333,7 @@ def test_within_leaves_signals_as_they_were():
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
 
 
-def other_arguments(prompts, completions, answers):
+def other_arguments(texts, rows, answers):
     """Wants three."""
 
 
@@ -362,7 +362,7 @@ def test_what_is_no_verifier_is_refused_before_the_run(tmp_path, monkeypatch):
         load_scorers(f"{HERE}:NO_FUNCTION")
     (tmp_path / "never_imports.py").write_text("import time; time.sleep(3600)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(verifiers, "FUNCTION_TIMEOUT", 0.3)
+    monkeypatch.setattr(functions, "FUNCTION_TIMEOUT", 0.3)
     with pytest.raises(InputError, match="'never_imports:f': its module was not imported within 0.3 s"):
         load_scorers("never_imports:f")
 

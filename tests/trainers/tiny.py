@@ -96,6 +96,11 @@ def odd_characters(responses: list[str], rows: list[dict]) -> list[float]:
     return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
 
 
+def first_is_odd(responses: list[str], rows: list[dict]) -> list[float]:
+    """A verifier that says right or wrong, so that in many small groups all rewards are equal."""
+    return [float(ord(r[:1] or "a") % 2) for r in responses]
+
+
 def read_metrics(folder) -> list[dict]:
     """The run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

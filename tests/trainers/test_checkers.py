@@ -1,0 +1,89 @@
+"""exact_match, regex, format and length against their definitions."""
+
+import time
+
+import pytest
+
+from fused_rl.trainers import checkers, verifiers
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.rollout import Incidents, Response, Sample
+
+
+def samples(*texts, answer="42", tokens=1):
+    row = {"answer": answer, "__where__": "d.jsonl, line 3"}
+    return [Sample(row, [], Response([5] * tokens, "length"), text) for text in texts]
+
+
+def scores(spelled, *texts, **of):
+    (scorer,) = verifiers.load_scorers(spelled)
+    return scorer(samples(*texts, **of))
+
+
+def test_a_whole_response_is_compared_after_normalisation():
+    assert scores("exact_match", " 42\n", "4 2", "the 42", "", "４２", "42.") == [1, 0, 0, 0, 1, 0]
+    assert scores("exact_match", "new\n York ", "New York", answer="It is #### New  York") == [0, 1]
+    assert scores("exact_match(ignore_case=true)", "NEW york", "Straße", answer="New York") == [1, 0]
+    assert scores("exact_match(ignore_case=true)", "STRASSE", answer="Straße") == [1]
+
+
+def test_a_pattern_is_looked_for_or_its_group_compared_with_the_answer():
+    assert scores(r"regex('\d+')", "so 7", "seven", "") == [1, 0, 0]
+    assert scores(r"regex('(?i)^final')", "FINAL word", "not final") == [1, 0]
+    last = r"regex('answer: (\d+)')"
+    assert scores(last, "answer: 42", "answer: 1, no, answer: 42", "answer: 42, no, answer: 1", "42") == [1, 1, 0, 0]
+    named = r"regex('(is|was) (?P<answer>[\w ]+)')"
+    assert scores(named, "it is New  York", "it was Rome", answer="New York") == [1, 0]
+    assert scores(r"regex('a(b)?')", "a", answer="b") == [0]  # the group did not take part
+
+
+def test_a_form_is_of_the_whole_response():
+    form = "<think>\na\n</think>\n<answer>42</answer>"
+    wrong = [f"{form} more", f"so {form}", form.replace("</think>", ""), form + form]
+    other_way_round = "<answer>1</answer><think>2</think>"
+    twice = "<think>a</think><answer>1</answer><answer>2</answer>"
+    nested = "<think>a<think>b</think><answer>1</answer>"
+    assert scores("format", form, f" {form}\n", *wrong, other_way_round, twice, nested) == [1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert scores(r"format('\[.*\]')", "[a\nb]", "[a] b") == [1, 0]
+    assert scores(r"format('(\d+)')", "7") == [1]  # a group of a form is compared with nothing
+
+
+@pytest.mark.parametrize(
+    ("spelled", "tokens", "expected"),
+    [
+        ("length(target=4)", 4, 0.0),
+        ("length(4)", 3, -0.25),
+        ("length(target=4)", 6, -0.5),
+        ("length(target=4)", 0, -1.0),
+        ("length(target=4)", 40, -1.0),
+        ("length(limit=4)", 0, 0.0),
+        ("length(limit=4)", 4, 0.0),
+        ("length(limit=4)", 5, -0.25),
+        ("length(limit=4)", 9, -1.0),
+    ],
+)
+def test_a_length_costs_what_its_formula_says(spelled, tokens, expected):
+    assert scores(spelled, "", tokens=tokens) == [expected]
+
+
+def test_a_pattern_that_does_not_end_scores_0_and_is_reported(monkeypatch):
+    monkeypatch.setattr(checkers, "MATCHING", 0.1)
+    (scorer,) = verifiers.load_scorers("regex('(a+)+b')")
+    began = time.process_time()
+    assert scorer(samples("a" * 60, "ab", answer="a")) == [0, 1]
+    assert time.process_time() - began < 20
+    assert scorer.take_incidents() == Incidents(1, 0, "d.jsonl, line 3 took more than 0.1 s of CPU")
+    assert scorer.take_incidents() == Incidents(0, 0, None)
+
+
+def test_rows_without_an_answer_are_refused_by_those_that_compare():
+    row = {"question": "a", "__where__": "d.jsonl, line 3"}
+    for spelled in ("exact_match", "regex('(a)')"):
+        (scorer,) = verifiers.load_scorers(spelled)
+        with pytest.raises(InputError, match="d.jsonl, line 3: column 'ground_truth' is missing"):
+            scorer.check(row)
+        (scorer,) = verifiers.load_scorers(spelled, "question")
+        scorer.check(row)
+        assert scorer([Sample(row, [], Response([5], "length"), "a")]) == [1.0]
+    for spelled in ("regex('a')", "format", "format('(a)')", "length(limit=3)"):
+        (scorer,) = verifiers.load_scorers(spelled)
+        scorer.check(row)

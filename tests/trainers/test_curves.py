@@ -1,0 +1,58 @@
+"""What stands in curves.png."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.curves import Against, draw_curves
+from fused_rl.trainers.metrics import KEYS
+
+HISTORY = [
+    {"step": 0, "eval": 0.1},
+    {"step": 1, "reward": 0.2, "length": 9.0},
+    {"step": 2, "reward": 0.4, "length": 7.0, "eval": 0.5},
+    {"step": 3, "reward": 0.3},
+]
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """`drawn(history, curves)` are the axes of the picture that it writes."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: figures.append(figure) or save(figure, *a, **k))
+
+    def draw(history, curves):
+        draw_curves(history, curves, tmp_path / "curves.png")
+        assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(list(tmp_path.iterdir())) == 1
+        return {axes.get_title(): axes for axes in figures[-1].axes}
+
+    return draw
+
+
+def test_a_panel_is_over_steps_or_over_another_metric(drawn):
+    axes = drawn(HISTORY, {"a": ["reward", "eval", "absent"], "b": Against("length", "reward"), "c": ["absent"]})
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes["a"].lines}
+    assert lines == {"reward": [[1, 0.2], [2, 0.4], [3, 0.3]], "eval": [[0, 0.1], [2, 0.5]]}
+    (points,) = axes["b"].collections
+    assert points.get_offsets().tolist() == [[9.0, 0.2], [7.0, 0.4]] and points.get_array().tolist() == [1, 2]
+    assert (axes["b"].get_xlabel(), axes["b"].get_ylabel()) == ("length", "reward")
+    assert not axes["c"].lines
+
+
+def test_many_panels_stand_in_rows_and_none_is_lost(drawn):
+    titles = [str(i) for i in range(6)]
+    axes = drawn(HISTORY, {title: ["reward"] for title in titles} | {"no step has both": Against("eval", "none")})
+    assert {title for title, a in axes.items() if a.get_visible()} == {*titles, "no step has both"}
+
+
+@pytest.mark.parametrize("trainer", [grpo, ppo])
+def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
+    """Of what a preset or an option adds, too: the groups' fractions are not of every run."""
+    keys = []
+    for panel in trainer.CURVES.values():
+        keys += list(panel)
+    groups = {"frac_groups_all_solved", "frac_groups_none_solved"} if trainer is grpo else set()
+    assert set(keys) - groups <= KEYS[trainer.__name__.rpartition(".")[2]].keys()
+    against = [panel for panel in trainer.CURVES.values() if isinstance(panel, Against)]
+    assert {panel.x for panel in against} == {"completions/mean_length", "objective/kl_exact"}

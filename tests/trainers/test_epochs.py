@@ -1,0 +1,96 @@
+"""Passes over the rows instead of steps: how many steps they come to, what a dry run says, and resuming."""
+
+import pytest
+import yaml
+
+from fused_rl.trainers import critic, epochs, grpo, lock, ppo, reward, sft
+from fused_rl.trainers.config import InputError, parse
+from tests.trainers import tiny
+
+NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model folder and a gsm8k-like file."""
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+
+
+def run_config(files, output_dir, **options) -> sft.SFTConfig:
+    defaults = {"completion_column": "answer", "eval_size": 4, "batch_size": 8, "lr": 1e-3, "zero_stage": 0}
+    return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+
+
+def parsed(config_class, *argv):
+    return parse(config_class, [*NEEDED, *argv], "fused-rl")
+
+
+@pytest.mark.parametrize(
+    ("passes", "rows", "per_step", "steps"),
+    # whole; begun is counted; a fraction that binary numbers miss from above (0.1 * 30 > 3); less than a step
+    [(2, 16, 8, 4), (1, 17, 8, 3), (0.1, 30, 3, 1), (0.01, 16, 8, 1)],
+)
+def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
+    for config_class, option in ((sft.SFTConfig, "batch_size"), (grpo.GRPOConfig, "prompts_per_step")):
+        config = parsed(config_class, "--num_train_epochs", str(passes), f"--{option}", str(per_step))
+        assert epochs.in_steps(config, rows).steps == steps
+        assert config.steps is None  # the config itself is left as it was
+
+
+def test_steps_and_passes_exclude_each_other_and_without_either_there_are_100(tmp_path, capsys):
+    assert parsed(sft.SFTConfig).steps == 100
+    (tmp_path / "c.yaml").write_text("steps: 7\n")
+    taken_back = parsed(sft.SFTConfig, "--config", str(tmp_path / "c.yaml"), "--steps=null", "--num_train_epochs=2")
+    assert (taken_back.steps, taken_back.num_train_epochs) == (None, 2.0)
+    with pytest.raises(SystemExit):
+        parsed(sft.SFTConfig, "--config", str(tmp_path / "c.yaml"), "--num_train_epochs", "2")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "num_train_epochs=2.0 and steps=7 are both given; give one of them" in line
+
+
+def test_a_warm_up_of_the_critic_has_its_own_steps():
+    config = parsed(ppo.PPOConfig, "--num_train_epochs", "2", "--critic_only", "5")
+    assert (critic.planned(config).steps, critic.planned(config).num_train_epochs) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config_class"),
+    [(sft, sft.SFTConfig), (reward, reward.RewardConfig), (grpo, grpo.GRPOConfig), (ppo, ppo.PPOConfig)],
+)
+def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_path, capsys):
+    command = ["--model", "m", "--dataset", files[1], "--output_dir", str(tmp_path / "run"), "--eval_size", "4"]
+    command += [f"--{config_class.batch_option}", "4", "--num_train_epochs", "2.1"]
+    trainer.main([*command, "--dry_run"])
+    printed = capsys.readouterr().out
+    assert "# steps: at most 9, fewer where rows are dropped: num_train_epochs=2.1 of 16 rows" in printed
+    (tmp_path / "printed.yaml").write_text(printed)
+    again = parse(config_class, ["--config", str(tmp_path / "printed.yaml")], "fused-rl")
+    assert again == parse(config_class, command, "fused-rl") and again.steps is None
+
+
+def test_a_dry_run_reads_no_hub_dataset():
+    config = parsed(sft.SFTConfig, "--dataset", "org/name", "--num_train_epochs", "1")
+    assert epochs.foresee(config) == (config, {})
+    assert sft.arithmetic(config, 1)["optimizer steps"] == epochs.UNKNOWN
+
+
+def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path, capsys):
+    sft.train(run_config(files, tmp_path / "steps", steps=3))
+    sft.train(run_config(files, tmp_path / "passes", num_train_epochs=1.2))
+    expected = tiny.untimed(tiny.read_metrics(tmp_path / "steps"))
+    assert tiny.untimed(tiny.read_metrics(tmp_path / "passes")) == expected
+    kept = yaml.safe_load((tmp_path / "passes" / "config.yaml").read_text())
+    assert (kept["steps"], kept["num_train_epochs"]) == (None, 1.2)
+
+    # More passes go on; fewer than are done are refused, whether steps or passes say so.
+    capsys.readouterr()
+    sft.train(run_config(files, tmp_path / "passes", num_train_epochs=2, resume=True))
+    told = capsys.readouterr().out
+    assert "resume: num_train_epochs 1.2 -> 2.0\n" in told and "of 16 rows, batch_size=8: 4 steps\n" in told
+    assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "passes")] == [0, 1, 2, 3, 4]
+    for fewer, message in (({"num_train_epochs": 0.5}, "steps=1 .num_train_epochs=0.5."), ({"steps": 2}, "steps=2")):
+        with pytest.raises(InputError, match=f"{message}, but the checkpoint has done 4 already"):
+            sft.train(run_config(files, tmp_path / "passes", resume=True, **fewer))
+        lock.release()
+        assert len(tiny.read_metrics(tmp_path / "passes")) == 5

@@ -1,0 +1,231 @@
+"""`fused-rl eval`: its figures by hand, its files, what it takes from a run, and what it refuses."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from fused_rl.trainers import data, generate, models
+from fused_rl.trainers import eval as command
+from fused_rl.trainers.config import parse
+from fused_rl.trainers.rollout import Response
+from fused_rl.trainers.sampling import Sampling
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+EOS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and five rows."""
+    folder = tmp_path_factory.mktemp("eval")
+    tiny.model_folder(folder / "model")
+    tiny.jsonl(folder / "rows.jsonl", [{"question": "a" * i, "answer": str(i)} for i in (5, 1, 4, 2, 3)])
+    return folder
+
+
+def options(folder, **more):
+    given = {"model": folder / "model", "dataset": folder / "rows.jsonl", "verifiers": "exact_match"} | more
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def read(folder):
+    rows = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+    return rows, json.loads((folder / "summary.json").read_text())
+
+
+class Scripted:
+    """Greedy: right for prompts of 3 or more; sampled: the first j of n right for a prompt of j; 1 of 4 is cut."""
+
+    def __init__(self, lm, *, pad_id, batch_size):
+        self.encode = tiny.tokenizer()
+
+    def sample(self, prompts, sampling):
+        turn, drawn = {}, []
+        for prompt in prompts:
+            size = len(self.encode.decode(prompt).split("<user>")[1].split("<end>")[0])
+            j = turn[size] = turn.get(size, 0) + 1
+            right = size >= 3 if not sampling.temperature else j <= size
+            text = str(size) if right else "wrong"
+            ids = self.encode(text, add_special_tokens=False).input_ids
+            stops = j != 4
+            drawn.append(Response([*ids, EOS] if stops else ids, "stop" if stops else "length"))
+        return drawn
+
+
+def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "TransformersSampler", Scripted)
+    out = tmp_path / "new" / "out"
+    command.main(options(folder, samples=4, max_new_tokens=9, batch_size=6, output_dir=out))
+    rows, summary = read(out)
+
+    # Of 4 samples the problems 1 … 5 have 1, 2, 3, 4 and 4 right.
+    assert summary["problems"] == 5 and summary["accuracy_greedy"]["mean"] == 3 / 5
+    assert summary["accuracy_greedy"]["standard_error"] == pytest.approx((0.3 / 5) ** 0.5)
+    expected = {"pass_at_1": (0.25 + 0.5 + 0.75 + 1 + 1) / 5, "pass_at_2": (0.5 + 5 / 6 + 3) / 5, "pass_at_4": 1.0}
+    assert {name: summary[name]["mean"] for name in summary if "pass" in name} == pytest.approx(expected)
+    sampled = summary["sampled"]
+    assert sampled["score"] == sampled["scores"]["exact_match"] == 14 / 20
+    assert sampled["clipped_ratio"] == 5 / 20
+    # Right ones have a digit and, but for the fourth ones, an end; wrong ones 5 letters and the same.
+    assert sampled["mean_length_solved"] == (12 * 2 + 2) / 14 and sampled["mean_length_unsolved"] == (3 * 6 + 3 * 5) / 6
+    assert sampled["mean_length"] == (26 + 33) / 20
+    assert summary["greedy"]["mean_length_solved"] == 2 and summary["greedy"]["mean_length_unsolved"] == 6
+    assert summary["options"]["verifiers"] == "exact_match" and summary["options"]["max_new_tokens"] == 9
+
+    # Every response, problems in the order of the rows.
+    assert [(row["drawn"], row["problem"]) for row in rows[:5]] == [("greedy", i) for i in range(5)]
+    assert [row["problem"] for row in rows[5:]] == sum(([i] * 4 for i in range(5)), [])
+    second = [row for row in rows if row["problem"] == 1]
+    assert [row["response"] for row in second] == ["wrong", "1", "wrong", "wrong", "wrong"]
+    assert second[1]["row"].endswith("rows.jsonl, line 2") and second[1]["scores"] == {"exact_match": 1.0}
+    assert [row["finish"] for row in second] == ["stop"] * 4 + ["length"] and second[1]["tokens"] == 2
+
+    printed = capsys.readouterr().out
+    for line in ("solved                     60.0 ± 24.5 %", "pass@2", "cut at max_new_tokens"):
+        assert line in printed
+    assert "5 problems" in printed and str(out / "responses.jsonl") in printed
+
+
+def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_path):
+    for name, more in {"a": {}, "b": {}, "c": {"seed": 2}}.items():
+        command.main(options(folder, samples=2, max_new_tokens=4, output_dir=tmp_path / name, **more))
+    a, b, c = (read(tmp_path / name)[0] for name in "abc")
+    assert a == b and a != c and a[:5] == c[:5]
+    tokenizer = data.load_tokenizer(str(folder / "model"))
+    lm = models.load_to_sample(str(folder / "model"))
+    encoder, rows = data.Encoder(tokenizer), data.load_rows(str(folder / "rows.jsonl"))
+    prompts = [encoder.prompt(rows, i, None) for i in range(5)]
+    sampling = Sampling(0.0, 4, tuple(data.stop_ids(tokenizer, lm.saved_generation_config)))
+    greedy = generate.generate(lm, prompts, sampling, pad_id=0, batch_size=1)
+    assert [row["tokens"] for row in a[:5]] == [len(ids) for ids in greedy]
+    assert [row["response"] for row in a[:5]] == [
+        tokenizer.decode(ids[:-1] if ids[-1] in sampling.stop_ids else ids) for ids in greedy
+    ]
+
+
+def test_adapters_are_evaluated_with_the_model_that_they_belong_to(folder, tmp_path):
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(lm, config)
+    for name, weight in adapted.named_parameters():
+        weight.data.mul_(3.0 if "lora_" in name else 1.0)  # enough to change what is said
+    adapted.save_pretrained(tmp_path / "adapters")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
+    said = {}
+    for name, model in (("adapters", tmp_path), ("whole", tmp_path), ("model", folder)):
+        data.load_tokenizer(str(folder / "model")).save_pretrained(model / name)
+        more = {"model": model / name, "samples": 0, "max_new_tokens": 4, "output_dir": tmp_path / "said" / name}
+        command.main(options(folder, **more))
+        said[name] = [row["response"] for row in read(tmp_path / "said" / name)[0]]
+    assert said["adapters"] == said["whole"] != said["model"]
+
+
+def test_truncated_sampling_reaches_the_sampler(folder, tmp_path):
+    command.main(options(folder, samples=2, top_k=1, max_new_tokens=4, output_dir=tmp_path / "a"))
+    rows, _ = read(tmp_path / "a")
+    greedy = [row["response"] for row in rows[:5]]
+    # From the likeliest token alone.
+    assert [row["response"] for row in rows[5:]] == sum(([text] * 2 for text in greedy), [])
+
+
+def test_greedy_alone_prints_no_samples_and_one_k_is_told_alone(folder, tmp_path, capsys):
+    command.main(options(folder, samples=0, max_rows=2, max_new_tokens=2, output_dir=tmp_path / "a"))
+    rows, summary = read(tmp_path / "a")
+    assert len(rows) == 2 and "sampled" not in summary and "pass@" not in capsys.readouterr().out
+    command.main(options(folder, samples=3, k=2, max_rows=2, max_new_tokens=2))
+    assert [word for word in capsys.readouterr().out.split() if "pass@" in word] == ["pass@2"]
+
+
+def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "model", run / "model")
+    (run / "config.yaml").write_text("max_new_tokens: 3\nprompt_column: text\nraw_prompt: true\nlr: 1.0\n")
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "b", "text": "a", "answer": "1"}])
+    config = command.EvalConfig(model=str(run), dataset=rows)
+    found = command.as_its_run(config)
+    assert found.model == str(run / "model") and config.max_new_tokens is None
+    assert (found.max_new_tokens, found.prompt_column, found.raw_prompt) == (3, "text", True)
+    assert command.as_its_run(command.EvalConfig(model=str(run / "model"), dataset=rows)) == found
+    given = dataclasses.replace(config, max_new_tokens=5, prompt_column="question", raw_prompt=False)
+    assert command.as_its_run(given) == dataclasses.replace(given, model=str(run / "model"))
+    capsys.readouterr()
+    command.main([f"--model={run}", f"--dataset={rows}", "--samples=0", "--verifiers", "format"])
+    printed = capsys.readouterr().out
+    assert f"as in {run / 'config.yaml'}: prompt_column text, raw_prompt True, max_new_tokens 3" in printed
+
+
+def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(folder, tmp_path, capsys):
+    problem = {"question": "1 + 1 = ?", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
+    rows = tiny.jsonl(tmp_path / "gym.jsonl", [problem])
+    command.main(options(folder, dataset=rows, verifiers=None, samples=0))
+    printed = capsys.readouterr().out
+    assert "verifiers: reasoning_gym (the rows name their dataset" in printed
+    encoder = data.Encoder(data.load_tokenizer(str(folder / "model")))
+    prompt = encoder.prompt(data.load_rows(rows), 0, None)
+    assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
+    rows = data.Rows([{"question": "a", "solution": "2"}], "d.jsonl")
+    assert command.verifiers_for(rows, "solution") == ("math", "the rows have answers, in column 'solution'")
+
+
+REFUSED = {
+    "--k 5": "k=5 is more than samples=4: pass@k needs k responses",
+    "--k 0": "k: expected a whole number above 0, got 0",
+    "--samples -1": "samples: expected a whole number, 0 or more, got -1",
+    "--temperature 0": "temperature: expected a finite number above 0",
+    "--dataset none.jsonl": "dataset file none.jsonl does not exist",
+    "--dataset empty.jsonl": "dataset empty.jsonl has no rows",
+    "--dataset bare.jsonl": r"bare.jsonl, line 1: nothing to judge responses by; the row has .*; name scorers",
+    "--verifiers typo": "verifier 'typo': expected math",
+    "--verifiers exact_match --answer_column a": "rows.jsonl, line 1: column 'a' is missing; .*--answer_column",
+    "--verifiers format --prompt_column a": "rows.jsonl, line 1: column 'a' is missing; .*--prompt_column",
+    "--verifiers format --max_prompt_length 2": "rows.jsonl: all 5 rows are longer than max_prompt_length",
+    "--verifiers format --max_new_tokens 200": "tokens, but the model has 128 positions; lower max_new_tokens",
+    "--model rows.jsonl": "model='rows.jsonl'",
+    "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
+    "--top_p 0": "top_p: expected a number above 0, at most 1",
+    "--verifiers format,1*exact_match": "'format' has no weight, and '1.exact_match' has one",
+    "--model none": "model='none'",
+    "--output_dir model": r"output_dir=model already holds summary.json; replace",
+    "--output_dir rows.jsonl": "output_dir=rows.jsonl cannot be used: File exists",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_evaluated_is_refused_in_a_line(line, folder, tmp_path, monkeypatch, capsys):
+    here = shutil.copytree(folder, tmp_path / "here")
+    monkeypatch.chdir(here)
+    (here / "empty.jsonl").write_text("\n")
+    (here / "bare.jsonl").write_text('{"question": "a"}\n')
+    (here / "model" / "summary.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = sorted(here.rglob("*"))
+    with pytest.raises(SystemExit) as refusal:
+        command.main(["--model", "model", "--dataset", "rows.jsonl", *line.split()])
+    said = refusal.value.code if isinstance(refusal.value.code, str) else capsys.readouterr().err.strip()
+    assert said.startswith("fused-rl eval: error: ") and "\n" not in said
+    assert re.search(REFUSED[line], said), said
+    assert sorted(here.rglob("*")) == before
+
+
+def evaluate_on(rank, world, argv):
+    return command.evaluate(parse(command.EvalConfig, argv, "fused-rl eval"))["greedy"]
+
+
+@pytest.mark.slow
+def test_several_processes_draw_the_same_greedy_responses_in_the_same_order(folder, tmp_path):
+    for world in (1, 3):  # 5 problems: two of three shares are filled up
+        argv = options(folder, samples=2, max_new_tokens=4, batch_size=2, output_dir=tmp_path / str(world))
+        returned = run_distributed(evaluate_on, world, argv, timeout=200)
+        assert returned == returned[:1] * world
+    (one, of_one), (three, of_three) = (read(tmp_path / str(world)) for world in (1, 3))
+    assert one[:5] == three[:5] and of_one["greedy"] == of_three["greedy"]
+    assert [(row["drawn"], row["row"]) for row in one] == [(row["drawn"], row["row"]) for row in three]

@@ -1,0 +1,76 @@
+"""Held-out evaluation during a run: every metric by hand, without the rows that only fill a rank's share up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fused_rl.trainers import evaluation
+from fused_rl.trainers.rollout import Prompt, Response, roll_out
+from fused_rl.trainers.sampling import Sampling
+from tests.trainers import tiny
+
+EOS = 3
+
+
+class Sampler:
+    """Greedy: right for the first problem. Sampled: 3, 1 and 4 of 4 right, of 1, 2, 3 and 4 tokens, the last cut."""
+
+    def sample(self, prompts, sampling):
+        right = [True, False, True] if not sampling.temperature else [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]
+        return [self.response(i % 4 + 1, right[i]) for i in range(len(prompts))]
+
+    def response(self, length, right):
+        ids = [70 + right] * length
+        return Response([*ids[:-1], EOS] if length < 4 else ids, "stop" if length < 4 else "length")
+
+
+class Judge:
+    """Right is what the sampler meant, half a point beside it."""
+
+    name, weight, solved_at = "judge", 0.5, 1.0
+
+    def __init__(self):
+        self.rights = [[True, False, True], [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]]
+
+    def __call__(self, samples):
+        return [1.0 if right else 0.25 for right in self.rights.pop(0)]
+
+
+def test_every_metric_is_its_definition(monkeypatch):
+    tokenizer, device, judge = tiny.tokenizer(), torch.device("cpu"), Judge()
+    config = SimpleNamespace(eval_samples=4, seed=1, micro_batch_size=5, show_samples=2)
+
+    def sampled(prompts, sampling, copies):
+        return roll_out(Sampler(), [judge], prompts, sampling, tokenizer, device, copies=copies)
+
+    def measure(policy, batch, parts, *, exact_kl):
+        each = torch.where(batch.response_mask, 2.0 ** torch.arange(12)[:, None], 0.0)
+        return SimpleNamespace(kl=each, entropy=3 * each)
+
+    monkeypatch.setattr(evaluation, "measure", measure)
+    policy = SimpleNamespace(
+        config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, tokenizer=tokenizer, has_reference=True
+    )
+    # The third problem is another rank's.
+    held_out = evaluation.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
+    metrics, shown = evaluation.evaluate(policy, held_out)
+    by_token = sum(2**i * (i % 4 + 1) for i in range(8))
+    assert metrics == pytest.approx(
+        {
+            "eval/accuracy_greedy": 1 / 2,
+            "eval/accuracy_sampled": 4 / 8,
+            "eval/pass_at_k": 1.0,
+            "eval/pass_at_1": (3 / 4 + 1 / 4) / 2,
+            "eval/pass_at_2": (1 + 1 / 2) / 2,  # of the second problem 3 of 6 pairs hold the right one
+            "eval/pass_at_4": 1.0,
+            "eval/score": (4 * 0.5 + 4 * 0.125) / 8,
+            "eval/kl_exact": by_token / 8,
+            "eval/entropy": 3 * by_token / 20,
+            "eval/mean_length": 20 / 8,
+            "eval/mean_length_solved": (1 + 2 + 3 + 2) / 4,
+            "eval/mean_length_unsolved": (4 + 1 + 3 + 4) / 4,
+            "eval/clipped_ratio": 2 / 8,
+        }
+    )
+    assert len(shown) == 2 and shown[0]["reward"] == 0.5

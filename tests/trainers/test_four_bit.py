@@ -1,0 +1,125 @@
+"""Weights of 4 bits under adapters. What needs bitsandbytes runs where it is installed: it has kernels for a CPU."""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+
+from fused_rl.trainers import grpo, lora, models, reward, sft
+from fused_rl.trainers.config import InputError
+from tests.trainers import tiny
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model folder and a gsm8k-like file."""
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+
+
+def sft_config(files, output_dir, **options) -> sft.SFTConfig:
+    defaults = {"completion_column": "answer", "eval_size": 4, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 4}
+    defaults |= {"save_every": 2, "lora_rank": 2, "load_in_4bit": True}
+    return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_rank": 0}, "load_in_4bit: weights of 4 bits are not trained.*give --lora_rank"),
+        ({"zero_stage": 3}, "load_in_4bit: ZeRO 3 would split.*use zero_stage 2"),
+        ({"save_merged": True}, "save_merged: weights of 4 bits"),
+        ({}, r"load_in_4bit needs bitsandbytes: pip install 'fused-rl\[bnb\]'"),
+    ],
+)
+def test_what_cannot_be_in_4_bits_is_refused_in_a_line(options, message, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=message):
+        models.load_lm(sft_config(files, tmp_path, **options), CPU)
+
+
+def test_a_reward_model_is_not_in_4_bits():
+    config = reward.RewardConfig(model="m", dataset="d", output_dir="o", load_in_4bit=True, lora_rank=2)
+    with pytest.raises(InputError, match="load_in_4bit: a reward model is saved whole"):
+        reward.arithmetic(config, 1)
+
+
+def gradients(lm) -> dict[str, torch.Tensor]:
+    """Of the adapters of the first layer, through all 4-bit weights after it."""
+    lm.zero_grad()
+    lm.train()
+    lm.lm(input_ids=IDS).logits.square().sum().backward()
+    named = {name: weight for name, weight in lm.named_parameters() if "layers.0." in name and "lora_" in name}
+    return {name: weight.grad.clone() for name, weight in named.items()}
+
+
+@needs_bitsandbytes
+def test_logits_and_gradients_are_those_of_the_weights_that_4_bits_stand_for(files, tmp_path):
+    import bitsandbytes
+    from bitsandbytes.functional import dequantize_4bit
+
+    config = sft_config(files, tmp_path)
+    torch.manual_seed(0)
+    small = models.load_lm(config, CPU)
+    for name, weight in small.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    torch.manual_seed(0)
+    plain = models.load_lm(sft_config(files, tmp_path, load_in_4bit=False), CPU)
+    kinds = dict(small.named_modules())
+    trained = {name: weight for name, weight in small.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            module = kinds[name.rpartition(".")[0]]
+            if isinstance(module, bitsandbytes.nn.Linear4bit) and name.endswith(".weight"):
+                weight.copy_(dequantize_4bit(module.weight.data, module.weight.quant_state))
+            elif name in trained:
+                weight.copy_(trained[name])
+    assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in kinds.values()) == 14
+    assert type(small.base.get_output_embeddings()) is torch.nn.Linear  # the losses read the head's weight
+
+    # Before and after an evaluation, which must not change how the weights are laid out.
+    for _ in range(2):
+        expected, found = gradients(plain), gradients(small)
+        for name, gradient in expected.items():
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(found[name], gradient, atol=1e-5 * scale, rtol=0, msg=name)
+        with torch.no_grad():
+            logits = [lm.eval().lm(input_ids=IDS).logits for lm in (plain, small)]
+        torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=0)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("options", [{"zero_stage": 0}, {"zero_stage": 2}])
+def test_a_run_in_4_bits_resumes_bit_for_bit_and_saves_adapters(options, files, tmp_path):
+    config = sft_config(files, tmp_path / "whole", **options)
+    folder = sft.train(config)
+    metrics = tiny.read_metrics(tmp_path / "whole")
+    assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
+    assert lora.base_of(folder) == (files[0], None)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    resumed = sft.train(sft_config(files, tmp_path / "resumed", resume_from="step-2", **options))
+    assert tiny.untimed(tiny.read_metrics(tmp_path / "resumed")) == tiny.untimed(metrics)
+    from safetensors.torch import load_file
+
+    a, b = (load_file(f"{run}/adapter_model.safetensors") for run in (folder, resumed))
+    assert all(torch.equal(a[name], b[name]) for name in a | b)
+
+
+@needs_bitsandbytes
+def test_grpo_in_4_bits_starts_on_its_reference(files, tmp_path):
+    options = {"verifiers": "tests.trainers.tiny:odd_characters", "eval_size": 0, "steps": 2, "prompts_per_step": 2}
+    options |= {"group_size": 2, "minibatches": 1, "max_new_tokens": 4, "save_every": 0, "zero_stage": 0, "lr": 1e-2}
+    options |= {"load_in_4bit": True, "lora_rank": 2}
+    grpo.train(grpo.GRPOConfig(model=files[0], dataset=files[1], output_dir=str(tmp_path), **options))
+    first, second = tiny.read_metrics(tmp_path)
+    assert first["objective/kl_exact"] == pytest.approx(0, abs=1e-6) and second["objective/kl_exact"] > 1e-4
+    assert first["val/ratio"] == pytest.approx(1, abs=1e-6)

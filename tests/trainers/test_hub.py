@@ -1,0 +1,206 @@
+"""Pushing the trained model, to a Hub that is a fake, and telling trackers of a run, which are fakes too."""
+
+import importlib.util
+import sys
+import time
+import types
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+from fused_rl.trainers import engine, hub, lock, sft
+from fused_rl.trainers.config import InputError
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+
+class FakeApi:
+    """What is used of `HfApi`; what happens is decided by class attributes, and what is asked for is kept in one."""
+
+    user = {"name": "me", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
+    there = {}  # name -> private
+    refusal = None
+    asked: list
+
+    def whoami(self):
+        if isinstance(self.user, Exception):
+            raise self.user
+        return self.user
+
+    def repo_exists(self, repo_id):
+        return repo_id in self.there
+
+    def model_info(self, repo_id):
+        return types.SimpleNamespace(private=self.there[repo_id])
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.asked.append(("create", repo_id, private, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(
+            ("upload", repo_id, sorted(path.name for path in Path(folder_path).iterdir()), commit_message)
+        )
+
+
+@pytest.fixture
+def api(monkeypatch):
+    """The fake in place of the Hub."""
+    fake = type("Api", (FakeApi,), {"asked": []})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    return fake
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+
+
+def config_of(files, output_dir, **options) -> sft.SFTConfig:
+    defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 4, "steps": 1, "zero_stage": 0}
+    return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+
+
+def refused(files, output_dir, message: str, **options) -> None:
+    """Training is refused in one line that matches."""
+    with pytest.raises(InputError, match=message) as error:
+        sft.train(config_of(files, output_dir, push_to_hub=True, **options))
+    lock.release()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "repository", "private"),
+    [
+        ({}, "me/run", None),
+        ({"hub_model_id": "other"}, "me/other", None),
+        ({"hub_model_id": "us/other", "hub_private_repo": True}, "us/other", True),
+    ],
+)
+def test_the_model_is_pushed_when_it_is_saved(options, repository, private, files, api, tmp_path, capsys):
+    sft.train(config_of(files, tmp_path / "run", push_to_hub=True, **options))
+    created, (_, to, names, message) = api.asked
+    assert created == ("create", repository, private, True) and to == repository
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names) and message == "fused-rl sft, step 1"
+    told = capsys.readouterr().out
+    assert told.index("model: ") < told.index(f"pushed the model to {repository}")
+
+
+NO_TOKEN = LocalTokenNotFoundError("Token is required")
+READS = {"name": "me", "auth": {"accessToken": {"role": "read"}}}
+
+
+@pytest.mark.parametrize(
+    ("user", "options", "message"),
+    [
+        (NO_TOKEN, {}, "there is no token for the Hub; run `hf auth login`"),
+        (ConnectionError("Name or service\nnot known"), {}, "does not say whose token.*Name or service not known"),
+        (READS, {}, "the token of me may read and not write"),
+        (None, {"hub_model_id": "them/other"}, "'them/other': the token is of me, us, and not of them"),
+        (None, {"hub_model_id": "a b"}, "hub_model_id='me/a b' is no name of a repository"),
+        (None, {"hub_model_id": "us/a/b"}, "is no name of a repository"),
+        (None, {"hub_model_id": "public", "hub_private_repo": True}, "me/public is on the Hub already, and public"),
+    ],
+)
+def test_what_is_known_to_fail_is_refused_before_anything_is_read(user, options, message, files, api, tmp_path):
+    api.user, api.there = user or api.user, {"me/public": False, "me/private": True}
+    refused(("no-such-model", files[1]), tmp_path / "run", message, **options)
+    assert not (tmp_path / "run").exists() and not api.asked
+
+
+def test_a_private_repository_that_is_there_is_taken(files, api, tmp_path):
+    api.there = {"me/private": True}
+    hub.check(config_of(files, tmp_path, push_to_hub=True, hub_model_id="private", hub_private_repo=True))
+
+
+def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_path):
+    api.refusal = ConnectionError("the line\nwent dead")
+    model = tmp_path / "run" / "model"
+    words = (
+        f"the model is whole in {model}, but could not be pushed: .*went dead; push it with: hf upload me/run {model}"
+    )
+    refused(files, tmp_path / "run", words, save_every=0)
+    assert tiny.weights(model) and not (tmp_path / "run" / "checkpoints").exists()
+    lock.take(tmp_path / "run")  # and the folder is free
+    lock.release()
+
+
+@pytest.mark.parametrize("options", [{"hub_model_id": "a"}, {"hub_private_repo": True}])
+def test_where_to_push_without_pushing_is_refused(options, files, tmp_path):
+    with pytest.raises(InputError, match="say where to push the model; add --push_to_hub"):
+        config_of(files, tmp_path, **options)
+
+
+def slow_work(rank, world):
+    """Work of rank 0 that takes longer than two rounds of keeping in touch, and then fails."""
+    engine.setup(1)
+    engine.IN_TOUCH, done = 0.2, []
+
+    def work():
+        time.sleep(0.7)
+        done.append(rank)
+        if len(done) > 1:
+            raise InputError("no more")
+
+    engine.on_first_rank_at_length(work)
+    try:
+        engine.on_first_rank_at_length(work)
+    except InputError as error:
+        return done, str(error)
+
+
+@pytest.mark.slow
+def test_all_ranks_wait_for_long_work_of_the_first_and_hear_how_it_ended():
+    assert run_distributed(slow_work, 2) == [([0, 0], "no more"), ([], "no more")]
+
+
+# Trackers.
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_is_told_what_metrics_jsonl_is_told(package, files, tmp_path, monkeypatch):
+    begun, logged, ended = [], [], []
+    run = types.SimpleNamespace(
+        log=lambda metrics, step: logged.append((step, metrics)), finish=lambda: ended.append(True)
+    )
+    module = types.ModuleType(package)
+    module.init = lambda **options: begun.append(options) or run
+    module.__spec__ = importlib.util.spec_from_loader(package, None)
+    monkeypatch.setitem(sys.modules, package, module)
+    sft.train(config_of(files, tmp_path / "run", **{f"{package}_project": "p"}))
+    (options,) = begun
+    assert options["project"] == "p" and options["config"]["model"] == files[0] and ended == [True]
+    written = tiny.read_metrics(tmp_path / "run")
+    assert [{"step": step, **metrics} for step, metrics in logged] == written
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read(package, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = config_of(("no-such-model", "no-such-rows.jsonl"), tmp_path / "run", **{f"{package}_project": "p"})
+    with pytest.raises(InputError, match=f"{package}_project is set, but {package} is not installed: pip install"):
+        sft.train(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_itself_takes_a_run(files, tmp_path, monkeypatch):
+    import sqlite3
+
+    import trackio
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("trackio")]:
+        if hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    (tmp_path / "trackio").mkdir()
+    sft.train(config_of(files, tmp_path / "run", steps=2, save_every=1, trackio_project="p"))
+    sft.train(config_of(files, tmp_path / "run", steps=3, save_every=1, trackio_project="p", resume=True))
+    assert trackio.__version__
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as store:
+        rows = store.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [(name, step) for name, step, _ in rows] == [("run", 1), ("run", 2), ("run", 3)]
+    assert "train/loss" in str(rows[0][2])

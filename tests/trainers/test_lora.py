@@ -1,0 +1,193 @@
+"""Adapters: which layers get them, saved apart or merged, and trained on from the folder that holds them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import data, engine, grpo, lock, lora, models, ppo, reward, sft
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.reward_model import RewardModel, check_reads_policy
+from tests.trainers import tiny
+
+IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model folder and a gsm8k-like file."""
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+
+
+def sft_config(files, output_dir, **options) -> sft.SFTConfig:
+    defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 2}
+    defaults |= {"save_every": 0, "lora_rank": 2, "stage3_param_persistence_threshold": 0}
+    return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+
+
+def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
+    defaults = {"verifiers": "tests.trainers.tiny:odd_characters", "eval_size": 0, "steps": 1, "prompts_per_step": 2}
+    defaults |= {"group_size": 2, "minibatches": 1, "max_new_tokens": 4, "save_every": 0, "zero_stage": 0, "lr": 1e-2}
+    return grpo.GRPOConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+
+
+@pytest.fixture(scope="module")
+def adapters(files, tmp_path_factory) -> str:
+    """What a run with adapters leaves: their folder."""
+    folder = tmp_path_factory.mktemp("adapters")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        return sft.train(sft_config(files, folder, lora_targets="q_proj, down_proj", steps=4))
+
+
+def logits(lm) -> torch.Tensor:
+    with torch.no_grad():
+        return lm.eval()(input_ids=IDS).logits
+
+
+def with_peft(base: str, adapters: str) -> torch.Tensor:
+    """Logits of the base with the saved adapters, as peft reads them."""
+    import peft
+    import transformers
+
+    return logits(peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapters))
+
+
+def stock(folder: str) -> torch.Tensor:
+    import transformers
+
+    return logits(transformers.AutoModelForCausalLM.from_pretrained(folder))
+
+
+# Which layers.
+
+
+def adapted_layers(module) -> set[str]:
+    """The last names of the layers that have adapters."""
+    names = [name.partition(".lora_A")[0] for name, _ in module.named_parameters() if ".lora_A" in name]
+    return {name.rpartition(".")[2] for name in names}
+
+
+ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"), [("q_proj", {"q_proj"}), ("v_proj, up_proj", {"v_proj", "up_proj"}), ("all-linear", ALL)]
+)
+def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, files, tmp_path):
+    config = sft_config(files, tmp_path, lora_targets=targets)
+    assert adapted_layers(models.load_lm(config, torch.device("cpu"))) == layers
+    shown = {"lora_rank": 2, "lora_targets": targets}
+    assert adapted_layers(RewardModel.from_pretrained(files[0], **shown)) == layers
+    engine.setup(1)
+    config = ppo.PPOConfig(model=files[0], dataset="d", output_dir="o", zero_stage=0, **shown)
+    critic = ppo.load_critic(config, data.load_tokenizer(files[0]), torch.device("cpu"), 1)
+    assert adapted_layers(critic.module) == layers
+
+
+@pytest.mark.parametrize("targets", ["q_proj,q_prj", "lm_head", "embed_tokens", "mlp", "", "q_proj,"])
+def test_a_layer_that_there_is_not_is_named_with_those_that_there_are(targets, files, tmp_path):
+    there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(InputError, match=f"lora_targets: Qwen2ForCausalLM has no linear layer '.*{there}"):
+        models.load_lm(sft_config(files, tmp_path, lora_targets=targets), torch.device("cpu"))
+    with pytest.raises(InputError, match=f"lora_targets: Qwen2ForSequenceClassification has no .*{there}"):
+        RewardModel.from_pretrained(files[0], lora_rank=2, lora_targets=targets.replace("lm_head", "score"))
+
+
+@pytest.mark.parametrize("options", [{"lora_targets": "q_proj"}, {"save_merged": True}])
+def test_options_of_adapters_without_adapters_are_refused(options, files, tmp_path):
+    with pytest.raises(InputError, match=f"{next(iter(options))} says how .* give --lora_rank"):
+        models.load_lm(sft_config(files, tmp_path, lora_rank=0, **options), torch.device("cpu"))
+
+
+# What is saved.
+
+
+def test_adapters_are_saved_apart_from_the_weights(files, adapters):
+    assert not (Path(adapters) / "model.safetensors").exists()
+    assert (with_peft(files[0], adapters) - stock(files[0])).abs().max() > 1e-2
+    assert "q_proj" in json.loads((Path(adapters) / "adapter_config.json").read_text())["target_modules"]
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 0}, {"zero_stage": 3}])
+def test_merged_weights_are_those_of_the_model_with_its_adapters(options, files, adapters, tmp_path):
+    targets = {"lora_targets": "q_proj, down_proj", "steps": 4}
+    folder = sft.train(sft_config(files, tmp_path, save_merged=True, **targets, **options))
+    assert not (Path(folder) / "adapter_config.json").exists()
+    torch.testing.assert_close(stock(folder), with_peft(files[0], adapters), atol=2e-5, rtol=0)
+    assert data.load_tokenizer(folder).chat_template == tiny.CHAT_TEMPLATE
+
+
+# A folder of adapters as the model.
+
+
+def test_saved_adapters_are_trained_on_and_measured_against_the_weights_below_them(files, adapters, tmp_path):
+    config = grpo_config((adapters, files[1]), tmp_path, lr=0.0)
+    lm = models.load_lm(config, torch.device("cpu"))
+    torch.testing.assert_close(logits(lm.lm), with_peft(files[0], adapters), atol=1e-6, rtol=0)
+    with lm.lm.disable_adapter():
+        torch.testing.assert_close(logits(lm.lm), stock(files[0]), atol=1e-6, rtol=0)
+    assert all("lora_" in name for name, weight in lm.named_parameters() if weight.requires_grad)
+
+    # With a learning rate of 0 the KL is that of the adapters as they were saved, and they are saved again.
+    folder = grpo.train(config)
+    assert tiny.read_metrics(tmp_path)[0]["objective/kl_exact"] > 1e-3
+    torch.testing.assert_close(with_peft(files[0], folder), with_peft(files[0], adapters), atol=1e-6, rtol=0)
+    trained = sft.train(sft_config((adapters, files[1]), tmp_path / "on", lora_rank=0))
+    assert (with_peft(files[0], trained) - with_peft(files[0], adapters)).abs().max() > 1e-3
+
+
+def test_the_options_of_the_adapters_that_are_read_may_be_repeated_and_not_changed(files, adapters, tmp_path):
+    models.load_lm(sft_config((adapters, files[1]), tmp_path, lora_rank=2), torch.device("cpu"))
+    for options in ({"lora_rank": 3}, {"lora_alpha": 16.0}, {"lora_targets": "k_proj"}):
+        (option,) = options
+        with pytest.raises(InputError, match=f"holds adapters of rank 2 and alpha 32.*: leave out {option}="):
+            models.load_lm(sft_config((adapters, files[1]), tmp_path, **options), torch.device("cpu"))
+
+
+def spoiled(adapters: str, folder: Path, **changed) -> str:
+    """A copy of the adapters with other entries in their config."""
+    shutil.copytree(adapters, folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"base_model_name_or_path": None}, "do not say to which model they belong"),
+        ({"base_model_name_or_path": "/nowhere/model"}, "'/nowhere/model' is neither a local folder"),
+        ({"peft_type": "IA3"}, "adapters of kind IA3"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias=all"),
+        ({"peft_type": "NONE_SUCH"}, "adapter_config.json cannot be read"),
+        ({"r": 5}, "do not fit"),
+    ],
+)
+def test_adapters_that_cannot_be_read_are_refused_in_a_line(changed, message, files, adapters, tmp_path):
+    folder = spoiled(adapters, tmp_path / "spoiled", **changed)
+    with pytest.raises(InputError, match=message) as refused:
+        models.load_lm(sft_config((folder, files[1]), tmp_path, lora_rank=0), torch.device("cpu"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp_path):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
+    pairs = tiny.jsonl(tmp_path / "pairs.jsonl", rows)
+    config = reward.RewardConfig(
+        model=adapters, dataset=pairs, output_dir=str(tmp_path / "r"), eval_size=0, zero_stage=0
+    )
+    with pytest.raises(InputError, match="holds adapters alone, .*--save_merged"):
+        reward.train(config)
+    lock.release()
+
+
+def test_the_weights_below_are_found_for_what_reads_the_policys_config(files, adapters):
+    assert lora.base_of(adapters) == (files[0], None)
+    assert lora.base_of(files[0]) == (files[0], None)
+    model, tokenizer = RewardModel.from_pretrained(files[0]), data.load_tokenizer(adapters)
+    check_reads_policy("reward model", files[0], model, tokenizer, adapters)

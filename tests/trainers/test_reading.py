@@ -1,0 +1,118 @@
+"""Which revision and which attention: in every place where a model or tokenizer is read. The Hub is a folder here."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import data, engine, models, ppo, reward, scorers, sft
+from fused_rl.trainers.config import InputError
+from tests.trainers import tiny
+
+CPU = torch.device("cpu")
+NAME = "someone/model"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    """A cache of the Hub with one model in two revisions, of other weights and other chat templates."""
+    cache = tmp_path_factory.mktemp("hub")
+    there = cache / "models--someone--model"
+    (there / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate({"main": "a" * 40, "v2": "b" * 40}.items()):
+        folder = there / "snapshots" / commit
+        tiny.model_folder(folder, seed=seed)
+        (folder / "chat_template.jinja").write_text(tiny.CHAT_TEMPLATE + f"{{# {revision} #}}")
+        (there / "refs" / revision).write_text(commit)
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def offline(hub, monkeypatch):
+    engine.setup(1)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def snapshot(hub: Path, revision: str) -> Path:
+    there = hub / "models--someone--model"
+    return there / "snapshots" / (there / "refs" / revision).read_text()
+
+
+def embeddings(folder: Path) -> torch.Tensor:
+    return tiny.weights(folder)["model.embed_tokens.weight"]
+
+
+def config_of(config_class, **options):
+    defaults = {"model": NAME, "dataset": "d.jsonl", "output_dir": "o", "zero_stage": 0}
+    return config_class(**(defaults | options))
+
+
+def readers(**options):
+    """Every model that a run reads of `model`: the policy, its reference, a reward model's start, PPO's critic."""
+    sft_config, tokenizer = config_of(sft.SFTConfig, **options), data.load_tokenizer(NAME, options.get("revision"))
+    yield models.load_lm(sft_config, CPU).base
+    yield models.load_lm(sft_config, CPU, trainable=False).base
+    yield reward.load_model(config_of(reward.RewardConfig, **options), CPU).classifier
+    yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).module.classifier
+
+
+@pytest.mark.parametrize("revision", ["main", "v2"])
+def test_all_that_is_read_of_a_model_is_of_its_revision(revision, hub):
+    expected = embeddings(snapshot(hub, revision))
+    assert not torch.equal(expected, embeddings(snapshot(hub, "v2" if revision == "main" else "main")))
+    given = {} if revision == "main" else {"revision": revision}
+    for model in readers(**given):
+        assert torch.equal(model.get_input_embeddings().weight, expected)
+    assert f"{{# {revision} #}}" in data.load_tokenizer(NAME, given.get("revision")).chat_template
+
+
+def test_a_reward_model_is_compared_with_the_revision_of_the_policy(hub, tmp_path):
+    smaller = tmp_path / "reward"
+    tiny.reward_folder(smaller, str(snapshot(hub, "v2")))
+    there = hub / "models--someone--model" / "snapshots" / ("c" * 40)
+    shutil.copytree(snapshot(hub, "main"), there)
+    (there.parents[1] / "refs" / "larger").write_text("c" * 40)
+    about = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(about | {"vocab_size": about["vocab_size"] + 8}))
+    for revision, refused in ((None, False), ("larger", True)):
+        config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{smaller}", revision=revision)
+        tokenizer = data.load_tokenizer(NAME, revision)
+        if refused:
+            with pytest.raises(InputError, match="token embeddings, the policy .* samples from"):
+                scorers.load_scorers(config, tokenizer, CPU)
+        else:
+            scorers.load_scorers(config, tokenizer, CPU)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_path):
+    for model in readers(attn_implementation=attention):
+        assert model.config._attn_implementation == attention
+    folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
+    config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention)
+    (scorer,) = scorers.load_scorers(config, data.load_tokenizer(NAME), CPU)
+    assert scorer.scorer.model.classifier.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("attention", ["sdpaa", "flash_attention_2", "someone/kernel"])
+def test_an_attention_that_cannot_be_used_is_one_line_that_names_the_option(attention):
+    for read in (models.load_lm, lambda config, device: reward.load_model(config, device)):
+        with pytest.raises(InputError, match=f"^attn_implementation={attention} cannot be used for .*model") as refused:
+            read(config_of(sft.SFTConfig, attn_implementation=attention), CPU)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_revision_that_there_is_not_is_one_line():
+    for read in (models.load_lm, lambda config, device: reward.load_model(config, device)):
+        with pytest.raises(InputError, match="someone/model.* is neither a local folder with a model nor on the Hub"):
+            read(config_of(sft.SFTConfig, revision="v3"), CPU)
+    with pytest.raises(InputError, match="its tokenizer cannot be loaded"):
+        data.load_tokenizer(NAME, "v3")
+
+
+def test_a_folder_has_no_revisions(hub):
+    with pytest.raises(InputError, match="revision=v2 is of a model on the Hub, and model=.* is a folder"):
+        config_of(sft.SFTConfig, model=str(hub), revision="v2")

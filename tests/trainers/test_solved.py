@@ -1,0 +1,49 @@
+"""pass@k against enumeration, and lengths of solved and unsolved responses by hand."""
+
+import itertools
+
+import pytest
+import torch
+
+from fused_rl.trainers.solved import outcome_sums, outcomes, pass_at_k, usual_ks
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_responses(n):
+    right = torch.tensor(list(itertools.product([False, True], repeat=n)))  # every problem with n responses
+    for k in range(1, n + 1):
+        chosen = torch.tensor(list(itertools.combinations(range(n), k)))
+        expected = right[:, chosen].any(2).double().mean(1)
+        torch.testing.assert_close(pass_at_k(right, k), expected, atol=1e-15, rtol=0)
+    assert torch.equal(pass_at_k(right, n), right.any(1).double())
+    torch.testing.assert_close(pass_at_k(right, 1), right.double().mean(1), atol=1e-15, rtol=0)
+
+
+def test_pass_at_k_of_many_responses_neither_overflows_nor_cancels():
+    right = torch.zeros(1, 2000, dtype=torch.bool)
+    right[0, 0] = True
+    assert pass_at_k(right, 1000).item() == 0.5
+    right[0, :1001] = True
+    assert pass_at_k(right, 1000).item() == 1.0  # fewer wrong ones than k
+    for k in (0, 2001):
+        with pytest.raises(ValueError, match=f"between 1 and the 2000 responses to a problem, got {k}"):
+            pass_at_k(right, k)
+
+
+def test_the_ks_are_powers_of_two_and_all():
+    assert [usual_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+
+
+def test_lengths_and_truncation_add_up_over_parts():
+    solved, lengths = torch.tensor([True, False, True, False, False]), torch.tensor([3, 10, 5, 4, 10])
+    stopped = lengths < 10
+    parts = [outcome_sums(*(x[part] for x in (solved, lengths, stopped))) for part in (slice(0, 2), slice(2, 5))]
+    sums = {name: (parts[0][name] + parts[1][name]).item() for name in parts[0]}
+    assert outcomes(sums) == {
+        "mean_length": 32 / 5,
+        "clipped_ratio": 2 / 5,
+        "mean_length_solved": 4.0,
+        "mean_length_unsolved": 8.0,
+    }
+    none = {name: value.item() for name, value in outcome_sums(~solved & solved, lengths, stopped).items()}
+    assert "mean_length_solved" not in outcomes(none) and outcomes(none)["mean_length_unsolved"] == 32 / 5

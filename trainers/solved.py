@@ -1,0 +1,56 @@
+"""How many responses are right (pass@k, without bias), how long right and wrong ones are, how many are cut.
+
+Sums that add up over ranks come first, what they mean is computed from the totals.
+"""
+
+import math
+
+import torch
+
+
+def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
+    """(P,) fp64: the probability that k of a problem's n responses, drawn without putting back, hold a right one.
+
+    1 - C(n - c, k) / C(n, k) with c right ones: unbiased, where "any of the first k" is only so for k = n
+    (arXiv:2107.03374, eq. 1).
+
+    Args:
+        right: (P, n) bool.
+        k: 1 to n.
+    """
+    n = right.shape[1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be between 1 and the {n} responses to a problem, got {k}")
+    of_count = [1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)]  # whole numbers: nothing cancels
+    return torch.tensor(of_count, dtype=torch.float64)[right.sum(1).cpu()]
+
+
+def usual_ks(n: int) -> list[int]:
+    """1, 2, 4, … below n, and n itself: the k of which pass@k is told."""
+    return [k for k in (2**i for i in range(n.bit_length())) if k < n] + [n]
+
+
+def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of N responses, each argument (N,): the sums from which `outcomes` computes means."""
+    return {
+        "responses": torch.tensor(float(len(solved))),
+        "solved": solved.sum(),
+        "truncated": (~stopped).sum(),
+        "tokens": lengths.sum(),
+        "tokens_solved": lengths[solved].sum(),
+    }
+
+
+def outcomes(sums: dict[str, float]) -> dict[str, float]:
+    """Mean lengths, and the fraction that was cut; without the length of solved responses where there is none, or of
+    unsolved ones."""
+    unsolved, tokens_unsolved = sums["responses"] - sums["solved"], sums["tokens"] - sums["tokens_solved"]
+    found = {
+        "mean_length": sums["tokens"] / sums["responses"],
+        "clipped_ratio": sums["truncated"] / sums["responses"],
+    }
+    if sums["solved"]:
+        found["mean_length_solved"] = sums["tokens_solved"] / sums["solved"]
+    if unsolved:
+        found["mean_length_unsolved"] = tokens_unsolved / unsolved
+    return found
