@@ -107,7 +107,7 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 	$(BIN)/python -m bench report
 
 .PHONY: repro-kl
-repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 20 minutes on one core
+repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 15 minutes on one core
 	$(BIN)/python bench/repro/kl_estimators.py
 
 # A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
