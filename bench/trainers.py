@@ -90,8 +90,8 @@ def qwen(folder: Path, *, vocabulary=151_936, hidden=896, layers=4, prompt=48, r
         steps=100,
         prompts_per_step=2,
         group_size=8,
-        minibatches=2,
-        micro_batch_size=8,
+        minibatches=1,  # the optimizer's time is that of all its weights, whatever the batch
+        micro_batch_size=16,
         rollout_batch_size=16,
         max_new_tokens=response,
         kl_coef=0.001,

@@ -14,7 +14,8 @@ SIZES = {"vocabulary": 200, "hidden": 128, "layers": 1, "prompt": 6, "response":
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
     """A run on a tiny model whose weights stay as they are, after one step."""
-    config = replace(trainers.qwen(tmp_path_factory.mktemp("bench"), **SIZES), lr=0.0, steps=6)
+    config = trainers.qwen(tmp_path_factory.mktemp("bench"), **SIZES)
+    config = replace(config, lr=0.0, steps=6, minibatches=2, micro_batch_size=8)
     made = Ours(config)
     made.step()
     return made
