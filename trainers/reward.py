@@ -124,7 +124,7 @@ def train_step(
     model.train()
     for start in range(0, len(share), size):
         indices = share[start : start + size]
-        sides = [[*prompt, *response] for i in indices for prompt, response in (pairs[i].chosen, pairs[i].rejected)]
+        sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
         packed = None if costs is None else pack_pairs(sides, costs, device)
         found = model(*collate(sides, device)) if packed is None else model(packed=packed)
         chosen, rejected = found.view(-1, 2).unbind(1)

@@ -112,7 +112,7 @@ def test_adapters_are_saved_apart_from_the_weights(files, adapters):
     assert "q_proj" in json.loads((Path(adapters) / "adapter_config.json").read_text())["target_modules"]
 
 
-@pytest.mark.parametrize("options", [{"zero_stage": 0}, {"zero_stage": 3}])
+@pytest.mark.parametrize("options", [{"zero_stage": 0}, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)])
 def test_merged_weights_are_those_of_the_model_with_its_adapters(options, files, adapters, tmp_path):
     targets = {"lora_targets": "q_proj, down_proj", "steps": 4}
     folder = sft.train(sft_config(files, tmp_path, save_merged=True, **targets, **options))
