@@ -510,7 +510,7 @@ def test_a_folder_with_anything_that_a_run_would_delete_holds_a_run(files, tmp_p
 def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resumed(files, whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
 
-    def dies(*_):
+    def dies(*_, **__):
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
@@ -526,9 +526,9 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
 def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
     save_lm = models.save_lm
 
-    def told_to_stop(*args):
+    def told_to_stop(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        save_lm(*args)
+        save_lm(*args, **options)
 
     monkeypatch.setattr(models, "save_lm", told_to_stop)
     sft.train(run_config(files, tmp_path / "run", save_every=0))
