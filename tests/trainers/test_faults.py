@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, engine, functions
+from fused_rl.trainers import cli, functions
 from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
 from tests.trainers.killed import Moment, run
@@ -57,11 +57,10 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def folder(good, tmp_path, monkeypatch):
-    """A copy of it, as the current folder, without a Hub; the process group stays, which DeepSpeed joins only once."""
+    """A copy of it, as the current folder, without a Hub."""
     folder = Path(shutil.copytree(good, tmp_path / "folder"))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(good))
-    monkeypatch.setattr(engine, "teardown", lambda orderly: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     return folder
