@@ -404,7 +404,7 @@ def timed(metrics):
     return {key for key in metrics if key.startswith(("time/", "perf/"))}
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+@pytest.mark.parametrize("kl_in", ["reward", pytest.param("loss", marks=pytest.mark.slow)])
 def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(folders, kl_in):
     first, second = run_distributed(step_of_a_rank, 2, folders, 0, {"kl_in": kl_in}, timeout=200)
     expected = definitions(folders, kl_in)

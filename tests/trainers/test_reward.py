@@ -534,6 +534,7 @@ def head_under_zero_3(rank, world, folder):
         return head[0].tolist()
 
 
+@pytest.mark.slow
 def test_the_head_under_zero_3(folder):
     draws = run_distributed(head_under_zero_3, 2, folder)
     assert draws[0] == draws[1]
@@ -552,7 +553,7 @@ def test_resume_bit_for_bit_two_processes(folder):
 def test_processes_micro_batches_and_zero_stages_agree(folder):
     # (ZeRO stage, micro-batch, LoRA rank). Two processes have 8 sequences each; 1 means one pair at a time.
     one = [(0, 8, 0), (2, 4, 0), (3, 1, 0), (0, 8, 2), (3, 4, 2)]
-    check_agreement(folder, one, [(0, 1, 0), (1, 4, 0), (2, 2, 0), (3, 8, 0), (2, 8, 2)])
+    check_agreement(folder, one, [(1, 4, 0), (3, 8, 0), (2, 8, 2)])
 
 
 @pytest.mark.slow
