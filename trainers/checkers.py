@@ -22,14 +22,20 @@ THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?a
 
 def answer_of(row: dict, column: str | None) -> str:
     """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    column = column or next((c for c in ANSWER_COLUMNS if row.get(c) is not None), ANSWER_COLUMNS[0])
+    columns = ANSWER_COLUMNS if column is None else (column,)
+    column = next((c for c in columns if row.get(c) is not None), columns[0])
     place, value = row.get("__where__", "a row"), row.get(column)
     if value is None:
         present = sorted(key for key in row if not key.startswith("__"))
+        empty = [c for c in columns if c in row]
+        if empty:
+            raise InputError(f"{place}: column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
         raise InputError(f"{place}: column {column!r} is missing; the row has {present}; use --answer_column")
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        came = f"{value!r:.80} ({type(value).__name__})"
-        raise InputError(f"{place}: column {column!r} is {came}; expected the answer as text or a number")
+        shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
+        came = f"{shown} ({type(value).__name__})"
+        remedy = "expected the answer as text or a number; use --answer_column"
+        raise InputError(f"{place}: column {column!r} is {came}; {remedy}")
     answer = str(value).rsplit("####", 1)[-1].strip()
     if not answer:
         raise InputError(f"{place}: column {column!r} has no answer: {value!r:.80}")

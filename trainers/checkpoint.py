@@ -73,7 +73,10 @@ def open_run(config: RunConfig) -> Path:
 
 def _check_folder(config: RunConfig, folder: Path) -> None:
     if config.resume and config.overwrite:
-        raise InputError("resume continues the run in output_dir and overwrite deletes it: give one of them")
+        raise InputError(
+            "resume continues the run in output_dir and overwrite deletes it: give one of them; --overwrite false "
+            "takes back what a config file says"
+        )
     if config.resume and not (folder / "checkpoints").exists():
         done = f"; its trained model is {folder / 'model'}" if (folder / "model").exists() else ""
         raise InputError(f"resume: there is no checkpoint in {folder / 'checkpoints'}{done}")

@@ -46,14 +46,18 @@ class CreditConfig(Options):
 
 
 def kl_estimator_of(config, chosen: str | None) -> str:
-    """What was chosen, or what is right for where the KL is paid (`kl_in`); says so where the choice is a bad one."""
+    """What was chosen, or what is right for where the KL is paid (`kl_in`)."""
+    return chosen or ("k1" if config.kl_in == "reward" else "rk3")
+
+
+def warn_of_estimator(config, chosen: str | None) -> None:
+    """Say so where the choice is a bad one for where the KL is paid."""
     if config.kl_in == "reward" and chosen in ("k3", "rk3", "k3+"):
         warnings.warn(
             f"kl_estimator={chosen} in the reward: it grows exponentially with a token's log-ratio, so a few tokens "
             "rule the advantages; k1 is unbiased there, and the default",
             stacklevel=2,
         )
-    return chosen or ("k1" if config.kl_in == "reward" else "rk3")
 
 
 def check_credit(config: CreditConfig) -> None:

@@ -41,6 +41,8 @@ class Rows:
         if row.get(column) is None:
             remedy = f"; name the right column with --{option}" if option else ""
             present = sorted(key for key in row if key != "__line__")
+            if column in present:
+                raise InputError(f"{self.where(i)}: column {column!r} is null; mend or remove the row")
             raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {present}{remedy}")
         return row[column]
 
@@ -80,6 +82,8 @@ def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config
     held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
+    if len(held_out) < config.eval_size and rank() == 0:
+        print(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used", flush=True)
     return train, Rows(held_out.rows[: config.eval_size], held_out.source)
 
 

@@ -115,6 +115,10 @@ class EvalConfig(Options):
             self.verifiers = ", ".join(self.verifiers)
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
+        drawn = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        idle = [name for name, value in drawn.items() if value != getattr(type(self), name)]
+        if not self.samples and idle:
+            raise InputError(f"{', '.join(idle)}: samples=0 draws nothing, and the greedy response takes none of these")
         check_revision(self.model, self.revision)
 
 

@@ -30,6 +30,7 @@ class TransformersSampler:
     """
 
     records_support = True
+    tells_logprobs = False  # the trainer would compute the same
 
     def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False):
         self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus

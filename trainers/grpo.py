@@ -20,7 +20,7 @@ import fused_rl
 from fused_rl.presets import resolve_options, wide_option
 from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models, reference
 from fused_rl.trainers.config import InputError, divide_over
-from fused_rl.trainers.credit import kl_estimator_of
+from fused_rl.trainers.credit import kl_estimator_of, warn_of_estimator
 from fused_rl.trainers.curves import Against
 from fused_rl.trainers.drawing import Drawn, draw
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
@@ -77,13 +77,14 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     advantage = advantage_of(config)
     check_loss_options(config)
     check_needs(config, (*GROUP_NEEDS, *REFERENCE_NEEDS))
-    kl_estimator_of(config, config.kl_estimator)  # which warns of a bad choice
+    warn_of_estimator(config, config.kl_estimator)
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
     prompts = divide_over("prompts_per_step", config.prompts_per_step, world)
     local = prompts * config.group_size
     if local % config.minibatches:
-        raise InputError(f"minibatches={config.minibatches} does not divide the {local} responses of each process")
+        what = f"does not divide the {local} responses of each process; choose a number that does"
+        raise InputError(f"minibatches={config.minibatches} {what}")
     if config.share_prompts and not keeps_groups(config, world):
         raise InputError(
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "

@@ -67,14 +67,15 @@ def base_of(name: str, revision: str | None = None) -> tuple[str, str | None]:
 def check_options(config: ModelConfig, adapters: Adapters | None) -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
     trained = adapters is not None or config.lora_rank > 0
-    needing = {"lora_targets": config.lora_targets != ALL_LINEAR, "save_merged": config.save_merged}
+    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR}
+    needing = {name: getattr(config, name) != default[name] for name in ("lora_alpha", "lora_targets")}
+    needing["save_merged"] = config.save_merged
     idle = [name for name, given in needing.items() if given and not trained]
     if idle:
         raise InputError(f"{', '.join(idle)} says how adapters are made or saved, but there are none: give --lora_rank")
     if adapters is None:
         return
     there = {"lora_rank": adapters.config.r, "lora_alpha": adapters.config.lora_alpha, "lora_targets": None}
-    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR}
     for option, value in there.items():
         given = getattr(config, option)
         if given not in (value, default[option]):

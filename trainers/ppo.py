@@ -28,6 +28,7 @@ from fused_rl.trainers.credit import (
     final_scores,
     kl_estimator_of,
     token_rewards,
+    warn_of_estimator,
     win_rate,
 )
 from fused_rl.trainers.critic import (
@@ -106,6 +107,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
     check_credit(config)
+    warn_of_estimator(config, config.kl_estimator)
     check_loss_options(config)
     check_critic(config)
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size

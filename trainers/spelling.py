@@ -156,6 +156,8 @@ def check_weights(spelled: list[Spelled]) -> None:
 
     `0*` does not weigh, it leaves a scorer out of the reward.
     """
+    if all(one.weight == 0 for one in spelled):
+        raise InputError("verifiers: every weight is 0, so every reward would be 0; give one scorer a weight")
     weighted = [one for one in spelled if one.weight]
     plain = [one for one in spelled if one.weight is None]
     if weighted and plain:

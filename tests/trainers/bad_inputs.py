@@ -116,6 +116,7 @@ OPTIONS = [
     *option("eval", "temperature", "0 nan", POSITIVE),
     *option("eval", "batch_size", "0", WHOLE),
     *words("eval", "--k 3", "k=3 is more than samples=2: pass@k needs k responses to a problem"),
+    *words("eval", "--samples 0 --top_p 0.9", "top_p: samples=0 draws nothing"),
     *words("eval", "--samples 0 --k 1", "k=1 is more than samples=0"),
     *words("eval", "--revision main", "revision=main is of a model on the Hub, and model=model is a folder"),
     *words("eval", "--max_new_tokens 200", "tokens, but the model has 128 positions; lower max_new_tokens"),
@@ -154,7 +155,9 @@ OPTIONS = [
     *words("sft", "--dtype bfloat16", "dtype=bfloat16 needs fp32 master weights"),
     *words("reward", "--loss_from logits", "loss_from has no meaning"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
-    *words("sft", "--resume", "resume continues .* and overwrite deletes it"),
+    *words("sft", "--resume", "resume continues .* and overwrite deletes it.*--overwrite false takes back"),
+    *words("grpo", "--verifiers 0*math", "verifiers: every weight is 0"),
+    *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
     *words("sft", "--system_prompt x --raw_prompt", "system_prompt needs a tokenizer with a chat template"),
     *words("sft", "--attn_implementation fast", "attn_implementation=fast cannot be used for model='model'"),
     *words("sft", "--revision v2", "revision=v2 is of a model on the Hub, and model=model is a folder"),
@@ -162,6 +165,7 @@ OPTIONS = [
     *words(
         "sft", "--lora_rank 2 --lora_targets q_prj", "lora_targets: .* no linear layer 'q_prj'.*there are down_proj"
     ),
+    *words("sft", "--lora_alpha 16", "lora_alpha says how adapters are made or saved, but there are none"),
     *words("sft", "--lora_targets q_proj", "lora_targets says how adapters are made or saved, but there are none"),
     *words("grpo", "--save_merged", "save_merged says how adapters are made or saved, but there are none"),
     *words("sft", "--load_in_4bit", "load_in_4bit: weights of 4 bits are not trained, only adapters"),
@@ -626,10 +630,10 @@ DATA = [
     *cell("sft", "question", [{"role": 1, "content": "a"}], TEXT_OR_MESSAGES),
     *cell(READERS, "question", [ASSISTANT], "the assistant's messages alone"),
     *cell("sft", "answer", 5, "column 'answer' must be text, got int"),
-    *cell("sft", "answer", None, "column 'answer' is missing"),
+    *cell("sft", "answer", None, "column 'answer' is null; mend or remove the row"),
     *cell("sft", "answer", ["a"], "column 'answer' must be text, got list"),
     *cell("sft", "answer", {"a": 1}, "column 'answer' must be text, got dict"),
-    *cell("reward", "chosen", None, "column 'chosen' is missing"),
+    *cell("reward", "chosen", None, "column 'chosen' is null"),
     *cell("reward", "chosen", 3, "column 'chosen' must be text"),
     *cell("reward", "chosen", ["a"], "column 'chosen' must be text or messages"),
     *cell("reward", "chosen", [], "column 'chosen' must be text"),
@@ -783,7 +787,7 @@ VERIFIERS = [
     *verifiers("mth", "verifier 'mth': expected math, reasoning_gym"),
     *verifiers("reasoning_gym:chain_sums", "no dataset 'chain_sums'; did you mean 'chain_sum'"),
     *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
-    *cell("grpo", "answer", None, "'ground_truth' is missing; .*--answer_column", options=("--verifiers", "math")),
+    *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
 ]
 
 

@@ -1,5 +1,6 @@
 """GRPO's parts one by one: rewards, advantages, which groups are trained on, the loss, the reference."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -397,6 +398,21 @@ def test_ranks_agree_on_refills_and_share_what_they_find(folder):
     assert (first, second) == ([11, 15], [13, 16])
     assert first_counts == [True] * 2 * GROUP and second_counts == [True] * GROUP + [False] * GROUP
     assert (metrics["groups/drawn"], metrics["groups/trained"]) == (6, 3)
+
+
+def test_a_step_whose_responses_were_all_cut_and_are_masked_says_so(folder, exact, capsys):
+    config = config_of(folder, mask_truncated=True)
+    lm = models.load_lm(config, torch.device("cpu"))
+    responses = []
+    for response in exact["responses"]:
+        ids = response.ids[:-1] if response.finish == "stop" else response.ids
+        responses.append(dataclasses.replace(response, ids=ids, finish="length"))
+    policies = [fake_policy(config, Plain(lm), of, [1.0] * 8) for of in (exact["responses"], responses)]
+    told = []
+    for made in policies:
+        drawing.draw(made, exact["prompts"], None, 7)
+        told.append("step 7: every response was cut" in capsys.readouterr().out)
+    assert told == [False, True]
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])  # with 2 the group that is dropped fills up the second one

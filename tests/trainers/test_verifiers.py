@@ -477,8 +477,9 @@ def test_the_ground_truths_column():
     for value in ("", "  ", "6*7\n####"):
         with pytest.raises(InputError, match="d.jsonl, line 3: column 'answer' has no answer"):
             answer_of({"answer": value, "__where__": "d.jsonl, line 3"}, None)
-    with pytest.raises(InputError, match="d.jsonl, line 3: column 'answer' is missing"):
-        answer_of({"answer": None, "__where__": "d.jsonl, line 3"}, "answer")
+    for column in ("answer", None):
+        with pytest.raises(InputError, match="d.jsonl, line 3: column 'answer' is null; mend or remove the row"):
+            answer_of({"answer": None, "__where__": "d.jsonl, line 3"}, column)
 
 
 def test_a_weighted_sum_that_fp32_cannot_hold_is_refused():
