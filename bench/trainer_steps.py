@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -229,9 +228,8 @@ def greedy_accuracy(lm, ours: Ours) -> float:
     """The share of our held-out problems that the most likely response of `lm` solves; it stays in its mode."""
     policy, training = ours.policy, lm.training
     config = policy.config
-    holder = SimpleNamespace(eval=lm.eval, module=SimpleNamespace(base=lm))
     sampler = TransformersSampler(
-        holder, pad_id=policy.tokenizer.pad_token_id, batch_size=config.rollout_batch_size, synced_gpus=False
+        lm, pad_id=policy.tokenizer.pad_token_id, batch_size=config.rollout_batch_size, synced_gpus=False
     )
     sampling = Sampling(0.0, config.max_new_tokens, policy.sampling.stop_ids)
     found = roll_out(sampler, policy.scorers, ours.held_out, sampling, policy.tokenizer, policy.device)
