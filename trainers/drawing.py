@@ -51,8 +51,8 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
     config, wanted = policy.config, policy.config.prompts_per_step
     rollout = _rolled_out(policy, prompts)
     if config.zero_variance == "keep":
-        metrics = group_metrics(config, rollout, step) | {"groups/trained": float(wanted)}
-        return Drawn(rollout, torch.ones(len(rollout.samples), dtype=torch.bool), metrics)
+        everyone = torch.ones(len(rollout.samples), dtype=torch.bool)
+        return Drawn(rollout, everyone, _metrics(config, rollout, wanted, step))
 
     # Until the step is full, or the bound is reached: every rank knows how many are missing, and draws as often.
     rollouts, found = [rollout], _with_signal(config, rollout)
@@ -68,8 +68,7 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
         )
 
     everything = _joined(policy, rollouts)
-    metrics = group_metrics(config, everything, step) | {"groups/trained": float(min(found, wanted))}
-    return _dealt(policy, everything, metrics)
+    return _dealt(policy, everything, _metrics(config, everything, min(found, wanted), step))
 
 
 def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
@@ -81,6 +80,15 @@ def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
 def _with_signal(config, rollout: Rollout) -> int:
     """How many groups of all ranks have rewards that differ."""
     return int(engine.global_sum((~equal_rewards(rollout.rewards, config.group_size)).sum()).item())
+
+
+def _metrics(config, rollout: Rollout, trained: int, step: int) -> dict[str, float]:
+    """Of all that was drawn in the step, over all ranks; says so where none of it will be trained on."""
+    metrics = group_metrics(config, rollout, step) | {"groups/trained": float(trained)}
+    if config.mask_truncated and metrics["val/stop_rate"] == 0 and engine.rank() == 0:
+        cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
+        print(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained", flush=True)
+    return metrics
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:

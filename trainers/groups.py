@@ -135,9 +135,6 @@ def group_metrics(config: PolicyConfig, rollout: Rollout, step: int) -> dict[str
     totals = engine.global_sum(torch.stack([value.double() for value in columns.values()]))
     means = totals / engine.world_size()
     metrics = rollout_metrics(rollout, config.group_size, step) | dict(zip(columns, means.tolist(), strict=True))
-    if config.mask_truncated and metrics["val/stop_rate"] == 0 and engine.rank() == 0:
-        cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
-        print(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained", flush=True)
     return metrics | {
         "groups/drawn": totals[-1].item(),
         "objective/scores": metrics["reward"] + metrics["overlong_penalty"],

@@ -194,7 +194,8 @@ def accumulate(
     batch, rollout_logprobs, options = drawn.rollout.batch, drawn.rollout.rollout_logprobs, _options(policy.config)
     own = on_policy and rollout_logprobs is None
     in_one_pass = rollout_logprobs is None and _is_token_level(options)
-    left_out, counted = _left_out(policy, drawn), _counted(policy, drawn, parts)
+    left_out = _left_out(policy, drawn)
+    counted = _counted(policy, drawn, left_out, parts)
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
@@ -236,9 +237,9 @@ def _left_out(policy: Policy, drawn: Drawn) -> torch.Tensor | None:
     return left_out.to(policy.device) if left_out.any() else None
 
 
-def _counted(policy: Policy, drawn: Drawn, parts: list[torch.Tensor]) -> dict[str, int]:
+def _counted(policy: Policy, drawn: Drawn, left_out: torch.Tensor | None, parts: list[torch.Tensor]) -> dict[str, int]:
     """Denominators of the whole minibatch, over all ranks: then no split of it changes the gradient."""
-    index, mask, left_out = torch.cat(parts), drawn.rollout.batch.response_mask, _left_out(policy, drawn)
+    index, mask = torch.cat(parts), drawn.rollout.batch.response_mask
     if left_out is not None:
         mask = mask & ~left_out[:, None]
     num_tokens, num_sequences = mask[index].sum(), drawn.counts[index.cpu()].sum()
@@ -337,8 +338,7 @@ def train(config: GRPOConfig) -> str:
         loop.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
-    merged = config.save_merged
-    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=merged))
+    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=config.save_merged))
 
 
 def main(argv: list[str] | None = None) -> None:

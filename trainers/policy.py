@@ -11,13 +11,12 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch
 from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
-from fused_rl.trainers.sampling import Sampling, check_sampler
+from fused_rl.trainers.sampling import Sampling, check_correction, check_sampler
 
 
 @dataclass
@@ -97,19 +96,9 @@ def load_policy(
     filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids, **filters)
     check_sampler(sampler, sampling)
-    _check_correction(config, sampler)
+    corrections = ("rollout_correction", "rollout_low", "rollout_high")
+    check_correction(sampler, [name for name in corrections if getattr(config, name) is not None])
     return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
-
-
-def _check_correction(config: PolicyConfig, sampler: Sampler) -> None:
-    """Refuse a correction for a sampler whose log-probabilities are the policy's own."""
-    options = ("rollout_correction", "rollout_low", "rollout_high")
-    given = [name for name in options if getattr(config, name) is not None]
-    if given and not getattr(sampler, "tells_logprobs", True):
-        raise InputError(
-            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
-            "sampled; leave it out"
-        )
 
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:

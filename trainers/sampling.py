@@ -57,6 +57,18 @@ def check_sampler(sampler: object, sampling: Sampling) -> None:
         )
 
 
+def check_correction(sampler: object, given: Sequence[str]) -> None:
+    """Refuse options, `given` by name, that correct for a sampler whose log-probabilities are the policy's own.
+
+    A sampler says so by `tells_logprobs = False`; one that says nothing may tell them in its responses.
+    """
+    if given and not getattr(sampler, "tells_logprobs", True):
+        raise InputError(
+            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
+            "sampled; leave it out"
+        )
+
+
 def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
     from transformers.generation import logits_process as of_transformers
