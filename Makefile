@@ -48,11 +48,16 @@ demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, o
 
 .PHONY: test
 test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not mutations"
 
 .PHONY: test-slow
 test-slow: $(VENV)/installed  ## the tests marked slow
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Not in CI: it says what the tests see, not whether the code is right.
+.PHONY: test-mutations
+test-mutations: $(VENV)/installed  ## change the code in 70 ways, one at a time: the tests must see each
+	$(BIN)/python -m pytest -q -n 2 -m mutations tests/test_mutations.py
 
 # What compilers make of a kernel differs between Triton's releases; 3.6.0 comes with torch 2.11.
 TRITONS := 3.6.0 3.7.1 3.9.0

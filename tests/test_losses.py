@@ -229,7 +229,8 @@ def trl_loss(lp, old, advantages, mask, loss_type, level, o):
         capped = w if o.get("delta") is None else w.clamp(max=o["delta"])
         losses = -torch.min(capped * a, w.clamp(1 - o["epsilon"], 1 + o["epsilon_high"]) * a)
     if "off_policy_threshold" in o:
-        gap = ((old - lp.detach()) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        gap = (o.get("rollout", old) - lp.detach()) * mask
+        gap = gap.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         losses = losses * ((a >= 0) | (gap <= o["off_policy_threshold"]))
     if "top_entropy" in o:
         losses = losses * (o["entropy"] >= torch.quantile(o["entropy"][mask.bool()], 1 - o["top_entropy"]))
@@ -261,6 +262,10 @@ def trl_feature(feature, old, generator):
         entropy = torch.rand(B, T, generator=generator, dtype=F64)
         return {"top_entropy": 0.4, "entropy": entropy}, {"top_entropy": 0.4, "entropy": entropy}
     rollout = old + 0.5 * torch.randn(B, T, generator=generator, dtype=F64)
+    if feature == "off-policy-sampler":  # half a nat a token from the trainer's policy, either way
+        rollout = old + torch.randn(B, 1, generator=generator, dtype=F64).sign() / 2
+        given = {"off_policy_threshold": 0.05}
+        return given | {"rollout": rollout}, given | {"rollout_logprobs": rollout, "rollout_correction": None}
     ours = {"rollout_logprobs": rollout, "rollout_correction": feature, "rollout_high": 1.3, "rollout_low": 0.6}
     return {"rollout": rollout, "correction": feature}, ours
 
@@ -274,7 +279,7 @@ def trl_importance(old, rollout, mask, correction):
 
 TRL = {"grpo": "token", "bnpo": "token", "dr_grpo": "token", "dapo": "token", "gspo": "sequence", "cispo": "token"}
 TRL |= {"sapo": "token", "luspo": "sequence", "vespo": "token"}
-FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "top-entropy")
+FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "off-policy-sampler", "top-entropy")
 FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 
 

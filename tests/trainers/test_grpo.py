@@ -295,6 +295,20 @@ def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
 
 
+@pytest.mark.parametrize("minibatches", [2, 4])  # of whole groups; and more than there are groups: of responses
+def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
+    torch.manual_seed(1)
+    config = config_of(minibatches=minibatches, epochs=6)
+    updates = grpo.plan(config, 2 * GROUP, "cpu")
+    assert len(updates) == 6 * minibatches
+    orders = [torch.cat(sum(updates[i : i + minibatches], [])) for i in range(0, len(updates), minibatches)]
+    assert len({tuple(order.tolist()) for order in orders}) > 1
+    for order in orders:
+        assert torch.equal(order.sort().values, torch.arange(2 * GROUP))
+        if minibatches == 2:
+            assert torch.equal(order // GROUP, (order // GROUP)[::GROUP].repeat_interleave(GROUP))
+
+
 # Which groups are trained on.
 
 

@@ -199,3 +199,13 @@ def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
 def test_no_scorer_at_all_is_refused(folders):
     with pytest.raises(InputError, match=r"verifier '': expected \[weight\*\]name"):
         ppo.load_scorers(config_of(folders, verifiers=""), data.load_tokenizer(folders[0]), torch.device("cpu"))
+
+
+def test_minibatches_are_drawn_anew_in_every_epoch():
+    torch.manual_seed(1)
+    updates = ppo.plan(config_of(minibatches=2, epochs=3, micro_batch_size=3), 8, "cpu")
+    assert [[len(part) for part in parts] for parts in updates] == [[3, 1]] * 6
+    orders = [torch.cat(sum(updates[i : i + 2], [])) for i in range(0, 6, 2)]
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    for order in orders:
+        assert torch.equal(order.sort().values, torch.arange(8))

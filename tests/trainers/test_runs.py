@@ -341,17 +341,26 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == {"step", *KEYS["sft"]} - evaluation
     assert set(metrics[15]) == {"step", *KEYS["sft"]}
     assert metrics[-1]["eval/loss"] < 0.5 * metrics[0]["eval/loss"] and metrics[-1]["lr"] < 1e-3
-    # The first loss, from the definition.
-    config = sft_config(files, tmp_path)
+    # Loss and accuracy before and after, from the definition.
+    for model, found in ((files[0], metrics[0]), (str(tmp_path / "model"), metrics[-1])):
+        loss, accuracy = held_out_by_definition(sft_config((model, files[1]), tmp_path))
+        assert found["eval/loss"] == pytest.approx(loss, rel=1e-5)
+        assert found["eval/accuracy"] == pytest.approx(accuracy)
+    assert accuracy > 0.5
+
+
+def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
+    """Negative log-likelihood, and how often the likeliest token is the right one: means over completion tokens."""
     lm = models.load_lm(config, torch.device("cpu"), trainable=False)
-    rows, held_out = data.load_train_eval(config)
-    encoder, total, count = data.Encoder(data.load_tokenizer(config.model)), 0.0, 0
+    _, held_out = data.load_train_eval(config)
+    encoder, losses, hits = data.Encoder(data.load_tokenizer(config.model)), [], []
     for i in range(len(held_out)):
         prompt, completion = encoder.pair(held_out, i, None, "answer")
         logprobs = lm.base(input_ids=torch.tensor([prompt + completion])).logits[0].double().log_softmax(-1)
-        total -= sum(logprobs[len(prompt) - 1 + j, token].item() for j, token in enumerate(completion))
-        count += len(completion)
-    assert metrics[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+        for j, token in enumerate(completion, len(prompt) - 1):
+            losses.append(-logprobs[j, token].item())
+            hits.append(logprobs[j].argmax().item() == token)
+    return sum(losses) / len(losses), sum(hits) / len(hits)
 
 
 def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_path):

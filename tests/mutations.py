@@ -1,0 +1,376 @@
+"""Small semantic changes to the code, each with the tests that should see it: `make test-mutations`.
+
+A mutation is a plausible slip (a sign, a mask, a shift, the world size, a variance divided by n, the wrong token) that
+leaves the code running. `old` stands once in its file. One that no test sees is a hole in the tests, not in the code.
+"""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A slip, and who should see it."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    """Arguments of pytest, as one would type them."""
+
+
+ADVANTAGES = "tests/test_advantages.py"
+LOSSES = "tests/test_losses.py"
+METRICS = "tests/test_loss_metrics.py"
+KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
+LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
+PPO_STEP = "tests/trainers/test_ppo_step.py"
+PPO_PARTS = "tests/trainers/test_ppo.py"
+DEFINITIONS = "tests/trainers/test_metrics.py"
+REWARD_MODEL = "tests/trainers/test_reward_model.py"
+SFT_SPLITS = "tests/trainers/test_runs.py::test_ranks_micro_batches_and_zero_stages_change_nothing"
+
+MUTATIONS = {
+    # The ops.
+    "a row's maximum counts once too often": Mutation(
+        "fused_rl/cpu/logprob.py", "ties, 0.0).sum(1) - 1)", "ties, 0.0).sum(1) - 0)", "tests/test_cpu_logprob.py"
+    ),
+    "the entropy's sum is not moved to the new maximum": Mutation(
+        "fused_rl/cpu/logprob.py", "(alpha * (t + d * mass)).sum(1)", "(alpha * t).sum(1)", "tests/test_cpu_logprob.py"
+    ),
+    "the entropy's gradient has the other sign": Mutation(
+        "fused_rl/cpu/logprob.py",
+        "a, b = 1 / (1 + rest), (dlse",
+        "a, b = 1 / (1 + rest), -(dlse",
+        "tests/test_cpu_logprob.py",
+    ),
+    "lanes merge without a tie": Mutation(
+        "kernels/online.py",
+        "m == top).to(tl.int32), 0) - 1",
+        "m == top).to(tl.int32), 0) * 0",
+        "tests/test_kernels.py -k ties",
+    ),
+    "the kernel forgets the gradient of lse": Mutation(
+        "kernels/logprob.py", "a = norm * (dlse - dlogprob", "a = norm * (-dlogprob", LOGPROBS
+    ),
+    "1 - p of the target loses its digits": Mutation(
+        "kernels/logprob.py",
+        "one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)",
+        "one_minus_p = 1.0 - p",
+        "tests/test_logprobs.py -k next_to_certainty",
+    ),
+    "columns beyond the vocabulary are read": Mutation(
+        "kernels/logprob.py",
+        'return tl.where(column < vocab, cap(x, softcap), float("-inf"))\n\n\n@triton.jit\ndef uncap',
+        "return cap(x, softcap)\n\n\n@triton.jit\ndef uncap",
+        LOGPROBS,
+    ),
+    "a temperature per row is not inverted": Mutation(
+        "fused_rl/kl.py",
+        "else 1 / row_temperature.reshape(-1)",
+        "else row_temperature.reshape(-1)",
+        "tests/test_kl.py -k temperature_per_row",
+    ),
+    "forward is reverse": Mutation(
+        "fused_rl/kl.py",
+        '(ref_logits, logits) if direction == "forward"',
+        '(logits, ref_logits) if direction == ""',
+        KL,
+    ),
+    "a rank of the vocabulary adds its maximum twice": Mutation(
+        "fused_rl/vocab_parallel.py",
+        "mass = torch.where(holds, rest, share * (1 + rest))",
+        "mass = share * (1 + rest)",
+        "tests/test_vocab_parallel.py",
+    ),
+    "softcap divides by nothing": Mutation(
+        "fused_rl/cpu/targets.py",
+        "slope = inv_t if softcap is None else inv_t * (1 -",
+        "slope = inv_t * (1 + 0 *",
+        "tests/test_topk.py -k options",
+    ),
+    "the tail of the K likeliest is left out": Mutation(
+        "fused_rl/topk.py",
+        "value = _term(p, q, d).sum(-1, dtype=torch.float64) + _term(a, b, d_tail)",
+        "value = _term(p, q, d).sum(-1, dtype=torch.float64)",
+        "tests/test_topk.py -k 'enumeration or exact_kl'",
+    ),
+    "masked rows keep their gradient": Mutation(
+        "fused_rl/linear.py",
+        "kept = None if mask is None or bool(mask.all())",
+        "kept = None if mask is None or bool(mask.any())",
+        "tests/test_linear.py -k masked",
+    ),
+    # The losses.
+    "k3 is its mirror image": Mutation(
+        "fused_rl/estimators.py", "    x = -d\n", "    x = d\n", "tests/test_kl_estimate.py"
+    ),
+    "k4's ratio is upside down": Mutation(
+        "fused_rl/estimators.py",
+        "return tangent_exp(logprobs - old_logprobs.detach()) * value",
+        "return tangent_exp(old_logprobs.detach() - logprobs) * value",
+        "tests/test_kl_estimate.py",
+    ),
+    "the clip is optimistic": Mutation(
+        "fused_rl/surrogates.py", "-torch.minimum(ratio * adv", "-torch.maximum(ratio * adv", LOSSES
+    ),
+    "clip_high is clip_low": Mutation(
+        "fused_rl/surrogates.py",
+        "clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)",
+        "clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_low)",
+        LOSSES,
+    ),
+    "cispo's weight has a gradient": Mutation(
+        "fused_rl/surrogates.py", "weight = tangent_exp(log_ratio.detach())", "weight = tangent_exp(log_ratio)", LOSSES
+    ),
+    "a correction is upside down": Mutation(
+        "fused_rl/surrogates.py", "log_ratio = old - rollout", "log_ratio = rollout - old", LOSSES
+    ),
+    "the sampler's policy is forgotten where off-policy sequences are left out": Mutation(
+        "fused_rl/losses.py", "behaviour = old if rollout is None else rollout", "behaviour = old", LOSSES
+    ),
+    "the policy is held to the KL with the wrong sign": Mutation(
+        "fused_rl/losses.py", "losses = losses + chosen.kl_coef", "losses = losses - chosen.kl_coef", LOSSES
+    ),
+    "entropy is punished": Mutation(
+        "fused_rl/losses.py", "losses = losses - chosen.entropy_coef", "losses = losses + chosen.entropy_coef", LOSSES
+    ),
+    "lengths of sequences count padding": Mutation(
+        "fused_rl/aggregation.py",
+        "self.lengths = mask.long().sum(1)",
+        "self.lengths = mask.long().sum(1) * 0 + mask.shape[1]",
+        LOSSES,
+    ),
+    "truncated responses count": Mutation(
+        "fused_rl/aggregation.py", "mask & ~self._spread(", "mask | ~self._spread(", LOSSES
+    ),
+    "the value's clip makes the error smaller": Mutation(
+        "fused_rl/losses.py", "torch.maximum(unclipped, clipped) / 2", "torch.minimum(unclipped, clipped) / 2", LOSSES
+    ),
+    "a margin is added to the lead": Mutation(
+        "fused_rl/losses.py", "lead = lead - margin", "lead = lead + margin", LOSSES
+    ),
+    "smoothed labels are exchanged": Mutation(
+        "fused_rl/losses.py", "-(1 - label_smoothing) * right", "-(1 - label_smoothing) * wrong", LOSSES
+    ),
+    "approx_kl is the log-ratio": Mutation(
+        "fused_rl/losses.py", '"approx_kl": log_ratio.square() / 2', '"approx_kl": log_ratio', METRICS
+    ),
+    "the variance of whitening is divided by n": Mutation(
+        "fused_rl/masked.py",
+        "squares / (count - 1).clamp(min=1)",
+        "squares / count.clamp(min=1)",
+        "tests/test_masked.py",
+    ),
+    "a masked mean divides by everything": Mutation(
+        "fused_rl/masked.py",
+        "return masked_sum(values, mask, dim) / count.clamp(min=1)",
+        "return masked_sum(values, mask, dim) / (count * 0 + mask.numel())",
+        "tests/test_masked.py",
+    ),
+    "leave-one-out has the mean of all": Mutation(
+        "fused_rl/advantages.py", "centred * (group_size / (group_size - 1))", "centred", ADVANTAGES
+    ),
+    "a group's deviation is divided by n": Mutation(
+        "fused_rl/advantages.py", "groups.std(1, keepdim=True)", "groups.std(1, correction=0, keepdim=True)", ADVANTAGES
+    ),
+    "equal rewards have an advantage": Mutation(
+        "fused_rl/advantages.py",
+        "return torch.where(equal, 0, centred)",
+        "return torch.where(equal, centred, centred)",
+        ADVANTAGES,
+    ),
+    "epsilon is enlarged for the step before": Mutation(
+        "fused_rl/optim.py",
+        "return 1 + max(steps, default=0)",
+        "return max(1, max(steps, default=0))",
+        "tests/test_optim.py -k 'over_time or two_groups'",
+    ),
+    # What all trainers share.
+    "the last row of an epoch is left out": Mutation(
+        "trainers/data.py",
+        "divmod(self.position, self.size)",
+        "divmod(self.position, max(1, self.size - 1))",
+        "tests/trainers/test_data.py -k order",
+    ),
+    "a completion does not end": Mutation(
+        "trainers/data.py",
+        "add_special_tokens=False).input_ids, eos]",
+        "add_special_tokens=False).input_ids]",
+        "tests/trainers/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
+    ),
+    "the response begins a token late": Mutation(
+        "trainers/data.py",
+        "mask = (position >= start)",
+        "mask = (position > start)",
+        "tests/trainers/test_rollout.py tests/trainers/test_packing.py",
+    ),
+    "a stop token of the model is not one": Mutation(
+        "trainers/data.py",
+        "sorted({tokenizer.eos_token_id, *(",
+        "sorted({tokenizer.eos_token_id} or {*(",
+        "tests/trainers/test_data.py -k stop_token",
+    ),
+    "the learning rate is that of the next update": Mutation(
+        "trainers/engine.py",
+        'return {"lr": last.lr, "optim/grad_norm": norm}',
+        'return {"lr": engine.get_lr()[0], "optim/grad_norm": norm}',
+        "tests/trainers/test_checkpoint.py -k 'new_options or longer_run'",
+    ),
+    "a gradient that is not finite is trained on": Mutation(
+        "trainers/engine.py",
+        "    if not math.isfinite(norm):",
+        "    if math.isinf(norm) and norm < 0:",
+        "tests/trainers/test_not_finite.py",
+    ),
+    "ranks draw the same responses": Mutation(
+        "trainers/engine.py",
+        "set_seed(seed + rank() * 100_003)",
+        "set_seed(seed)",
+        "tests/trainers/test_runs.py -k every_rank_draws",
+    ),
+    "a checkpoint forgets the generators": Mutation(
+        "trainers/checkpoint.py",
+        '    torch.set_rng_state(state["torch"])',
+        '    _ = state["torch"]',
+        "tests/trainers/test_runs.py -k 'resumed_run_equals and not ranks'",
+    ),
+    "packed responses see each other": Mutation(
+        "trainers/packing.py",
+        "segments[:, None, :]) | (segments[:, None, :] == 0)",
+        "segments[:, None, :]) | (segments[:, None, :] >= 0)",
+        "tests/trainers/test_packing.py",
+    ),
+    "packed tokens count positions through the row": Mutation(
+        "trainers/packing.py",
+        "    positions.view(-1)[place] = token\n",
+        "    positions.view(-1)[place] = place % width\n",
+        "tests/trainers/test_packing.py",
+    ),
+    # Sampling and measuring.
+    "log-probabilities are at temperature 1": Mutation(
+        "trainers/policy.py",
+        '"temperature": self.config.temperature}',
+        '"temperature": 1.0}',
+        "tests/trainers/test_truncated.py tests/trainers/test_rollout.py",
+    ),
+    "the sets of a minibatch are its neighbours'": Mutation(
+        "trainers/data.py",
+        "support = self.support.select(number[index][mask])",
+        "support = self.support.select(number[index][mask].flip(0))",
+        "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
+    ),
+    "a response loses its stop token": Mutation(
+        "trainers/generate.py", "return response[: end + 1]", "return response[:end]", "tests/trainers/test_rollout.py"
+    ),
+    "min_p is never applied": Mutation(
+        "trainers/sampling.py", "if sampling.min_p > 0:", "if sampling.min_p > 1:", "tests/trainers/test_truncated.py"
+    ),
+    # GRPO.
+    "GRPO's gradient is divided by the ranks": Mutation(
+        "trainers/grpo.py",
+        "policy.model.backward(loss * engine.world_size())",
+        "policy.model.backward(loss)",
+        DEFINITIONS,
+    ),
+    "GRPO counts its own tokens alone": Mutation(
+        "trainers/grpo.py",
+        "found = engine.global_sum(torch.stack([num_tokens.cpu(), num_sequences])).clamp(min=1)",
+        "found = torch.stack([num_tokens.cpu(), num_sequences]).clamp(min=1)",
+        DEFINITIONS,
+    ),
+    "GRPO's minibatches are never shuffled": Mutation(
+        "trainers/grpo.py",
+        "order = responses[torch.randperm(count // unit)].flatten()",
+        "order = responses.flatten()",
+        "tests/trainers/test_grpo.py -k drawn_anew",
+    ),
+    "dropped groups keep their place in the denominator": Mutation(
+        "trainers/grpo.py",
+        "num_tokens, num_sequences = mask[index].sum(), drawn.counts[index.cpu()].sum()",
+        "num_tokens, num_sequences = mask[index].sum(), torch.tensor(len(index))",
+        "tests/trainers/test_grpo.py -k dropped_group",
+    ),
+    "the KL in the reward is paid twice": Mutation(
+        "trainers/grpo.py",
+        "rewards = rewards - config.kl_coef * charged",
+        "rewards = rewards - 2 * config.kl_coef * charged",
+        "tests/trainers/test_grpo.py -k 'kl_in_the_reward or less_by_the_kl'",
+    ),
+    "the overlong penalty is a bonus": Mutation(
+        "trainers/groups.py",
+        "return config.overlong_factor * beyond",
+        "return -config.overlong_factor * beyond",
+        "tests/trainers/test_grpo.py -k overlong",
+    ),
+    # PPO.
+    "PPO's gradient is divided by the ranks": Mutation(
+        "trainers/ppo.py", "policy.model.backward(loss * engine.world_size())", "policy.model.backward(loss)", PPO_STEP
+    ),
+    "the critic's gradient is divided by the ranks": Mutation(
+        "trainers/ppo.py", "critic.backward(fitted * engine.world_size())", "critic.backward(fitted)", PPO_STEP
+    ),
+    "PPO's minibatches are never shuffled": Mutation(
+        "trainers/ppo.py",
+        "in torch.randperm(count).split",
+        "in torch.arange(count).split",
+        "tests/trainers/test_ppo.py -k drawn_anew",
+    ),
+    "the score is added at the first token": Mutation(
+        "trainers/credit.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
+    ),
+    "the KL is a reward": Mutation(
+        "trainers/credit.py", "return -kl_coef * kl + torch.where", "return kl_coef * kl + torch.where", PPO_PARTS
+    ),
+    "whitened rewards lose their mean": Mutation(
+        "trainers/credit.py", "shift_mean=False", "shift_mean=True", PPO_PARTS
+    ),
+    "the controller pulls the other way": Mutation(
+        "trainers/credit.py", "min(max(kl / target - 1, -0.2), 0.2)", "min(max(1 - kl / target, -0.2), 0.2)", PPO_PARTS
+    ),
+    "values after a response are fitted": Mutation(
+        "trainers/critic.py",
+        "return torch.where(mask, (raw - self.score_mean) / self.score_std, 0)",
+        "return (raw - self.score_mean) / self.score_std",
+        PPO_PARTS + " " + PPO_STEP,
+    ),
+    # Reward and SFT.
+    "a reward is read one token early": Mutation(
+        "trainers/reward_model.py", "lengths - 1]", "(lengths - 2).clamp(min=0)]", REWARD_MODEL
+    ),
+    "chosen and rejected are exchanged": Mutation(
+        "trainers/reward.py",
+        "chosen, rejected = found.view(-1, 2).unbind(1)",
+        "rejected, chosen = found.view(-1, 2).unbind(1)",
+        "tests/trainers/test_reward.py -k 'learns or share_a_row'",
+    ),
+    "a saved score is multiplied by its deviation": Mutation(
+        "trainers/reward_model.py",
+        "return (raw - self.score_mean) / self.score_std\n\n    def _last",
+        "return (raw - self.score_mean) * self.score_std\n\n    def _last",
+        REWARD_MODEL,
+    ),
+    "SFT's gradient is divided by the ranks": Mutation(
+        "trainers/sft.py", "loss * (engine.world_size() / num_tokens)", "loss / num_tokens", SFT_SPLITS
+    ),
+    "held-out accuracy is of the token before": Mutation(
+        "trainers/sft.py",
+        "part.batch.input_ids[:, 1:][mask]",
+        "part.batch.input_ids[:, :-1][mask]",
+        "tests/trainers/test_runs.py -k sft_learns",
+    ),
+    # Scorers and what is told.
+    "a scorer that does not apply gives 1": Mutation(
+        "trainers/rollout.py",
+        "scores[scorer.name].nan_to_num()",
+        "scores[scorer.name].nan_to_num(1.0)",
+        "tests/trainers/test_verifiers.py -k weighted_sums",
+    ),
+    "pass@k is with putting back": Mutation(
+        "trainers/solved.py",
+        "1 - math.comb(n - c, k) / math.comb(n, k)",
+        "1 - ((n - c) / n) ** k",
+        "tests/trainers/test_solved.py",
+    ),
+    "a mean over sequences counts micro-batches": Mutation(
+        "trainers/metrics.py", "self.total = self.total + values", "self.total = values", DEFINITIONS
+    ),
+}
