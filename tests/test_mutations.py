@@ -22,7 +22,7 @@ def copy(tmp_path_factory):
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("mutations") / "copy", ignore=LEFT_OUT)
 
 
-def tests_in(folder: Path, arguments: str) -> subprocess.CompletedProcess:
+def pytest_in(folder: Path, arguments: str) -> subprocess.CompletedProcess:
     """pytest on the code of a folder; compiled Python of another moment would hide a change."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -40,7 +40,7 @@ def test_a_mutation_is_one_change_of_the_code_that_stands_here(name):
 @pytest.mark.mutations
 @pytest.mark.parametrize("arguments", sorted({mutation.tests for mutation in MUTATIONS.values()}))
 def test_the_tests_pass_on_the_code_as_it_is(copy, arguments):
-    ran = tests_in(copy, arguments)
+    ran = pytest_in(copy, arguments)
     assert ran.returncode == PASSED, ran.stdout[-3000:]
 
 
@@ -57,6 +57,6 @@ def mutated(copy: Path, mutation: Mutation) -> subprocess.CompletedProcess:
     code = path.read_text()
     path.write_text(code.replace(mutation.old, mutation.new))
     try:
-        return tests_in(copy, mutation.tests)
+        return pytest_in(copy, mutation.tests)
     finally:
         path.write_text(code)
