@@ -47,7 +47,15 @@ from fused_rl.trainers.verifiers import verifiers_for
 
 MAX_NEW_TOKENS = 512
 LEFT = ("responses.jsonl", "summary.json")
-OF_THE_RUN = ("prompt_column", "answer_column", "raw_prompt", "system_prompt", "chat_template_kwargs", "max_new_tokens")
+OF_THE_RUN = (
+    "verifiers",
+    "prompt_column",
+    "answer_column",
+    "raw_prompt",
+    "system_prompt",
+    "chat_template_kwargs",
+    "max_new_tokens",
+)
 
 
 @dataclass(kw_only=True)
@@ -85,7 +93,8 @@ class EvalConfig(Options):
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
-    """Scorers as in grpo (docs/verifiers.md); None takes reasoning_gym where the rows name its dataset, else math."""
+    """Scorers as in grpo (docs/verifiers.md); None is the run's where `model` is of a run, else reasoning_gym where the
+    rows name its dataset, math where every answer is a number or a formula; otherwise they must be named."""
     samples: NonNegativeInt = 4
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None
