@@ -85,7 +85,7 @@ def _read_one(text: str) -> Spelled:
     kind, _, detail = name.partition(":")
     if detail and kind not in WITH_DETAIL:
         kind, detail = FUNCTION, name
-    elif "." in name and name not in KINDS:
+    elif "." in name and not detail:  # after a colon a dot is the folder's or the dataset's
         kind, detail = FUNCTION, ":".join(name.rsplit(".", 1))
     if kind not in (*KINDS, FUNCTION) or name.endswith(":") or (kind == "reward_model" and not detail):
         raise InputError(_unknown(name))

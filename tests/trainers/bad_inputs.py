@@ -15,6 +15,7 @@ from tests.trainers import tiny
 
 ALL, TRAINERS, READERS = "sft grpo reward kl-report eval", "sft grpo reward", "sft grpo kl-report eval"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
 
 
 class Case(NamedTuple):
@@ -615,7 +616,14 @@ DATA = [
     *line("sft", '{"question": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     *line("sft", '{"question": ' + "9" * 5000 + ', "answer": "b"}', "question.* must be text|too many digits|not JSON"),
     *line("sft", "{}", r"column '\w+' is missing"),
-    *cell(READERS, "question", None, "column 'prompt' is missing"),
+    *cell(READERS, "question", None, "column 'question' is null; mend or remove the row"),
+    *cell("sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"),
+    *cell("reward", "chosen", "b<end>c", "the completion spells '<end>'"),
+    *cell("sft", "question", [USER, CALLS], "the assistant's turn has tool_calls, but the chat template leaves it out"),
+    *cell("reward", "chosen", [CALLS], "column 'chosen' is a turn with tool_calls; give the whole conversation"),
+    *cell("reward", "chosen", [USER, CALLS], "the assistant's turn has tool_calls, but the chat template leaves it"),
+    *cell(READERS, "tools", [{"name": "f"}], "the row has tools, but the chat template does not read them"),
+    *cell("sft grpo", "tools", "[]", "column 'tools' must be a list of functions as JSON objects"),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
     *cell("sft", "question", True, TEXT_OR_MESSAGES),
     *cell("sft", "question", float("nan"), TEXT_OR_MESSAGES),
