@@ -271,8 +271,6 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
-        if not self.push_to_hub and (self.hub_model_id is not None or self.hub_private_repo):
-            raise InputError("hub_model_id and hub_private_repo say where to push the model; add --push_to_hub")
         if self.num_train_epochs is None:
             self.steps = 100 if self.steps is None else self.steps
         elif self.steps is not None:

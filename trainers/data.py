@@ -13,10 +13,9 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.chat import SAID, check_template_kwargs, check_text, tools_of, without_nulls
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
-from fused_rl.trainers.rows import read_dataset, read_jsonl, read_parquet
+from fused_rl.trainers.rows import FILES, read_dataset, read_jsonl, read_parquet
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
-FILES = (".jsonl", ".parquet")
 
 
 @dataclass

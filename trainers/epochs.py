@@ -13,6 +13,7 @@ from typing import TypeVar
 from fused_rl.trainers import data
 from fused_rl.trainers.config import RunConfig
 from fused_rl.trainers.engine import rank
+from fused_rl.trainers.rows import FILES
 
 UNKNOWN = "known when the rows are read (num_train_epochs)"
 Config = TypeVar("Config", bound=RunConfig)
@@ -38,7 +39,7 @@ def foresee(config: Config) -> tuple[Config, dict[str, str]]:
 
     Rows that are too long are not known yet, and no Hub dataset is read.
     """
-    if config.num_train_epochs is None or Path(config.dataset).suffix not in data.FILES:
+    if config.num_train_epochs is None or Path(config.dataset).suffix not in FILES:
         return config, {}
     rows = data.load_rows(config.dataset)
     if config.eval_size and config.eval_dataset is None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from fused_rl.trainers.config import InputError, in_a_line
 
+FILES = (".jsonl", ".parquet")
+
 
 def read_parquet(path: Path) -> list[dict]:
     """Of a whole file."""

@@ -19,6 +19,8 @@ ARGUMENTS = {
     "format": {"pattern": str},
     "length": {"target": int, "limit": int},
 }
+WITH_ANSWER = ("math", "reasoning_gym", "exact_match", "regex")  # compare a response with the row's answer
+NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({', '.join(WITH_ANSWER)} do)"
 WITH_DETAIL = ("reasoning_gym", "reward_model")
 KINDS = ("math", *WITH_DETAIL, *ARGUMENTS)
 FUNCTION = "function"
