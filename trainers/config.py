@@ -27,6 +27,8 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
+from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
+
 Config = TypeVar("Config", bound="Options")
 
 
@@ -35,8 +37,11 @@ class InputError(ValueError):
 
 
 def in_a_line(error: BaseException) -> str:
-    """What another library's exception says, in one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or "no reason given"
+    """What an exception of somebody else's says, in one line of at most 300 characters, whatever its text does."""
+    try:
+        text = " ".join(str(error).split()) or "no reason given"
+    except BaseException:  # of the class's own __str__
+        text = "its message cannot be read"
     return f"{type(error).__name__}: {text[:300]}"
 
 
@@ -45,6 +50,7 @@ Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**31)])
 Finite = restricted_number_type("Finite", float, [(">", -math.inf), ("<", math.inf)])
 Positive = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
 NonNegative = restricted_number_type("NonNegative", float, [(">=", 0), ("<", math.inf)])
+Temperature = restricted_number_type("Temperature", float, [(">=", LEAST_TEMPERATURE), ("<=", MOST_TEMPERATURE)])
 PositiveFraction = restricted_number_type("PositiveFraction", float, [(">", 0), ("<=", 1)])
 Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)])
 Smoothing = restricted_number_type("Smoothing", float, [(">=", 0), ("<", 0.5)])
@@ -55,6 +61,7 @@ RANGES = {
     Finite: "a finite number",
     Positive: "a finite number above 0",
     NonNegative: "a finite number, 0 or more",
+    Temperature: f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
     NonNegativeFloat: "a number, 0 or more, or inf",
     ClosedUnitInterval: "a number from 0 to 1",
     PositiveFraction: "a number above 0, at most 1",

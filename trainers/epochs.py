@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fused_rl.trainers import data
-from fused_rl.trainers.config import RunConfig
+from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.engine import rank
 from fused_rl.trainers.rows import FILES
 
@@ -25,7 +25,15 @@ def in_run(config: RunConfig, per_step: int) -> int | str:
 
 
 def in_steps(config: Config, rows: int) -> Config:
-    """The config with the steps that its passes over `rows` rows come to; itself where it names steps."""
+    """The config with the steps that its passes over `rows` rows come to; itself where it names steps.
+
+    Raises:
+        InputError: a step of more rows than there are, some of which it would take twice.
+    """
+    per_step = getattr(config, config.batch_option)
+    if per_step > rows:
+        what = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"
+        raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
     resolved = _resolved(config, rows)

@@ -26,10 +26,10 @@ from fused_rl.trainers.config import (
     InputError,
     NonNegativeInt,
     Options,
-    Positive,
     PositiveFraction,
     PositiveInt,
     Seed,
+    Temperature,
     check_revision,
     in_a_line,
     parse,
@@ -100,7 +100,7 @@ class EvalConfig(Options):
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None
     """Tell pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of the sampled responses."""
     top_p: PositiveFraction = 1.0
     """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all."""

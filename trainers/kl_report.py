@@ -16,7 +16,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
+from fused_rl.trainers.config import InputError, Options, PositiveInt, Seed, Temperature, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
 from fused_rl.trainers.needs import TEMPLATE_NEEDS, Needs, check_needs, without
@@ -54,7 +54,7 @@ class KLReportConfig(Options):
     """Responses per prompt."""
     max_new_tokens: PositiveInt = 64
     """Longer responses are cut."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of sampling and of every probability."""
     batch_size: PositiveInt = 8
     """Responses at a time."""

@@ -16,9 +16,10 @@ from fused_rl.trainers.config import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
+    Temperature,
 )
-from fused_rl.trainers.named import load_function
 from fused_rl.trainers.needs import NO_EVALUATION, RUN_NEEDS, Needs
+from fused_rl.trainers.own_surrogate import load_surrogate
 from fused_rl.trainers.spelling import NO_ANSWER, WITH_ANSWER, read
 
 
@@ -48,7 +49,7 @@ class PolicyConfig(RunConfig):
     """Longer responses are cut; they are scored as they are."""
     mask_truncated: bool = False
     """Leave responses that were cut out of the loss."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of sampling, and of every log-probability in the loss."""
     top_p: PositiveFraction = 1.0
     """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
@@ -124,7 +125,7 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", "rk3")
     if ":" in given.get("surrogate", ""):
-        given["surrogate"] = load_function(given["surrogate"], "surrogate")
+        given["surrogate"] = load_surrogate(given["surrogate"])
     try:
         PolicyLossOptions(**{**fused_rl.PRESETS[config.preset].options, **given})
     except ValueError as error:

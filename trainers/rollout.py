@@ -241,8 +241,9 @@ def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample
         scores: what it returned: a list, tuple, array or tensor of one number or None for each sample.
         samples: what it was called with.
     """
-    if isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable):
-        came = "None" if scores is None else f"{_shortened(scores)} ({type(scores).__name__})"
+    no_list = isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable)
+    if no_list or getattr(scores, "ndim", 1) == 0:  # a tensor or an array of one number
+        came = "None" if scores is None else f"{shortened(scores)} ({type(scores).__name__})"
         raise InputError(f"scorer {name!r} returned {came}; it must return a list of one score for each response")
     scores = list(scores)
     if len(scores) != len(samples):
@@ -262,7 +263,7 @@ def _score_of(name: str, score, sample: Sample) -> float:
     except Exception:  # whatever the type's own conversion raises
         number = math.nan
     if not abs(number) <= torch.finfo(torch.float32).max:
-        came = f"{_shortened(score)} ({type(score).__name__})"
+        came = f"{shortened(score)} ({type(score).__name__})"
         raise InputError(
             f"scorer {name!r} returned {came} as the score of {where(sample)}, not a finite number; "
             "for a response that it cannot score, return None"
@@ -275,8 +276,12 @@ def where(sample: Sample) -> str:
     return sample.row.get("__where__", "a row")
 
 
-def _shortened(value) -> str:
-    text = " ".join(repr(value).split())
+def shortened(value) -> str:
+    """A value of somebody else's in a line of 80 characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except BaseException:  # of the type's own __repr__
+        text = "what cannot be shown"
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 

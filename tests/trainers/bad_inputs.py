@@ -38,6 +38,7 @@ def of(commands: str, title: str, message: str, *options: str, **fields) -> list
 # Options.
 
 WHOLE, COUNT, FINITE = "a whole number above 0", "a whole number, 0 or more", "a finite number, 0 or more"
+TEMPERATURE = r"a number from 1e-06 to 1e[+]06"
 POSITIVE, SEED = "a finite number above 0", r"a whole number from 0 to 2\^31 - 1"
 
 
@@ -85,7 +86,7 @@ OPTIONS = [
     *option("sft", "zero_stage", "4 -1 two", "one of 0, 1, 2, 3"),
     *option("grpo", "dtype", "float8 half", "one of auto, float32, bfloat16"),
     *option("sft", "resume", "maybe 3", "true or false"),
-    *option("grpo", "temperature", "0 -1 nan inf", POSITIVE),
+    *option("grpo", "temperature", "0 -1 nan inf 1e-7 1e7", TEMPERATURE),
     *option("grpo", "top_p", "0 1.5 -0.1 nan", "a number above 0, at most 1"),
     *option("grpo", "top_k", "-1 2.5", COUNT),
     *option("grpo", "min_p", "-0.1 1.5 nan", "a number from 0 to 1"),
@@ -110,11 +111,11 @@ OPTIONS = [
     *option("reward", "centering", "-1 nan", FINITE),
     *option("reward", "normalize_pairs", "-1", COUNT),
     *option("reward", "too_long", "cut", "one of drop, truncate"),
-    *option("kl-report", "temperature", "0 nan", POSITIVE),
+    *option("kl-report", "temperature", "0 nan 1e7", TEMPERATURE),
     *option("kl-report", "samples", "0 -1", WHOLE),
     *option("eval", "samples", "-1 1.5", COUNT),
     *option("eval", "k", "0", WHOLE),
-    *option("eval", "temperature", "0 nan", POSITIVE),
+    *option("eval", "temperature", "0 nan 1e7", TEMPERATURE),
     *option("eval", "batch_size", "0", WHOLE),
     *words("eval", "--k 3", "k=3 is more than samples=2: pass@k needs k responses to a problem"),
     *words("eval", "--samples 0 --top_p 0.9", "top_p=0.9 has no meaning with samples=0"),

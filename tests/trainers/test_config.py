@@ -57,7 +57,7 @@ def test_an_unknown_key_or_a_bad_value_is_named(text, argv, named, tmp_path, cap
         ("lr", "inf", "a finite number, 0 or more"),
         ("max_grad_norm", "-1", "a finite number, 0 or more"),
         ("adam_beta2", "1.5", "a number from 0 to below 1"),
-        ("temperature", "0", "a finite number above 0"),
+        ("temperature", "1e7", "a number from 1e-06 to 1e+06"),
         ("clip_low", "-0.1", "a finite number, 0 or more"),
         ("top_entropy", "0", "a number above 0, at most 1"),
         ("seed", str(2**40), "a whole number from 0 to 2^31 - 1"),

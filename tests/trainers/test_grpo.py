@@ -480,8 +480,7 @@ def trained(folder, rows, output, **options):
     settings = {"verifiers": "tests.trainers.tiny:first_is_odd", "eval_size": 0, "prompts_per_step": 4}
     settings |= {"steps": 4, "group_size": 2, "minibatches": 2, "micro_batch_size": 8, "save_every": 1}
     settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
-    settings |= {"stage3_param_persistence_threshold": 0}
-    grpo.train(config_of(**(settings | options)))
+    grpo.train(config_of(**tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output))
 
 
