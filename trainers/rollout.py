@@ -16,7 +16,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch, make_batch
-from fused_rl.trainers.sampling import Sampling, check_sampler, first_broken, joined
+from fused_rl.trainers.sampling import NoDistribution, Sampling, check_sampler, first_broken, joined
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def roll_out(
     check_sampler(sampler, sampling)
     with engine.together():
         prompts = [prompt for prompt in prompts for _ in range(copies)]
-        responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
+        responses = _sampled(sampler, prompts, sampling)
         check_responses(responses, prompts, sampling, vocab)
         sampled = time.monotonic()
 
@@ -175,6 +175,17 @@ def roll_out(
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
+
+
+def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> list[Response]:
+    """The sampler's responses; logits to draw from that are none are an error with their rows."""
+    try:
+        return sampler.sample([prompt.ids for prompt in prompts], sampling)
+    except NoDistribution as error:
+        rows = ", ".join(dict.fromkeys(_place(prompts[number]) for number in error.responses))
+        raise InputError(
+            f"sampling{error.after}: the model's logits are NaN or infinite; their rows: {rows}"
+        ) from error
 
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
