@@ -7,7 +7,6 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import operator
@@ -28,6 +27,7 @@ from jsonargparse.typing import (
 )
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from fused_rl.trainers.option_names import unknown
 
 Config = TypeVar("Config", bound="Options")
 
@@ -112,6 +112,8 @@ def _checked(name: str, value, kind):
         return value
     if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise refusal
+    if kind is str and isinstance(value, str) and re.fullmatch(r"~/\S*", value):
+        return str(Path(value).expanduser())  # as a shell does, which sees neither YAML nor --option=~/...
     if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
@@ -333,7 +335,7 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
     try:
         _check_names(config_class, argv)
         for path in _config_files(argv):
-            _check_file(path)
+            _check_file(path, names_of(config_class))
     except InputError as error:
         parser.error(str(error))
     values = parser.parse_args(argv).as_dict()
@@ -364,9 +366,7 @@ def _check_names(config_class: type[Options], argv: list[str]) -> None:
         name = word[2:].split("=")[0]
         if not word.startswith("--") or not name or name in known:
             continue
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-        hint = f"did you mean --{near[0]}?" if near else "--help lists the options"
-        raise InputError(f"unknown option --{name}; {hint}")
+        raise InputError(unknown(name, known))
 
 
 def _config_files(argv: list[str]) -> list[Path]:
@@ -376,8 +376,8 @@ def _config_files(argv: list[str]) -> list[Path]:
     return [Path(name) for name in after + joined if Path(name).is_file()]
 
 
-def _check_file(path: Path) -> None:
-    """Refuse what is no YAML of options: it takes the last of two equal keys without a word."""
+def _check_file(path: Path, known: list[str]) -> None:
+    """Refuse what is no YAML of the known options: the parser takes the last of two equal keys without a word."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -392,3 +392,5 @@ def _check_file(path: Path) -> None:
         if key.value in seen:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
+        if key.value not in known:
+            raise InputError(f"{path}, line {line}: {unknown(key.value, known)}")

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from fused_rl.trainers.config import InputError, Options, RunConfig
 from fused_rl.trainers.rows import FILES
 
+MAY_BE_EMPTY = {"system_prompt", "verifiers"}  # a message without text; refused by the spelling of verifiers
+
 
 class Needs(NamedTuple):
     """An option that means something only beside another one."""
@@ -25,10 +27,13 @@ class Needs(NamedTuple):
 
 
 def check_needs(config: Options, needs: Sequence[Needs]) -> None:
-    """Refuse an option that was given, and is not its default, where what it needs is not there.
+    """Refuse an empty text, and an option that was given, and is not its default, where what it needs is not there.
 
     A default asks for nothing, also where it is spelled out, as in the complete config.yaml of a run.
     """
+    empty = [field.name for field in fields(config) if getattr(config, field.name) == ""]
+    if set(empty) - MAY_BE_EMPTY:
+        raise InputError(f"{empty[0]}='' is empty; give it a value, or leave it out")
     defaults = {field.name: field.default for field in fields(config)}
     for need in needs:
         value = getattr(config, need.option)

@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fused_rl.trainers.config import InputError
 
@@ -95,6 +96,8 @@ def _read_one(text: str) -> Spelled:
         raise InputError(f"verifier {text!r}: {name} takes no arguments")
     arguments = _arguments(text, kind, found["arguments"] or "")
     weight, solved_at = _number(text, found["weight"]), _number(text, found["solved_at"])
+    if kind == "reward_model" and detail.startswith("~/"):
+        detail = str(Path(detail).expanduser())
     return Spelled(text, kind, arguments.pop("name", name), detail, arguments, weight, solved_at)
 
 
