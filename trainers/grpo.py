@@ -269,6 +269,7 @@ def train_step(
     """Roll out, score, update; returns the step's metrics. `more` prompts are drawn for dynamic sampling."""
     config, began = policy.config, time.monotonic()
     drawn = draw(policy, prompts, more, step)
+    policy.stuck.look(drawn.rollout, None if advantage_of(config) == "batch-std" else config.group_size)
     sampled = time.monotonic()
 
     # Rewards and advantages.

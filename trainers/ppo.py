@@ -274,6 +274,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     """Roll out, score, judge, update; returns the step's metrics."""
     config, began = policy.config, time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
+    policy.stuck.look(rollout, None)
     sampled = time.monotonic()
     updates = plan(config, len(rollout.samples), policy.device)
     first_pass = sum(updates[: config.minibatches], [])
