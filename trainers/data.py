@@ -13,7 +13,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.chat import SAID, check_template_kwargs, check_text, tools_of, without_nulls
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
-from fused_rl.trainers.rows import FILES, read_dataset, read_jsonl, read_parquet
+from fused_rl.trainers.rows import FILES, check_readable, read_dataset, read_jsonl, read_parquet
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
@@ -60,6 +60,7 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
+        check_readable(path)
         rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")

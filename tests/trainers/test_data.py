@@ -99,6 +99,28 @@ def test_a_parquet_file_that_is_not_whole_is_refused(content, tmp_path):
         load_rows(str(tmp_path / "d.parquet"))
 
 
+def test_a_parquet_file_whose_text_is_no_utf_8_names_the_column(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.array([b"a", b"\xff"]).cast(pyarrow.binary()).view(pyarrow.utf8())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": text}), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match="d.parquet, column 'answer': not UTF-8; write the text as UTF-8"):
+        load_rows(str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+def test_a_file_that_may_not_be_read_is_one_line(name, tmp_path, monkeypatch):
+    (tmp_path / name).write_text("{}")
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("io.open", refuse)  # the user of the tests may be root
+    with pytest.raises(InputError, match=f"dataset file {tmp_path / name} cannot be read: Permission denied"):
+        load_rows(str(tmp_path / name))
+
+
 def test_missing_files_and_other_formats_are_refused(tmp_path):
     (tmp_path / "d.csv").write_text("a\n")
     with pytest.raises(InputError, match="does not exist"):

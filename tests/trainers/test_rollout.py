@@ -190,6 +190,19 @@ def test_a_head_that_is_more_than_a_weight_needs_the_logits(tmp_path):
     assert load(str(tmp_path), loss_from="logits")
 
 
+def test_a_model_whose_backbone_is_not_apart_from_its_head_needs_the_logits(tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(vocab_size=64, pad_token_id=0, **sizes)
+    transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="Llama4ForCausalLM: its backbone is not under base_model_prefix='language_mo"):
+        load(str(tmp_path))
+    ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 2, dtype=torch.bool)
+    assert load(str(tmp_path), loss_from="logits")(ids, mask).logprobs.isfinite().all()
+
+
 def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
     import transformers
 
