@@ -190,7 +190,7 @@ REFUSED = {
     "--k 5": "k=5 is more than samples=4: pass@k needs k responses",
     "--k 0": "k: expected a whole number above 0, got 0",
     "--samples -1": "samples: expected a whole number, 0 or more, got -1",
-    "--temperature 0": "temperature: expected a finite number above 0",
+    "--temperature 0": "temperature: expected a number from 1e-06 to 1e",
     "--dataset none.jsonl": "dataset file none.jsonl does not exist",
     "--dataset empty.jsonl": "dataset empty.jsonl has no rows",
     "--dataset bare.jsonl": r"bare.jsonl, line 1: nothing to judge responses by; the row has .*; name scorers",

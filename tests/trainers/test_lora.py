@@ -183,7 +183,7 @@ def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
     pairs = tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     config = reward.RewardConfig(
-        model=adapters, dataset=pairs, output_dir=str(tmp_path / "r"), eval_size=0, zero_stage=0
+        model=adapters, dataset=pairs, output_dir=str(tmp_path / "r"), eval_size=0, zero_stage=0, batch_size=4
     )
     with pytest.raises(InputError, match="holds adapters alone, .*--save_merged"):
         reward.train(config)
