@@ -41,11 +41,6 @@ REFERENCE_NEEDS = (
     Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),
     Needs(
         "ref_sync_every",
-        lambda config: config.steps is None or config.ref_sync_every <= config.steps,
-        "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
-    ),
-    Needs(
-        "ref_sync_every",
         lambda config: config.lora_rank == 0,
         "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
     ),
@@ -53,6 +48,11 @@ REFERENCE_NEEDS = (
         "ref_sync_every",
         lambda config: needs_reference(config),
         "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; leave it out, or give --kl_coef",
+    ),
+    Needs(
+        "ref_sync_every",
+        lambda config: config.steps is None or config.ref_sync_every <= config.steps,
+        "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
     ),
     Needs(
         "ref_mixup_alpha",

@@ -6,6 +6,7 @@ that `--overwrite` would replace. `spoil` changes files there; `options` come af
 
 import codecs
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,30 @@ OPTIONS = [
     *words("reward", "--load_in_4bit", "load_in_4bit=True has no meaning: a reward model is saved whole"),
     *words("sft", "--hub_model_id a/b", "says where to push the model; add --push_to_hub"),
     *words("sft", "--chat_template_kwargs 3", "chat_template_kwargs: expected a mapping from names to values"),
+    *words("sft", "--eval_every 3 --eval_size 0", "eval_every=3 has no meaning with eval_size=0"),
+    *words("sft", "--dataset_split dev", "dataset_split=dev has no meaning for a file"),
+    *words("reward", "--lora_alpha 3", "lora_alpha=3.0 has no meaning without --lora_rank"),
+    *words("grpo", "--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
+    *words("grpo", "--answer_column answer", "answer_column=answer has no meaning with these verifiers"),
+    *words("grpo", "--ref_sync_every 9 --kl_coef 0.1", "ref_sync_every=9 is more than steps"),
+    *words("grpo", "--prompts_per_step 24", "prompts_per_step=24, but there are 12 rows to train on: .*at most 12"),
+    *words("sft", "--batch_size 64", "batch_size=64, but there are 10 rows to train on: .*at most 10"),
+    *words("eval", "--overwrite", "overwrite=True has no meaning without --output_dir"),
+    *words("ppo", "--kl_target 1 --kl_coef 0", "kl_target=1.0 has no meaning with kl_coef=0"),
+    *words("ppo", "--kl_horizon 50", "kl_horizon=50.0 has no meaning without --kl_target"),
+    *words("ppo", "--kl_target 1 --kl_horizon 0.5", "kl_horizon=0.5: 4 responses per step .* turns its sign"),
+    *words("ppo", "--value_coef 0.5", "value_coef=0.5 has no meaning for a critic of its own"),
+    *words("grpo", "--beta 0.1", "unknown option --beta; its name here is --kl_coef$"),
+    *words("grpo", "--num_generations 4", "unknown option --num_generations; its name here is --group_size$"),
+    *words("grpo", "--surrogate judges:Called", "surrogate 'judges:Called' is a class"),
+    *words("grpo", "--surrogate judges:even", "surrogate 'judges:even' cannot be called: too many positional"),
+    *words("grpo", "--surrogate judges:three_is", "int is not a function"),
+    *words("grpo", "--surrogate judges:loss_none", "'judges:loss_none' returned None; it must", begins=True),
+    *words("grpo", "--surrogate judges:loss_sum", "'judges:loss_sum' returned torch.float32 ..; it must", begins=True),
+    *words("grpo", "--surrogate judges:loss_raises", "'judges:loss_raises' raised ValueError: mm", begins=True),
+    *of("sft", "an output_dir without a name", "output_dir='' is empty", "--output_dir", ""),
+    *of("sft", "a word of the template", "does not read 'role'", "--chat_template_kwargs", '{"role": 1}'),
+    *yaml(ALL, "learning_rate: 1\n", "c.yaml, line 1: unknown option --learning_rate; "),
     *option("sft", "num_train_epochs", "0 -1 nan inf", POSITIVE),
     *option("sft", "packing", "maybe", "true or false"),
     *words("kl-report", "--model", "model"),
@@ -671,6 +696,7 @@ DATA = [
 
 JUDGES = """
 import asyncio, os, sys, time
+import torch
 
 def even(responses, rows): return [len(r) % 2 for r in responses]
 def raises(responses, rows): return [1 / 0 for r in responses]
@@ -702,6 +728,16 @@ def trl(completions, answers, **columns): return [1.0]
 def one(response, row): return 1 / 0
 async def awaited(response, row): return 1 / 0
 async def waits(response, row): await asyncio.sleep(3600)
+def zero_d(responses, rows): return torch.tensor(1.0)
+def long(responses, rows): raise ValueError("m" * 100_000)
+class Base(BaseException): pass
+def base(responses, rows): raise Base("one\\ntwo")
+class Mute(Exception):
+    def __str__(self): raise KeyError("no text")
+def mute(responses, rows): raise Mute
+def loss_none(log_ratio, advantages, logprobs, sequences, options): return None
+def loss_sum(log_ratio, advantages, logprobs, sequences, options): return (-log_ratio * advantages).sum()
+def loss_raises(log_ratio, advantages, logprobs, sequences, options): raise ValueError("m" * 100_000)
 def three(texts, rows, answers): return [1.0]
 def none(): return []
 def keywords(*, responses, rows): return []
@@ -727,6 +763,15 @@ def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
     return of("grpo", f"verifiers {spelled!r}", message, "--verifiers", spelled, *more)
 
 
+def unfit(answers: str) -> list[Case]:
+    """Answers that mathematics cannot judge."""
+    made = []
+    for answer in answers.split():
+        message = f"verifier 'math' cannot judge the answer {re.escape(repr(answer))}: .*exact_match"
+        made += cell("grpo", "answer", answer, message, options=("--verifiers", "math"))
+    return made
+
+
 ROWS_OF = r"it was called with 4 responses, to rows.jsonl, line \d+ … rows.jsonl, line \d+"
 VERIFIERS = [
     *judge("raises", rf"verifier 'judges:raises' raised ZeroDivisionError: .* \(judges.py, line \d+\).*{ROWS_OF}"),
@@ -738,6 +783,11 @@ VERIFIERS = [
     *judge("raises_key", "'judges:raises_key' raised KeyError: 'nothing'"),
     *judge("exits", r"'judges:exits' called sys.exit\(0\)"),
     *judge("quits", r"'judges:quits' called sys.exit\('told to'\)"),
+    *judge("interrupts", "'judges:interrupts' raised KeyboardInterrupt"),
+    *judge("base", "'judges:base' raised Base: one two"),
+    *judge("mute", "'judges:mute' raised Mute: its message cannot be read"),
+    *judge("long", "'judges:long' raised ValueError: mm"),
+    *judge("zero_d", r"'judges:zero_d' returned tensor\(1.\) \(Tensor\); it must return a list"),
     *judge("recurs", "'judges:recurs' raised RecursionError"),
     *judge("sleeps", "'judges:sleeps' did not return within 0.3 s"),
     *judge("generator", "'judges:generator' raised ValueError: half way"),
@@ -796,6 +846,11 @@ VERIFIERS = [
     *verifiers("mth", "verifier 'mth': expected math, reasoning_gym"),
     *verifiers("reasoning_gym:chain_sums", "no dataset 'chain_sums'; did you mean 'chain_sum'"),
     *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
+    *verifiers("reward_model:./rm", "reward_model.*'./rm'|'./rm'"),
+    *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
+    *unfit("Paris yes B (A) 12:30 2024-01-05 v1.0 H2O sqrt(2) ½ n/a"),
+    *cell("grpo", "answer", "[1, 2]", "cannot judge the answer '.1, 2.': a list", options=("--verifiers", "math")),
+    *cell("eval", "answer", "Paris", "nothing says what judges the answer 'Paris'", options=("--verifiers", "null")),
     *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
 ]
 

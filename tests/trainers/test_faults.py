@@ -29,6 +29,11 @@ GOOD = {
         *shlex.split("--minibatches 1 --max_new_tokens 4"),
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
+    "ppo": [
+        *TRAIN,
+        *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 4 --minibatches 2"),
+        *shlex.split("--max_new_tokens 4"),
+    ],
     "eval": shlex.split("--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"),
     "kl-report": shlex.split("--model model --reference model --prompts rows.jsonl --samples 1 --max_new_tokens 4"),
 }
