@@ -65,6 +65,7 @@ COLUMNS = {
     "KL": "objective/kl_exact",
     "entropy": "policy/entropy_avg",
     "explained": "val/var_explained",
+    "held-out": "eval/score",
     "tokens/s": "perf/tokens_per_second",
 }
 CURVES = {

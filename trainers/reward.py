@@ -28,7 +28,7 @@ from fused_rl.trainers.config import (
 )
 from fused_rl.trainers.files import storing, whole_folder, write_atomically
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, keyed, phase
+from fused_rl.trainers.metrics import KEYS, evaluation, keyed, phase
 from fused_rl.trainers.models import check_fits
 from fused_rl.trainers.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.packing import Costs, agreed_costs, pack_pairs
@@ -193,7 +193,7 @@ def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
     return rows
 
 
-@phase("evaluated on held-out pairs")
+@evaluation("evaluated on held-out pairs", "eval/rm/loss", "eval/rm/accuracy")
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
     scores = score_pairs(model, pairs, config)

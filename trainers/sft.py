@@ -18,7 +18,7 @@ from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.metrics import KEYS, Sums, evaluation, keyed, phase
 from fused_rl.trainers.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 
@@ -146,7 +146,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
-@phase("evaluated on held-out rows")
+@evaluation("evaluated on held-out rows", "eval/loss", "eval/accuracy")
 @torch.no_grad()
 def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     """Loss and token accuracy on held-out rows, the same on every rank."""
