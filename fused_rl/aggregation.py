@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_choice, check_mask, described
+from fused_rl.checks import check_choice, check_mask, check_tensor, described
 from fused_rl.masked import at_least_fp32, masked_sum
 
 __all__ = ["LOSS_AGGS", "Batch", "Sequences", "aggregate", "possible"]
@@ -77,6 +77,7 @@ class Batch:
         num_sequences: int | Tensor | None = None,
         max_length: int | None = None,
     ):
+        check_tensor("the first argument of a loss", like)
         if like.dim() != 2 or not like.is_floating_point():
             raise ValueError(f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}")
         check_mask(mask, "the losses' arguments (B, T)", like.shape)

@@ -24,7 +24,19 @@ _TEMPERATURE_RANGE = (
 
 
 def described(x: object) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
+    """What came, in a few words: of a model's output, a module or a tuple of ours also the tensor that it holds."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    held = [name for name in ("logits", "logprobs", "weight") if isinstance(getattr(x, name, None), Tensor)]
+    if held:
+        return f"{type(x).__name__}, whose .{held[0]} is a tensor"
+    shown = " ".join(repr(x).split())
+    return f"{type(x).__name__} {shown if len(shown) <= 60 else shown[:60] + '…'}"
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {described(x)}")
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
@@ -41,12 +53,14 @@ def check_positive(name: str, value: float, remedy: str) -> None:
 
 def check_floating(name: str, x: Tensor, shape: str) -> None:
     """`shape` as documented, such as "(B,)" or "(B, T)": it is the number of dimensions that is checked."""
+    check_tensor(name, x)
     dimensions = sum(letter.isalpha() for letter in shape)
     if x.dim() != dimensions or not x.is_floating_point():
         raise ValueError(f"{name} must be {shape} floating point, got {tuple(x.shape)} {x.dtype}")
 
 
 def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
+    check_tensor(name, x)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have the shape of {of}, {tuple(shape)}, got {tuple(x.shape)}{hint}")
 

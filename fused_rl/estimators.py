@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_choice, check_shape
+from fused_rl.checks import check_choice, check_shape, check_tensor
 
 __all__ = ["KL_ESTIMATORS", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
 
@@ -84,6 +84,7 @@ def kl_estimate(
     the ratio: DeepSeek-V3.2, arXiv:2512.02556.
     """
     check_choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+    check_tensor("logprobs", logprobs)
     check_shape("ref_logprobs", ref_logprobs, "logprobs", logprobs.shape)
     if old_logprobs is not None:
         check_shape("old_logprobs", old_logprobs, "logprobs", logprobs.shape)

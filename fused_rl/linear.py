@@ -21,6 +21,7 @@ from fused_rl.checks import (
     check_targets,
     check_temperature,
     check_temperature_values,
+    check_tensor,
     values_are_checked,
 )
 from fused_rl.cpu.compiled import in_huge_pages
@@ -154,6 +155,8 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 
 def _autocast(hidden, weight, bias):
+    check_tensor("hidden", hidden)
+    check_tensor("weight", weight)
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias

@@ -7,7 +7,6 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import operator
@@ -27,6 +26,9 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
+from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from fused_rl.trainers.option_names import unknown
+
 Config = TypeVar("Config", bound="Options")
 
 
@@ -35,8 +37,11 @@ class InputError(ValueError):
 
 
 def in_a_line(error: BaseException) -> str:
-    """What another library's exception says, in one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or "no reason given"
+    """What an exception of somebody else's says, in one line of at most 300 characters, whatever its text does."""
+    try:
+        text = " ".join(str(error).split()) or "no reason given"
+    except BaseException:  # of the class's own __str__
+        text = "its message cannot be read"
     return f"{type(error).__name__}: {text[:300]}"
 
 
@@ -45,6 +50,7 @@ Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**31)])
 Finite = restricted_number_type("Finite", float, [(">", -math.inf), ("<", math.inf)])
 Positive = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
 NonNegative = restricted_number_type("NonNegative", float, [(">=", 0), ("<", math.inf)])
+Temperature = restricted_number_type("Temperature", float, [(">=", LEAST_TEMPERATURE), ("<=", MOST_TEMPERATURE)])
 PositiveFraction = restricted_number_type("PositiveFraction", float, [(">", 0), ("<=", 1)])
 Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)])
 Smoothing = restricted_number_type("Smoothing", float, [(">=", 0), ("<", 0.5)])
@@ -55,6 +61,7 @@ RANGES = {
     Finite: "a finite number",
     Positive: "a finite number above 0",
     NonNegative: "a finite number, 0 or more",
+    Temperature: f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
     NonNegativeFloat: "a number, 0 or more, or inf",
     ClosedUnitInterval: "a number from 0 to 1",
     PositiveFraction: "a number above 0, at most 1",
@@ -105,6 +112,8 @@ def _checked(name: str, value, kind):
         return value
     if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise refusal
+    if kind is str and isinstance(value, str) and re.fullmatch(r"~/\S*", value):
+        return str(Path(value).expanduser())  # as a shell does, which sees neither YAML nor --option=~/...
     if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
@@ -271,8 +280,6 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
-        if not self.push_to_hub and (self.hub_model_id is not None or self.hub_private_repo):
-            raise InputError("hub_model_id and hub_private_repo say where to push the model; add --push_to_hub")
         if self.num_train_epochs is None:
             self.steps = 100 if self.steps is None else self.steps
         elif self.steps is not None:
@@ -328,7 +335,7 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
     try:
         _check_names(config_class, argv)
         for path in _config_files(argv):
-            _check_file(path)
+            _check_file(path, names_of(config_class))
     except InputError as error:
         parser.error(str(error))
     values = parser.parse_args(argv).as_dict()
@@ -359,9 +366,7 @@ def _check_names(config_class: type[Options], argv: list[str]) -> None:
         name = word[2:].split("=")[0]
         if not word.startswith("--") or not name or name in known:
             continue
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-        hint = f"did you mean --{near[0]}?" if near else "--help lists the options"
-        raise InputError(f"unknown option --{name}; {hint}")
+        raise InputError(unknown(name, known))
 
 
 def _config_files(argv: list[str]) -> list[Path]:
@@ -371,8 +376,8 @@ def _config_files(argv: list[str]) -> list[Path]:
     return [Path(name) for name in after + joined if Path(name).is_file()]
 
 
-def _check_file(path: Path) -> None:
-    """Refuse what is no YAML of options: it takes the last of two equal keys without a word."""
+def _check_file(path: Path, known: list[str]) -> None:
+    """Refuse what is no YAML of the known options: the parser takes the last of two equal keys without a word."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -387,3 +392,5 @@ def _check_file(path: Path) -> None:
         if key.value in seen:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
+        if key.value not in known:
+            raise InputError(f"{path}, line {line}: {unknown(key.value, known)}")

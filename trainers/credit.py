@@ -13,8 +13,11 @@ import fused_rl
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import ClosedUnitInterval, Finite, InputError, NonNegative, Options, Positive
 from fused_rl.trainers.metrics import Sums, explained_variance
+from fused_rl.trainers.needs import Needs, without
 from fused_rl.trainers.policy import Measured
 from fused_rl.trainers.rollout import Rollout, scorer_metrics
+
+LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
 
 @dataclass(kw_only=True)
@@ -45,6 +48,23 @@ class CreditConfig(Options):
     """Subtracted from the score of a response that was cut."""
 
 
+NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
+CREDIT_NEEDS = (
+    Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),
+    Needs(
+        "kl_target",
+        lambda config: config.kl_coef > 0,
+        "has no meaning with kl_coef=0: no factor moves a zero; give --kl_coef, its first value",
+    ),
+    Needs("kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")),
+    Needs(
+        "gae_lambda",
+        lambda config: config.gae_alpha is None or config.value_gae_lambda is None,
+        "has no meaning beside gae_alpha and value_gae_lambda, which take its place; leave it out",
+    ),
+)
+
+
 def kl_estimator_of(config, chosen: str | None) -> str:
     """What was chosen, or what is right for where the KL is paid (`kl_in`)."""
     return chosen or ("k1" if config.kl_in == "reward" else "rk3")
@@ -64,6 +84,13 @@ def check_credit(config: CreditConfig) -> None:
     """Refuse options that contradict each other."""
     if config.missing_eos_score is not None and config.missing_eos_penalty:
         raise InputError("missing_eos_score replaces a score, missing_eos_penalty subtracts from it: give one of them")
+    responses, horizon = config.prompts_per_step * config.group_size, config.kl_horizon
+    least = 1 - LARGEST_ERROR * responses / horizon
+    if config.kl_target is not None and least <= 0:
+        raise InputError(
+            f"kl_horizon={horizon:g}: {responses} responses per step can multiply kl_coef by 1 - {LARGEST_ERROR:g} * "
+            f"{responses} / {horizon:g} = {least:g}, which turns its sign; give more than {LARGEST_ERROR * responses:g}"
+        )
 
 
 @dataclass
@@ -119,7 +146,7 @@ def advantages_and_returns(
 
 def adapted(kl_coef: float, kl: float, responses: int, target: float, horizon: float) -> float:
     """The weight of the KL after `responses` whose KL was `kl` nats on average (arXiv:1909.08593, section 2.2)."""
-    error = min(max(kl / target - 1, -0.2), 0.2)
+    error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return kl_coef * (1 + error * responses / horizon)
 
 

@@ -28,6 +28,7 @@ from fused_rl.trainers.config import (
 )
 from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.models import LanguageModel
+from fused_rl.trainers.needs import Needs
 from fused_rl.trainers.reward_model import RewardModel, check_reads_policy
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -82,6 +83,15 @@ def check_critic(config: CriticConfig) -> None:
             f"critic=shared has the policy's optimizer and backbone, so it cannot have its own {', '.join(given)}; "
             "drop them, or give the critic weights of its own: --critic FOLDER"
         )
+
+
+CRITIC_NEEDS = (
+    Needs(
+        "value_coef",
+        lambda config: config.critic == SHARED,
+        "has no meaning for a critic of its own, which has its own optimizer; leave it out, or give --critic shared",
+    ),
+)
 
 
 def planned(config: Config) -> Config:

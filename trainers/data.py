@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.chat import check_template_kwargs
+from fused_rl.trainers.chat import SAID, check_template_kwargs, check_text, tools_of, without_nulls
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
-from fused_rl.trainers.rows import read_dataset, read_jsonl, read_parquet
+from fused_rl.trainers.rows import FILES, check_readable, read_dataset, read_jsonl, read_parquet
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
-FILES = (".jsonl", ".parquet")
 
 
 @dataclass
@@ -61,6 +60,7 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
+        check_readable(path)
         rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
@@ -145,39 +145,57 @@ class Encoder:
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Token ids of row i's prompt, up to where the response begins."""
-        messages = self._messages(rows, i, column)
+        messages, tools = self._messages(rows, i, column), self._tools(rows, i)
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        return self._encode_prompt(messages, rows.where(i))
+        return self._encode_prompt(messages, tools, rows.where(i))
 
     def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> tuple[list[int], list[int]]:
         """Token ids of row i's prompt and of the completion, which ends in EOS.
 
-        With messages whose last one is the assistant's, that is the completion; else the completion is a column.
+        With messages whose last one is the assistant's, that is the completion, with all that it says (`chat.SAID`);
+        else the completion is a column.
         """
-        messages = self._messages(rows, i, column)
+        messages, tools, where = self._messages(rows, i, column), self._tools(rows, i), rows.where(i)
         if messages[-1]["role"] == "assistant":
-            messages, text = messages[:-1], messages[-1]["content"]
+            messages, turn = messages[:-1], messages[-1]
         else:
             text = rows.get(i, completion_column, "completion_column")
             if not isinstance(text, str):
-                raise InputError(
-                    f"{rows.where(i)}: column {completion_column!r} must be text, got {type(text).__name__}"
-                )
-        prompt, eos = self._encode_prompt(messages, rows.where(i)), self.tokenizer.eos_token_id
+                raise InputError(f"{where}: column {completion_column!r} must be text, got {type(text).__name__}")
+            turn = {"role": "assistant", "content": text}
+        check_text(self.tokenizer, turn, where)
+        prompt, eos = self._encode_prompt(messages, tools, where), self.tokenizer.eos_token_id
         if not self.chat:
-            return prompt, [*self.tokenizer(text, add_special_tokens=False).input_ids, eos]
-        turns = [*messages, {"role": "assistant", "content": text}]
-        whole = self._template(turns, rows.where(i), add_generation_prompt=False)
+            return prompt, [*self.tokenizer(turn["content"], add_special_tokens=False).input_ids, eos]
+        whole = self._with_turn(messages, turn, tools, where)
         if whole[: len(prompt)] != prompt:
-            raise InputError(f"{rows.where(i)}: the chat template does not continue its own generation prompt")
+            raise InputError(f"{where}: the chat template does not continue its own generation prompt")
         completion = whole[len(prompt) :]
+        if completion.count(eos) > 1:
+            raise InputError(f"{where}: the chat template ends the assistant's turn {completion.count(eos)} times")
         end = completion.index(eos) if eos in completion else len(completion)  # templates add a newline after EOS
         return prompt, [*completion[:end], eos]
 
+    def _with_turn(self, messages: list[dict], turn: dict, tools: list | None, where: str) -> list[int]:
+        """Token ids of the messages and the assistant's turn, of which the template must leave nothing out."""
+        whole = self._template([*messages, turn], tools, where, add_generation_prompt=False)
+        for name in SAID:
+            if turn.get(name):
+                without = {key: value for key, value in turn.items() if key != name}
+                if self._template([*messages, without], tools, where, add_generation_prompt=False) == whole:
+                    what = f"the assistant's turn has {name}, but the chat template leaves it out"
+                    raise InputError(f"{where}: {what}; use a template that writes it, or remove the row")
+        return whole
+
+    def _tools(self, rows: Rows, i: int) -> list | None:
+        return tools_of(self.tokenizer, rows.rows[i], self.told, rows.where(i)) if self.chat else None
+
     def _messages(self, rows: Rows, i: int, column: str | None) -> list[dict]:
         if column is None:
-            column = next((c for c in PROMPT_COLUMNS if rows.rows[i].get(c) is not None), PROMPT_COLUMNS[0])
+            row = rows.rows[i]
+            present = [c for c in PROMPT_COLUMNS if row.get(c) is not None] or [c for c in PROMPT_COLUMNS if c in row]
+            column = (present or PROMPT_COLUMNS)[0]
         prompt = rows.get(i, column, "prompt_column")
         if isinstance(prompt, str):
             system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
@@ -191,11 +209,11 @@ class Encoder:
             raise InputError(f"{rows.where(i)}: column {column!r} holds messages, but there is no chat template to use")
         if all(message["role"] == "assistant" for message in prompt):
             raise InputError(f"{rows.where(i)}: column {column!r} holds the assistant's messages alone, and no prompt")
-        return prompt
+        return [without_nulls(message) for message in prompt]
 
-    def _encode_prompt(self, messages: list[dict], where: str) -> list[int]:
+    def _encode_prompt(self, messages: list[dict], tools: list | None, where: str) -> list[int]:
         if self.chat:
-            ids = self._template(messages, where, add_generation_prompt=True)
+            ids = self._template(messages, tools, where, add_generation_prompt=True)
         else:
             ids = self._raw(messages[-1]["content"])
         if not ids:
@@ -210,7 +228,9 @@ class Encoder:
             ids = ids[1:]
         return ids[:-1] if len(ids) > 1 and ids[-1] == eos and bos != eos else ids  # a prompt has not ended
 
-    def _template(self, messages: list[dict], where: str, *, add_generation_prompt: bool) -> list[int]:
+    def _template(
+        self, messages: list[dict], tools: list | None, where: str, *, add_generation_prompt: bool
+    ) -> list[int]:
         # The template writes the special tokens itself: transformers adds none when it tokenises the result.
         try:
             return self.tokenizer.apply_chat_template(
@@ -218,6 +238,7 @@ class Encoder:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
+                **({"tools": tools} if tools else {}),
                 **self.told,
             )
         except Exception as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
@@ -229,9 +250,14 @@ class Encoder:
 def _are_messages(value) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    dictionaries = [message for message in value if isinstance(message, dict)]
-    texts = [message for message in dictionaries if isinstance(message.get("content"), str)]
-    return len(texts) == len(value) and all(isinstance(message.get("role"), str) for message in texts)
+    return all(isinstance(message, dict) and _is_message(message) for message in value)
+
+
+def _is_message(message: dict) -> bool:
+    """One with a role and a text, or in place of a text the calls of tools."""
+    content, role = message.get("content"), message.get("role")
+    says_nothing = content is None and role == "assistant" and bool(message.get("tool_calls"))
+    return isinstance(role, str) and (isinstance(content, str) or says_nothing)
 
 
 class RowOrder:

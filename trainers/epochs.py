@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from fused_rl.trainers import data
-from fused_rl.trainers.config import RunConfig
+from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.engine import rank
+from fused_rl.trainers.rows import FILES
 
 UNKNOWN = "known when the rows are read (num_train_epochs)"
 Config = TypeVar("Config", bound=RunConfig)
@@ -24,7 +25,15 @@ def in_run(config: RunConfig, per_step: int) -> int | str:
 
 
 def in_steps(config: Config, rows: int) -> Config:
-    """The config with the steps that its passes over `rows` rows come to; itself where it names steps."""
+    """The config with the steps that its passes over `rows` rows come to; itself where it names steps.
+
+    Raises:
+        InputError: a step of more rows than there are, some of which it would take twice.
+    """
+    per_step = getattr(config, config.batch_option)
+    if per_step > rows:
+        what = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"
+        raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
     resolved = _resolved(config, rows)
@@ -38,7 +47,7 @@ def foresee(config: Config) -> tuple[Config, dict[str, str]]:
 
     Rows that are too long are not known yet, and no Hub dataset is read.
     """
-    if config.num_train_epochs is None or Path(config.dataset).suffix not in data.FILES:
+    if config.num_train_epochs is None or Path(config.dataset).suffix not in FILES:
         return config, {}
     rows = data.load_rows(config.dataset)
     if config.eval_size and config.eval_dataset is None:

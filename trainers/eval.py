@@ -26,10 +26,10 @@ from fused_rl.trainers.config import (
     InputError,
     NonNegativeInt,
     Options,
-    Positive,
     PositiveFraction,
     PositiveInt,
     Seed,
+    Temperature,
     check_revision,
     in_a_line,
     parse,
@@ -38,16 +38,25 @@ from fused_rl.trainers.eval_report import summarize, table, write
 from fused_rl.trainers.evaluation import share_of_rank
 from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.metrics import phase
+from fused_rl.trainers.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.policy import prompts_of
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out, where
 from fused_rl.trainers.sampling import Sampling
 from fused_rl.trainers.scorers import Reader, load_spelled
-from fused_rl.trainers.spelling import read
+from fused_rl.trainers.spelling import NO_ANSWER, WITH_ANSWER, read
 from fused_rl.trainers.verifiers import verifiers_for
 
 MAX_NEW_TOKENS = 512
 LEFT = ("responses.jsonl", "summary.json")
-OF_THE_RUN = ("prompt_column", "answer_column", "raw_prompt", "system_prompt", "chat_template_kwargs", "max_new_tokens")
+OF_THE_RUN = (
+    "verifiers",
+    "prompt_column",
+    "answer_column",
+    "raw_prompt",
+    "system_prompt",
+    "chat_template_kwargs",
+    "max_new_tokens",
+)
 
 
 @dataclass(kw_only=True)
@@ -85,12 +94,13 @@ class EvalConfig(Options):
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
-    """Scorers as in grpo (docs/verifiers.md); None takes reasoning_gym where the rows name its dataset, else math."""
+    """Scorers as in grpo (docs/verifiers.md); None is the run's where `model` is of a run, else reasoning_gym where the
+    rows name its dataset, math where every answer is a number or a formula; otherwise they must be named."""
     samples: NonNegativeInt = 4
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None
     """Tell pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of the sampled responses."""
     top_p: PositiveFraction = 1.0
     """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all."""
@@ -115,11 +125,25 @@ class EvalConfig(Options):
             self.verifiers = ", ".join(self.verifiers)
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
-        drawn = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        idle = [name for name, value in drawn.items() if value != getattr(type(self), name)]
-        if not self.samples and idle:
-            raise InputError(f"{', '.join(idle)}: samples=0 draws nothing, and the greedy response takes none of these")
         check_revision(self.model, self.revision)
+
+
+def _samples(config: EvalConfig) -> bool:
+    return config.samples > 0
+
+
+def _compares(config: EvalConfig) -> bool:
+    return config.verifiers is None or any(part.kind in WITH_ANSWER for part in read(config.verifiers))
+
+
+NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
+NEEDS = (
+    *HUB_NEEDS,
+    *TEMPLATE_NEEDS,
+    *(Needs(name, _samples, NO_SAMPLES) for name in ("temperature", "top_p", "top_k", "min_p")),
+    Needs("answer_column", _compares, NO_ANSWER),
+    Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
+)
 
 
 def as_its_run(config: EvalConfig) -> EvalConfig:
@@ -293,6 +317,7 @@ def _progress(what: str, total: int) -> Iterator:
 
 def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
+    check_needs(config, NEEDS)
     device = engine.join(config.seed)
     with engine.together():
         config = as_its_run(config)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers import engine
-from fused_rl.trainers.metrics import phase
+from fused_rl.trainers.metrics import evaluation
 from fused_rl.trainers.policy import Policy, measure
 from fused_rl.trainers.rollout import Prompt, Rollout
 from fused_rl.trainers.sampling import Sampling
@@ -29,7 +29,7 @@ def share_of_rank(prompts: list[Prompt]) -> HeldOut:
     return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
 
 
-@phase("evaluated on held-out rows")
+@evaluation("evaluated on held-out rows", "eval/accuracy_greedy", "eval/pass_at_k", "eval/score")
 @torch.no_grad()
 def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
     """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""

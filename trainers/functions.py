@@ -8,23 +8,24 @@ Each may be `async`. docs/verifiers.md says what a function may do, and what bec
 """
 
 import asyncio
+import copy
 import functools
 import inspect
-import traceback
-import types
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 
 from fused_rl.trainers import patience
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import PROMPT_COLUMNS
+from fused_rl.trainers.guests import ctrl_c, own_generators, place, raised
 from fused_rl.trainers.patience import Expired, within
-from fused_rl.trainers.rollout import Sample, where
+from fused_rl.trainers.rollout import Sample, shortened, where
 
 FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for the import of its module
 AWAIT_TIMEOUT = 120.0  # seconds for one response that an async function of one response is given
 SEARCH_TIMEOUT = 30.0  # seconds to find the row that a function of many raises on
 CONCURRENCY = 64  # responses that an async function of one response works on at once
+OURS = (__file__, patience.__file__)
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
 
 
@@ -53,6 +54,10 @@ class FunctionScorer:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         self.at = None
+        with own_generators(), ctrl_c() as interrupted:
+            return self._judged(samples, interrupted)
+
+    def _judged(self, samples: Sequence[Sample], interrupted: list[int]) -> list[float | None]:
         try:
             return within(FUNCTION_TIMEOUT, lambda: self._called(samples))
         except (Expired, Late) as error:
@@ -60,15 +65,17 @@ class FunctionScorer:
             what = f"did not return within {limit:g} s; give what it waits for a time-out of its own"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples)}") from error
         except SystemExit as error:
-            what = f"called sys.exit({error.code!r}){_place(error)}; raise an exception to end the run"
+            what = f"called sys.exit({shortened(error.code)}){place(error, *OURS)}; raise an exception to end the run"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples)}") from error
-        except Exception as error:
-            what = " ".join(f"raised {type(error).__name__}: {error}".split())
-            what += f"{_place(error)}; for a response that it cannot score, return None"
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and interrupted:
+                raise
+            what = f"{raised(error, *OURS)}; for a response that it cannot score, return None"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples, error)}") from error
 
     def _called(self, samples: Sequence[Sample]):
         """What the function returns, of whatever type; of one of single responses the list of its scores."""
+        samples = _copies(samples)
         if self.form == "columns":
             returned = self.function(**keywords(self.function, samples))
         elif self.form == "batch":
@@ -79,7 +86,7 @@ class FunctionScorer:
             returned = [self._one(sample) for sample in samples]
         if inspect.isawaitable(returned):
             returned = _run(returned)
-        return list(returned) if isinstance(returned, types.GeneratorType) else returned
+        return list(returned) if isinstance(returned, Iterator) else returned
 
     def _one(self, sample: Sample):
         self.at = sample
@@ -99,7 +106,7 @@ class FunctionScorer:
 
         return await asyncio.gather(*(one(sample) for sample in samples))
 
-    def _with(self, samples: Sequence[Sample], error: Exception | None = None) -> str:
+    def _with(self, samples: Sequence[Sample], error: BaseException | None = None) -> str:
         """What it was called with, as near to the row as can be told."""
         if not samples:
             return "it was called with no responses"
@@ -109,21 +116,33 @@ class FunctionScorer:
         found = None if error is None or len(samples) == 1 else self._culprit(samples, error)
         return batch if found is None else f"{batch}; alone it raises on {where(found)}"
 
-    def _culprit(self, samples: Sequence[Sample], error: Exception) -> Sample | None:
+    def _culprit(self, samples: Sequence[Sample], error: BaseException) -> Sample | None:
         """The first response on which it raises the same alone; None where there is none, or time runs out."""
         for_each = functools.partial(self._first_that_raises, samples, type(error))
         try:
             return within(SEARCH_TIMEOUT, for_each)
-        except (Expired, Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # another one, or the time is over
             return None
 
-    def _first_that_raises(self, samples: Sequence[Sample], kind: type[Exception]) -> Sample | None:
+    def _first_that_raises(self, samples: Sequence[Sample], kind: type[BaseException]) -> Sample | None:
         for sample in samples:
             try:
                 self._called([sample])
             except kind:
                 return sample
         return None
+
+
+def _copies(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with rows and token ids that a function may change."""
+    rows = copy.deepcopy([sample.row for sample in samples])
+    made = []
+    for sample, row in zip(samples, rows, strict=True):
+        response = replace(sample.response, ids=list(sample.response.ids))
+        made.append(replace(sample, row=row, prompt_ids=list(sample.prompt_ids), response=response))
+    return made
 
 
 def form_of(name: str, function: Callable) -> str:
@@ -221,11 +240,3 @@ def _run(awaitable: Awaitable):
 def event_loop() -> asyncio.AbstractEventLoop:
     """The run's one event loop: clients that a function keeps belong to it."""
     return asyncio.new_event_loop()
-
-
-def _place(error: BaseException) -> str:
-    """The line of the user's code that it came from; nothing where the call itself failed."""
-    ours = (__file__, patience.__file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
-    theirs = [frame for frame in frames if Path(frame.filename).parent.name != "asyncio"]
-    return f" ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else ""

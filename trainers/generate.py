@@ -13,10 +13,11 @@ import torch.distributed as dist
 from fused_rl import TokenSupport
 from fused_rl.trainers.data import pad
 from fused_rl.trainers.rollout import Response
-from fused_rl.trainers.sampling import Record, Sampling, truncated
+from fused_rl.trainers.sampling import NoDistribution, Record, Sampling, truncated
 
-Drawn = tuple[list[list[int]], list[TokenSupport] | None]
-"""Token ids of each response, and what each token was drawn from: None for the whole vocabulary."""
+Drawn = tuple[list[list[int]], list[TokenSupport] | None, torch.Tensor]
+"""Token ids of each response; what each token was drawn from, None for the whole vocabulary; and (B,) bool, of the
+responses whose logits were NaN or infinite."""
 
 
 class TransformersSampler:
@@ -34,15 +35,20 @@ class TransformersSampler:
 
     def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False):
         self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
+        self.step: int | None = None
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """One response per prompt, in their order."""
         self.lm.eval()
         options = {"pad_id": self.pad_id, "batch_size": self.batch_size, "synced_gpus": self.synced_gpus}
-        return respond(self.lm, prompts, sampling, **options)
+        try:
+            return respond(self.lm, prompts, sampling, **options)
+        except NoDistribution as error:
+            raise NoDistribution(error.responses, self.step) from error
 
     def publish(self, step: int) -> None:
-        """Nothing to do: the weights are the policy's."""
+        """The weights are the policy's: only their step is noted, for errors."""
+        self.step = step
 
 
 def generate(
@@ -64,6 +70,9 @@ def respond(
         prompts: token ids; those of neighbours that are equal are computed once.
         sampling: the softmax at a temperature, truncated or whole; or greedy at 0.
         pad_id, batch_size, synced_gpus: as `TransformersSampler`.
+
+    Raises:
+        NoDistribution: logits that are NaN or infinite, when the batch has been drawn.
     """
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
     runs.sort(key=lambda run: len(prompts[run[0]]))
@@ -72,7 +81,9 @@ def respond(
     responses = {}
     for start in range(0, len(by_length), batch_size):
         indices = by_length[start : start + batch_size]
-        drawn, supports = draw(lm, [prompts[i] for i in indices], sampling, pad_id, synced_gpus)
+        drawn, supports, broken = draw(lm, [prompts[i] for i in indices], sampling, pad_id, synced_gpus)
+        if broken.any():
+            raise NoDistribution([indices[number] for number in broken.nonzero()[:, 0].tolist()])
         for i, ids, support in zip(indices, drawn, supports or [None] * len(drawn), strict=True):
             finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
             responses[i] = Response(ids, finish, support=support)
@@ -108,11 +119,15 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
     # Token by token; `open_rows` are the responses that have not ended.
     responses, stop_ids = [[] for _ in prompts], torch.tensor(sampling.stop_ids, device=lm.device)
     record = Record(len(prompts)) if sampling.truncates else None
-    open_rows = list(range(len(prompts)))
+    open_rows, number = list(range(len(prompts))), torch.arange(len(prompts), device=lm.device)
+    broken = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)  # looked at after the last token
     for step in range(1, sampling.max_new_tokens + 1):
         scores = _scores(logits, sampling)
-        token = _draw(scores, sampling)
+        token, bad = _draw(scores, sampling)
+        broken[number] |= bad
         if record is not None:
+            if broken.any():
+                return responses, None, broken
             record.note(scores[: len(open_rows)], open_rows)
         for response, drawn in zip(open_rows, token.tolist(), strict=False):
             responses[response].append(drawn)
@@ -125,7 +140,7 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
             keep = torch.zeros(1, dtype=torch.int64, device=lm.device)
         if len(keep) < len(token):
             cache.batch_select_indices(keep)
-            token, mask, length = token[keep], mask[keep], length[keep]
+            token, mask, length, number = token[keep], mask[keep], length[keep], number[keep]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         output = lm(
             input_ids=token[:, None],
@@ -135,7 +150,7 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
             use_cache=True,
         )
         cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
-    return responses, None if record is None else record.of_responses()
+    return responses, None if record is None else record.of_responses(), broken
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -146,15 +161,19 @@ def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return truncated(scores, sampling) if sampling.truncates else scores
 
 
-def _draw(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(B, V) -> (B,) int64: a token of each row."""
+def _draw(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, V) -> (B,) int64, a token of each row; (B,) bool, whether there was none to draw: scores NaN or infinite."""
     if not sampling.temperature:
-        return scores.argmax(-1)
+        token = scores.argmax(-1)
+        return token, ~scores.gather(1, token[:, None])[:, 0].isfinite()
     probabilities = torch.softmax(scores, -1)
+    bad = probabilities[:, 0].isnan()  # as the whole row is then
     if probabilities.device.type != "cpu":
-        return torch.multinomial(probabilities, 1)[:, 0]
+        # What torch.multinomial does for one token, less its look at every probability, which waits for the device.
+        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1), bad
     # There multinomial draws a random number for every token of the vocabulary.
-    return token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64))
+    token = token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64))
+    return token.clamp(max=scores.shape[1] - 1), bad
 
 
 def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tensor:
@@ -181,10 +200,11 @@ def _last_logits_alone(lm) -> dict[str, int]:
 
 def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> Drawn:
     """As `_decode`, for any model that transformers can generate with."""
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
 
     drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     drawn["min_p"] = sampling.min_p or None
+    watch = _Watch()
     options = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=list(sampling.stop_ids),
@@ -195,15 +215,28 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
         **(drawn if sampling.temperature else {}),
     )
     input_ids, mask = _left_padded(prompts, pad_id, lm.device)
-    output = lm.generate(input_ids=input_ids, attention_mask=mask, generation_config=options, synced_gpus=synced_gpus)
+    given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
+    output = lm.generate(**given, generation_config=options, synced_gpus=synced_gpus)
     tokens = output.sequences[:, input_ids.shape[1] :]
     responses = [until_stop(response, sampling.stop_ids) for response in tokens.tolist()]
-    if not sampling.truncates:
-        return responses, None
+    if not sampling.truncates or watch.broken.any():
+        return responses, None, watch.broken
     lengths = torch.tensor([len(response) for response in responses])
     drawn_from = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
     own = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return responses, drawn_from.select(own.flatten()).split(lengths.tolist())
+    return responses, drawn_from.select(own.flatten()).split(lengths.tolist()), watch.broken
+
+
+class _Watch:
+    """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can draw from."""
+
+    def __init__(self):
+        self.broken = torch.zeros(())
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        bad = ~scores.amax(-1).isfinite()
+        self.broken = bad | self.broken.bool().to(bad.device)
+        return torch.where(bad[:, None], 0, scores)
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:

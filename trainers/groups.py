@@ -12,7 +12,8 @@ import torch
 import fused_rl
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError, NonNegative, NonNegativeInt, Options, Positive, PositiveInt
-from fused_rl.trainers.policy_config import Needs, PolicyConfig
+from fused_rl.trainers.needs import Needs
+from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Rollout, rollout_metrics
 
 ADVANTAGES = tuple(name for name in fused_rl.ADVANTAGES if name != "gae")

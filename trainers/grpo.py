@@ -27,6 +27,7 @@ from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.groups import GROUP_NEEDS, GroupConfig, advantage_of, advantages_of, keeps_groups
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.needs import check_needs
 from fused_rl.trainers.policy import (
     Measured,
     Policy,
@@ -36,7 +37,7 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, check_needs, loss_options
+from fused_rl.trainers.policy_config import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
 from fused_rl.trainers.rollout import Prompt
 from fused_rl.trainers.scorers import check_scorers, load_scorers
@@ -70,13 +71,16 @@ class GRPOConfig(GroupConfig, ReferenceConfig, PolicyConfig):
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
 
+NEEDS = (*POLICY_NEEDS, *GROUP_NEEDS, *REFERENCE_NEEDS)
+
+
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     if config.preset not in fused_rl.PRESETS:
         raise InputError(f"preset={config.preset!r} is not one of {sorted(fused_rl.PRESETS)}")
     advantage = advantage_of(config)
     check_loss_options(config)
-    check_needs(config, (*GROUP_NEEDS, *REFERENCE_NEEDS))
+    check_needs(config, NEEDS)
     warn_of_estimator(config, config.kl_estimator)
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
@@ -265,6 +269,7 @@ def train_step(
     """Roll out, score, update; returns the step's metrics. `more` prompts are drawn for dynamic sampling."""
     config, began = policy.config, time.monotonic()
     drawn = draw(policy, prompts, more, step)
+    policy.stuck.look(drawn.rollout, None if advantage_of(config) == "batch-std" else config.group_size)
     sampled = time.monotonic()
 
     # Rewards and advantages.

@@ -16,9 +16,10 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError, Options, Positive, PositiveInt, Seed, parse
+from fused_rl.trainers.config import InputError, Options, PositiveInt, Seed, Temperature, parse
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
+from fused_rl.trainers.needs import TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.sampling import Sampling
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
@@ -53,7 +54,7 @@ class KLReportConfig(Options):
     """Responses per prompt."""
     max_new_tokens: PositiveInt = 64
     """Longer responses are cut."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of sampling and of every probability."""
     batch_size: PositiveInt = 8
     """Responses at a time."""
@@ -66,6 +67,17 @@ class KLReportConfig(Options):
         missing = [f"--{name}" for name, value in given.items() if value is None]
         if missing and len(missing) < len(given):
             raise InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
+        check_needs(self, NEEDS)
+
+
+OF_MODELS = (
+    *("behaviour", "prompt_column", "raw_prompt", "chat_template_kwargs", "num_prompts", "samples", "max_new_tokens"),
+    *("temperature", "batch_size", "seed"),
+)
+NEEDS = (
+    *(Needs(name, lambda config: config.model is not None, without("two models (--model)")) for name in OF_MODELS),
+    *(need for need in TEMPLATE_NEEDS if need.option in OF_MODELS),
+)
 
 
 def exact(direction: str = "reverse") -> tuple[float, torch.Tensor]:

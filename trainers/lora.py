@@ -115,18 +115,29 @@ def adapt_in_place(classifier: nn.Module, **chosen) -> None:
 def _new(model: nn.Module, head: nn.Module, task: str, *, rank: int, alpha: float, targets: str):
     import peft
 
+    widest = max(min(_features(layer)) for layer in _linear_layers(model).values())
+    if rank > widest:
+        raise InputError(f"lora_rank={rank} is more than any layer of {type(model).__name__} has: at most {widest}")
     if targets != ALL_LINEAR:
         targets = [part.strip() for part in targets.split(",")]
         _check_targets(model, targets, head)
     return peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type=task)
 
 
-def _check_targets(model: nn.Module, targets: list[str], head: nn.Module) -> None:
-    """Refuse a name that no linear layer but the head has: peft would leave it out where another name is found."""
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    inside = [name for name, module in layers.items() if module is not head]
+    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    """In and out; the shape of a weight may be that of packed bits."""
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (layer.nx, layer.nf)
+
+
+def _check_targets(model: nn.Module, targets: list[str], head: nn.Module) -> None:
+    """Refuse a name that no linear layer but the head has: peft would leave it out where another name is found."""
+    inside = [name for name, module in _linear_layers(model).items() if module is not head]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in inside):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))

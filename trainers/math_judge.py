@@ -1,8 +1,11 @@
 """Whether a response's final answer equals the ground truth, by math-verify: the judge of verifiers.MathVerifier.
 
 Run by workers.py in a process that knows nothing of this project and has its own limits: math-verify's are signals that
-C code does not see.
+C code does not see. Only `load` imports more than the standard library.
 """
+
+import re
+from decimal import Decimal
 
 # Judged while loading, so that what math-verify and sympy import and build at first use is there before the first fork.
 KNOWN = [
@@ -19,6 +22,91 @@ KNOWN = [
     ("\\boxed{50\\%}", "0.5", True),
     ("\\boxed{2\\pi}", "\\frac{4\\pi}{2}", True),
 ]
+
+NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
+ITEM = r"[-+]?[\d.]+"
+SCIENTIFIC = re.compile(rf"{NUMBER}[eE][-+]?\d{{1,3}}")
+DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d{1,2}:\d\d(:\d\d)?|\d+(-\d+){2}[T ].*")
+# Forms of an answer that math-verify reads otherwise than they are meant.
+READ_OTHERWISE = (
+    (re.compile(rf"(?:{DATE_OR_TIME.pattern})(?: ?[apAP]\.?[mM]\.?)?"), "a date, a time or a range, not arithmetic"),
+    (re.compile(rf"\[(?:\[.*|\s*|{ITEM}|{ITEM},\s+{ITEM}|{ITEM}(?:,\s*{ITEM}){{2,}})\]"), "a list, not an interval"),
+    (re.compile(r"[\[({]*['\"].*", re.DOTALL), "quoted text"),
+    (re.compile(r"[^\\]*\d\s+\d[^\\]*"), "several numbers with nothing between them"),
+    (re.compile(r".*\d\.\\overline.*"), "a decimal without an end: write it as a fraction"),
+    (re.compile(r".*(\*\*|\d_\d{3}|\d\.\d+\.\d).*"), "a program's notation, or a version"),
+    (re.compile(r".*[^\x00-\x7f\u0370-\u03ff°−×÷∪∩≤≥∅].*", re.DOTALL), "characters that it does not know"),
+    (re.compile(r"[^\w\\∅]*"), "no number"),
+)
+WORDS_IN_LATEX = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}")
+COMMANDS = re.compile(r"\\(?:[a-zA-Z]+|.)")
+LETTERS = re.compile(r"[A-Za-z]+")
+CONNECTIVES = re.compile(r"(?<=[^A-Za-z])(?:and|or)(?=[^A-Za-z])")
+# Of two or three letters, but no products of variables.
+SHORT_WORDS = re.compile(
+    "am|pm|km|cm|mm|kg|mg|ml|ft|lb|oz|hr|min|sec|st|nd|rd|th|mph|yes|no|not|nan|inf|nil|"
+    "pi|ln|log|exp|sin|cos|tan|csc|cot|max|gcd|lcm|mod"
+)
+
+
+def unfit(answer: str) -> str | None:
+    """What an answer is that mathematics cannot judge, in words; None for numbers and mathematics.
+
+    A word is no product of its letters, and a date no difference: what could be either is not judged.
+    """
+    answer = _bare(answer)
+    if SCIENTIFIC.fullmatch(answer):
+        return None
+    for form, what in READ_OTHERWISE:
+        if form.fullmatch(answer):
+            return what
+    latex = WORDS_IN_LATEX.sub(" \\\\ ", answer)
+    formula = CONNECTIVES.sub(",", COMMANDS.sub(" ", latex))
+    if not re.search(r"[\d+\-*/^=<>|!_]|[^\x00-\x7f]", formula) and "\\" not in latex:
+        return "a word, or the letter of a choice, not a formula"
+    words = [run for run in LETTERS.findall(formula) if _is_word(run)]
+    if words or re.fullmatch(r"(?i)n/a", answer):
+        return f"the word {(words or [answer])[0]!r}, not a product of its letters"
+    if re.search(r"[A-Za-z]\d|\d\s+[A-Za-z]{2}", formula):
+        return "a number beside letters that are no variables"
+    return None
+
+
+def _is_word(letters: str) -> bool:
+    known = not letters.islower() or SHORT_WORDS.fullmatch(letters)
+    return len(letters) > 3 or (len(letters) > 1 and bool(known))
+
+
+def _bare(answer: str) -> str:
+    """The answer without what stands around formulas."""
+    answer = answer.strip()
+    for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}")):
+        if answer.startswith(begin) and answer.endswith(end) and len(answer) > len(begin) + len(end):
+            answer = answer[len(begin) : -len(end)].strip()
+    return answer
+
+
+def written_answers(response: str) -> list[str]:
+    """The texts in a response that may be its answer as a whole: all of it, its last line, the last box."""
+    lines = response.strip().splitlines() or [""]
+    last = re.sub(r"(?i)^\W*(?:the )?(?:final )?answer\s*(?:is|:|=)*\s*", "", lines[-1].rsplit("####", 1)[-1].strip())
+    return [_normalized(text) for text in (response, last, *_last_box(response))]
+
+
+def _last_box(response: str) -> list[str]:
+    start = response.rfind("\\boxed{") + len("\\boxed{")
+    if start < len("\\boxed{"):
+        return []
+    depth = 1
+    for end in range(start, len(response)):
+        depth += {"{": 1, "}": -1}.get(response[end], 0)
+        if not depth:
+            return [response[start:end]]
+    return []
+
+
+def _normalized(text: str) -> str:
+    return " ".join(_bare(text.strip().removesuffix(".")).split())
 
 
 def load():
@@ -40,6 +128,13 @@ def load():
             raise RuntimeError(f"math_verify says {not expected} where {response!r} is compared with {answer!r}")
 
     def judge(response: str, answer: str) -> bool:
+        written = written_answers(response)
+        if _normalized(answer) in written:
+            return True
+        if unfit(answer) or DATE_OR_TIME.fullmatch(written[-1]):
+            return False
+        if SCIENTIFIC.fullmatch(answer):
+            answer = f"{Decimal(answer.replace(',', '')):f}"
         try:
             return equal(response, answer)
         except MemoryError:

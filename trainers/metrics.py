@@ -6,6 +6,7 @@ With truncated sampling every log-probability, entropy and KL, the exact one too
 Rank 0 alone writes and prints.
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -292,6 +293,28 @@ def phase(what: str) -> Iterator[None]:
     yield
     if rank() == 0:
         print(f"{what} ({time.monotonic() - began:.1f} s)", flush=True)
+
+
+def evaluation(what: str, *keys: str):
+    """Decorator of a function that evaluates: tells how long it took, and the metrics of these keys that it found.
+
+    The function returns a dictionary of metrics, or a tuple with one in it.
+    """
+
+    def decorate(function):
+        @functools.wraps(function)
+        def evaluate(*args):
+            began = time.monotonic()
+            found = function(*args)
+            metrics = next(part for part in (found if isinstance(found, tuple) else (found,)) if isinstance(part, dict))
+            if rank() == 0:
+                values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
+                print(f"{what} ({time.monotonic() - began:.1f} s): {values}", flush=True)
+            return found
+
+        return evaluate
+
+    return decorate
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -117,7 +117,10 @@ def _summed(token_loss, per_token, rows, mask):
 
 
 def _check_plain_head(lm) -> None:
-    """The linear path multiplies by the head's weight itself, so the head must be that and nothing more."""
+    """The linear path multiplies by the head's weight itself, so the head must be that, apart, and nothing more."""
+    if lm.base_model is lm:
+        what = f"its backbone is not under base_model_prefix={lm.base_model_prefix!r}"
+        raise InputError(f"{type(lm).__name__}: {what}, so that the linear loss cannot read it; use --loss_from logits")
     text = lm.config.get_text_config()
     scales = [k for k in ("logit_scale", "logits_scaling") if getattr(text, k, None) not in (None, 1, 1.0)]
     if scales or type(lm.get_output_embeddings()) is not nn.Linear:

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 from fused_rl.trainers.config import InputError, in_a_line
+from fused_rl.trainers.guests import ctrl_c, own_generators
+from fused_rl.trainers.patience import Expired
 
 
 def load_function(name: str, what: str):
@@ -15,10 +17,15 @@ def load_function(name: str, what: str):
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)  # an installed command does not see the folder that it is called from
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
+    with own_generators(), ctrl_c() as interrupted:
+        try:
+            found = getattr(importlib.import_module(module), function)
+        except Expired:
+            raise
+        except BaseException as error:  # whatever the user's module raises while it is imported
+            if isinstance(error, KeyboardInterrupt) and interrupted:
+                raise
+            raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
     return found

@@ -5,7 +5,7 @@ The algorithms themselves (`update`, `train_step`) are in their own files, and n
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, respons
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
 from fused_rl.trainers.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.stuck import Stuck
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Policy:
     """Whether anything is measured against the starting model."""
     costs: Costs | None = None
     """Of the model, by which prompts are shared; None where every response has a prompt of its own."""
+    stuck: Stuck = field(default_factory=Stuck)
+    """Tells where the rollouts teach nothing."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""

@@ -1,8 +1,7 @@
 """The options that PPO and GRPO share: rollouts, scorers, and everything that `fused_rl.policy_loss` can be told."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
@@ -17,8 +16,11 @@ from fused_rl.trainers.config import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
+    Temperature,
 )
-from fused_rl.trainers.named import load_function
+from fused_rl.trainers.needs import NO_EVALUATION, RUN_NEEDS, Needs
+from fused_rl.trainers.own_surrogate import load_surrogate
+from fused_rl.trainers.spelling import NO_ANSWER, WITH_ANSWER, read
 
 
 @dataclass(kw_only=True)
@@ -47,7 +49,7 @@ class PolicyConfig(RunConfig):
     """Longer responses are cut; they are scored as they are."""
     mask_truncated: bool = False
     """Leave responses that were cut out of the loss."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Of sampling, and of every log-probability in the loss."""
     top_p: PositiveFraction = 1.0
     """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
@@ -123,7 +125,7 @@ def loss_options(config: PolicyConfig) -> dict[str, object]:
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", "rk3")
     if ":" in given.get("surrogate", ""):
-        given["surrogate"] = load_function(given["surrogate"], "surrogate")
+        given["surrogate"] = load_surrogate(given["surrogate"])
     try:
         PolicyLossOptions(**{**fused_rl.PRESETS[config.preset].options, **given})
     except ValueError as error:
@@ -145,20 +147,13 @@ def check_loss_options(config: PolicyConfig) -> None:
         )
 
 
-class Needs(NamedTuple):
-    """An option that means something only beside another one."""
-
-    option: str
-    met: Callable[[PolicyConfig], bool]
-    """Whether the config gives it a meaning."""
-    unmet: str
-    """What is said after `option=value` where it does not: why, and how to mend it."""
+def _compares(config: PolicyConfig) -> bool:
+    return any(part.kind in WITH_ANSWER for part in read(config.verifiers))
 
 
-def check_needs(config: PolicyConfig, needs: Sequence[Needs]) -> None:
-    """Refuse an option that was given, and is not its default, where what it needs is not there."""
-    defaults = {field.name: field.default for field in fields(config)}
-    for need in needs:
-        value = getattr(config, need.option)
-        if value != defaults[need.option] and not need.met(config):
-            raise InputError(f"{need.option}={value} {need.unmet}")
+POLICY_NEEDS = (
+    *RUN_NEEDS,
+    Needs("answer_column", _compares, NO_ANSWER),
+    Needs("eval_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
+    Needs("show_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
+)

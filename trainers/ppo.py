@@ -19,6 +19,7 @@ import fused_rl
 from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import InputError, NonNegative, Positive, PositiveInt, divide_over
 from fused_rl.trainers.credit import (
+    CREDIT_NEEDS,
     CreditConfig,
     Experience,
     adapted,
@@ -32,6 +33,7 @@ from fused_rl.trainers.credit import (
     win_rate,
 )
 from fused_rl.trainers.critic import (
+    CRITIC_NEEDS,
     SHARED,
     CriticConfig,
     PolicyWithValues,
@@ -45,6 +47,7 @@ from fused_rl.trainers.curves import Against
 from fused_rl.trainers.evaluation import evaluate, share_of_rank
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.needs import Needs, check_needs
 from fused_rl.trainers.policy import (
     Policy,
     check_policy_fits,
@@ -53,7 +56,7 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
+from fused_rl.trainers.policy_config import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.rollout import Prompt, Rollout
 from fused_rl.trainers.scorers import check_scorers, load_scorers
 
@@ -62,6 +65,7 @@ COLUMNS = {
     "KL": "objective/kl_exact",
     "entropy": "policy/entropy_avg",
     "explained": "val/var_explained",
+    "held-out": "eval/score",
     "tokens/s": "perf/tokens_per_second",
 }
 CURVES = {
@@ -96,6 +100,18 @@ class PPOConfig(CreditConfig, CriticConfig, PolicyConfig):
     """A further token that ends a response, beside EOS; given as text."""
 
 
+NEEDS = (
+    *POLICY_NEEDS,
+    *CREDIT_NEEDS,
+    *CRITIC_NEEDS,
+    Needs(
+        "target_kl",
+        lambda config: config.minibatches * config.epochs > 1,
+        "has no meaning with one update per step, after which none is left to stop; give more --minibatches or epochs",
+    ),
+)
+
+
 def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     if config.preset not in fused_rl.PRESETS:
@@ -106,6 +122,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
+    check_needs(config, NEEDS)
     check_credit(config)
     warn_of_estimator(config, config.kl_estimator)
     check_loss_options(config)
@@ -258,6 +275,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     """Roll out, score, judge, update; returns the step's metrics."""
     config, began = policy.config, time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
+    policy.stuck.look(rollout, None)
     sampled = time.monotonic()
     updates = plan(config, len(rollout.samples), policy.device)
     first_pass = sum(updates[: config.minibatches], [])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers import data, engine
+from fused_rl.trainers.chat import SAID
 from fused_rl.trainers.config import InputError
 
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
@@ -89,6 +90,10 @@ class PairEncoder:
             if isinstance(cell, list) and not all(isinstance(message, dict) for message in cell):
                 raise InputError(f"{rows.where(i)}: column {name!r} must be text or messages, got {str(cell)[:80]!r}")
         if isinstance(value, list) and len(value) == 1 and value[0].get("role") == "assistant":
+            more = [name for name in SAID if value[0].get(name)]
+            if more:
+                remedy = "give the whole conversation, with the prompt's messages before it"
+                raise InputError(f"{rows.where(i)}: column {column!r} is a turn with {more[0]}; {remedy}")
             value, prompt = value[0].get("content"), rows.get(i, self.config.prompt_column, "prompt_column")
         if isinstance(value, str) and prompt is None:
             return self._whole_text(value)
@@ -99,7 +104,8 @@ class PairEncoder:
                 )
             return self._encode(rows, i, {"prompt": prompt, column: value}, column)
         last = value[-1] if isinstance(value, list) and value and isinstance(value[-1], dict) else {}
-        if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        says = isinstance(last.get("content"), str) or last.get("tool_calls")
+        if last.get("role") != "assistant" or not says:
             raise InputError(
                 f"{rows.where(i)}: column {column!r} must be text, or messages that end with the assistant's text; "
                 f"got {str(value)[:80]!r}"
@@ -107,7 +113,8 @@ class PairEncoder:
         return self._encode(rows, i, {"prompt": value}, column)  # a whole conversation, whatever the prompt column says
 
     def _encode(self, rows: data.Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
-        located = data.Rows([{**row, "__line__": rows.rows[i].get("__line__", rows.first + i + 1)}], rows.source)
+        known = {"tools": rows.rows[i].get("tools"), "__line__": rows.rows[i].get("__line__", rows.first + i + 1)}
+        located = data.Rows([row | known], rows.source)
         return self.encoder.pair(located, 0, "prompt", column)
 
     def _whole_text(self, text: str) -> tuple[list[int], list[int]]:

@@ -13,9 +13,10 @@ import torch
 import fused_rl
 from fused_rl.trainers import engine, models
 from fused_rl.trainers.config import InputError, NonNegativeInt, Options, PositiveFraction
-from fused_rl.trainers.credit import kl_estimator_of
+from fused_rl.trainers.credit import NOTHING_PAID, kl_estimator_of
+from fused_rl.trainers.needs import Needs
 from fused_rl.trainers.policy import Measured
-from fused_rl.trainers.policy_config import Needs, PolicyConfig
+from fused_rl.trainers.policy_config import PolicyConfig
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,7 @@ class ReferenceConfig(Options):
 
 
 REFERENCE_NEEDS = (
+    Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),
     Needs(
         "ref_sync_every",
         lambda config: config.lora_rank == 0,
@@ -46,6 +48,11 @@ REFERENCE_NEEDS = (
         "ref_sync_every",
         lambda config: needs_reference(config),
         "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; leave it out, or give --kl_coef",
+    ),
+    Needs(
+        "ref_sync_every",
+        lambda config: config.steps is None or config.ref_sync_every <= config.steps,
+        "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
     ),
     Needs(
         "ref_mixup_alpha",

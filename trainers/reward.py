@@ -19,7 +19,6 @@ import torch
 import fused_rl
 from fused_rl.trainers import checkpoint, cli, data, engine, epochs
 from fused_rl.trainers.config import (
-    InputError,
     NonNegative,
     NonNegativeInt,
     PositiveInt,
@@ -29,8 +28,9 @@ from fused_rl.trainers.config import (
 )
 from fused_rl.trainers.files import storing, whole_folder, write_atomically
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, keyed, phase
+from fused_rl.trainers.metrics import KEYS, evaluation, keyed, phase
 from fused_rl.trainers.models import check_fits
+from fused_rl.trainers.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
@@ -86,13 +86,24 @@ class RewardConfig(RunConfig):
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 
 
+MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"
+NEEDS = (
+    *RUN_NEEDS,
+    Needs(
+        "loss_from", lambda config: False, "has no meaning for a reward model, which never forms logits; leave it out"
+    ),
+    Needs("load_in_4bit", lambda config: False, MERGED),
+    Needs("save_merged", lambda config: False, MERGED),
+    Needs("lora_alpha", lambda config: config.lora_rank > 0, without("--lora_rank")),
+    Needs("lora_targets", lambda config: config.lora_rank > 0, without("--lora_rank")),
+    Needs("reference_dataset", lambda config: config.normalize_pairs > 0, without("--normalize_pairs")),
+)
+
+
 def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
+    check_needs(config, NEEDS)
     local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config)
-    if config.loss_from != "linear":
-        raise InputError("loss_from has no meaning for a reward model: it never forms logits")
-    if config.load_in_4bit:
-        raise InputError("load_in_4bit: a reward model is saved whole, with its adapters merged in; drop it")
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
@@ -182,7 +193,7 @@ def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
     return rows
 
 
-@phase("evaluated on held-out pairs")
+@evaluation("evaluated on held-out pairs", "eval/rm/loss", "eval/rm/accuracy")
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
     scores = score_pairs(model, pairs, config)

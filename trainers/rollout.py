@@ -16,7 +16,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch, make_batch
-from fused_rl.trainers.sampling import Sampling, check_sampler, first_broken, joined
+from fused_rl.trainers.sampling import NoDistribution, Sampling, check_sampler, first_broken, joined
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def roll_out(
     check_sampler(sampler, sampling)
     with engine.together():
         prompts = [prompt for prompt in prompts for _ in range(copies)]
-        responses = sampler.sample([prompt.ids for prompt in prompts], sampling)
+        responses = _sampled(sampler, prompts, sampling)
         check_responses(responses, prompts, sampling, vocab)
         sampled = time.monotonic()
 
@@ -175,6 +175,17 @@ def roll_out(
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
+
+
+def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> list[Response]:
+    """The sampler's responses; logits to draw from that are none are an error with their rows."""
+    try:
+        return sampler.sample([prompt.ids for prompt in prompts], sampling)
+    except NoDistribution as error:
+        rows = ", ".join(dict.fromkeys(_place(prompts[number]) for number in error.responses))
+        raise InputError(
+            f"sampling{error.after}: the model's logits are NaN or infinite; their rows: {rows}"
+        ) from error
 
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
@@ -241,8 +252,9 @@ def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample
         scores: what it returned: a list, tuple, array or tensor of one number or None for each sample.
         samples: what it was called with.
     """
-    if isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable):
-        came = "None" if scores is None else f"{_shortened(scores)} ({type(scores).__name__})"
+    no_list = isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable)
+    if no_list or getattr(scores, "ndim", 1) == 0:  # a tensor or an array of one number
+        came = "None" if scores is None else f"{shortened(scores)} ({type(scores).__name__})"
         raise InputError(f"scorer {name!r} returned {came}; it must return a list of one score for each response")
     scores = list(scores)
     if len(scores) != len(samples):
@@ -262,7 +274,7 @@ def _score_of(name: str, score, sample: Sample) -> float:
     except Exception:  # whatever the type's own conversion raises
         number = math.nan
     if not abs(number) <= torch.finfo(torch.float32).max:
-        came = f"{_shortened(score)} ({type(score).__name__})"
+        came = f"{shortened(score)} ({type(score).__name__})"
         raise InputError(
             f"scorer {name!r} returned {came} as the score of {where(sample)}, not a finite number; "
             "for a response that it cannot score, return None"
@@ -275,8 +287,12 @@ def where(sample: Sample) -> str:
     return sample.row.get("__where__", "a row")
 
 
-def _shortened(value) -> str:
-    text = " ".join(repr(value).split())
+def shortened(value) -> str:
+    """A value of somebody else's in a line of 80 characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except BaseException:  # of the type's own __repr__
+        text = "what cannot be shown"
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 

@@ -5,15 +5,38 @@ from pathlib import Path
 
 from fused_rl.trainers.config import InputError, in_a_line
 
+FILES = (".jsonl", ".parquet")
+
+
+def check_readable(path: Path) -> None:
+    """Refuse a file that this process may not read."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
+
 
 def read_parquet(path: Path) -> list[dict]:
     """Of a whole file."""
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        return table.to_pylist()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}, column {_not_utf_8(table)!r}: not UTF-8; write the text as UTF-8") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"dataset file {path} is not a whole Parquet file: {in_a_line(error)}") from error
+
+
+def _not_utf_8(table) -> str:
+    """The first column of a table whose text cannot be read."""
+    for name in table.column_names:
+        try:
+            table[name].to_pylist()
+        except UnicodeDecodeError:
+            return name
+    raise AssertionError("all of it can be read")
 
 
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:

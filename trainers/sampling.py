@@ -16,6 +16,16 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.config import InputError
 
 
+class NoDistribution(InputError):
+    """Logits that are NaN or infinite, from which nothing can be drawn."""
+
+    def __init__(self, responses: list[int], step: int | None = None):
+        """`responses` of the batch, by number; the weights are those after `step`, where that is known."""
+        self.responses = responses
+        self.after = "" if step is None else f" with the weights after step {step}"
+        super().__init__(f"sampling{self.after}: the model's logits are NaN or infinite in {len(responses)} responses")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn."""

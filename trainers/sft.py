@@ -18,7 +18,8 @@ from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.metrics import KEYS, Sums, evaluation, keyed, phase
+from fused_rl.trainers.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
@@ -49,8 +50,12 @@ class SFTConfig(RunConfig):
     than padding. None does where the model's attention allows it."""
 
 
+NEEDS = RUN_NEEDS
+
+
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
+    check_needs(config, NEEDS)
     local, size = divide_over("batch_size", config.batch_size, world), config.micro_batch_size
     return {
         "processes": world,
@@ -141,7 +146,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
-@phase("evaluated on held-out rows")
+@evaluation("evaluated on held-out rows", "eval/loss", "eval/accuracy")
 @torch.no_grad()
 def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     """Loss and token accuracy on held-out rows, the same on every rank."""

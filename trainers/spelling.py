@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fused_rl.trainers.config import InputError
 
@@ -19,6 +20,8 @@ ARGUMENTS = {
     "format": {"pattern": str},
     "length": {"target": int, "limit": int},
 }
+WITH_ANSWER = ("math", "reasoning_gym", "exact_match", "regex")  # compare a response with the row's answer
+NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({', '.join(WITH_ANSWER)} do)"
 WITH_DETAIL = ("reasoning_gym", "reward_model")
 KINDS = ("math", *WITH_DETAIL, *ARGUMENTS)
 FUNCTION = "function"
@@ -85,7 +88,7 @@ def _read_one(text: str) -> Spelled:
     kind, _, detail = name.partition(":")
     if detail and kind not in WITH_DETAIL:
         kind, detail = FUNCTION, name
-    elif "." in name and name not in KINDS:
+    elif "." in name and not detail:  # after a colon a dot is the folder's or the dataset's
         kind, detail = FUNCTION, ":".join(name.rsplit(".", 1))
     if kind not in (*KINDS, FUNCTION) or name.endswith(":") or (kind == "reward_model" and not detail):
         raise InputError(_unknown(name))
@@ -93,6 +96,8 @@ def _read_one(text: str) -> Spelled:
         raise InputError(f"verifier {text!r}: {name} takes no arguments")
     arguments = _arguments(text, kind, found["arguments"] or "")
     weight, solved_at = _number(text, found["weight"]), _number(text, found["solved_at"])
+    if kind == "reward_model" and detail.startswith("~/"):
+        detail = str(Path(detail).expanduser())
     return Spelled(text, kind, arguments.pop("name", name), detail, arguments, weight, solved_at)
 
 

@@ -16,6 +16,7 @@ from fused_rl.trainers.checkers import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactM
 from fused_rl.trainers.config import InputError, in_a_line
 from fused_rl.trainers.data import Rows
 from fused_rl.trainers.functions import FunctionScorer
+from fused_rl.trainers.math_judge import unfit
 from fused_rl.trainers.named import load_function
 from fused_rl.trainers.patience import Expired, within
 from fused_rl.trainers.rollout import Incidents, Sample, Scorer, where
@@ -23,6 +24,7 @@ from fused_rl.trainers.spelling import FUNCTION, KINDS, Spelled, read
 from fused_rl.trainers.workers import Pool, WorkerError
 
 MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.02 to 0.3, or never end
+OTHER_JUDGES = "name what can with --verifiers: exact_match, regex('…') or a function of yours"
 
 
 def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None) -> list[Scorer]:
@@ -50,8 +52,15 @@ def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None)
     return scorers
 
 
+def _unfit_for_math(row: dict, answer_column: str | None) -> str | None:
+    """The row's answer and what it is, where mathematics cannot judge it."""
+    answer = answer_of(row, answer_column)
+    what = unfit(answer)
+    return None if what is None else f"the answer {answer!r:.80}: {what}"
+
+
 def verifiers_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
-    """The verifiers that fit the rows, and why, where none are named."""
+    """The verifiers that fit the rows, and why, where none are named; refuses to guess."""
     row = rows.rows[0]
     metadata = row.get("metadata")
     if isinstance(metadata, dict) and metadata.get("source_dataset"):
@@ -61,7 +70,11 @@ def verifiers_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
         present = sorted(key for key in row if not key.startswith("__"))
         remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
         raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {present}; {remedy}")
-    return "math", f"the rows have answers, in column {found[0]!r}"
+    for i, row in enumerate(rows.rows):
+        problem = _unfit_for_math({**row, "__where__": rows.where(i)}, answer_column)
+        if problem is not None:
+            raise InputError(f"{rows.where(i)}: nothing says what judges {problem}; {OTHER_JUDGES}")
+    return "math", f"every answer, in column {found[0]!r}, is a number or a formula"
 
 
 def check_loadable(spelled: list[Spelled], *, imports: bool) -> None:
@@ -231,8 +244,10 @@ class MathVerifier:
             ) from error
 
     def check(self, row: dict) -> None:
-        """The row must have an answer."""
-        answer_of(row, self.answer_column)
+        """The row must have an answer, and one that mathematics can judge."""
+        problem = _unfit_for_math(row, self.answer_column)
+        if problem is not None:
+            raise InputError(f"{row.get('__where__', 'a row')}: verifier 'math' cannot judge {problem}; {OTHER_JUDGES}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]

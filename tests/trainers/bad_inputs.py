@@ -6,6 +6,7 @@ that `--overwrite` would replace. `spoil` changes files there; `options` come af
 
 import codecs
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.trainers import tiny
 
 ALL, TRAINERS, READERS = "sft grpo reward kl-report eval", "sft grpo reward", "sft grpo kl-report eval"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
 
 
 class Case(NamedTuple):
@@ -37,6 +39,7 @@ def of(commands: str, title: str, message: str, *options: str, **fields) -> list
 # Options.
 
 WHOLE, COUNT, FINITE = "a whole number above 0", "a whole number, 0 or more", "a finite number, 0 or more"
+TEMPERATURE = r"a number from 1e-06 to 1e[+]06"
 POSITIVE, SEED = "a finite number above 0", r"a whole number from 0 to 2\^31 - 1"
 
 
@@ -84,7 +87,7 @@ OPTIONS = [
     *option("sft", "zero_stage", "4 -1 two", "one of 0, 1, 2, 3"),
     *option("grpo", "dtype", "float8 half", "one of auto, float32, bfloat16"),
     *option("sft", "resume", "maybe 3", "true or false"),
-    *option("grpo", "temperature", "0 -1 nan inf", POSITIVE),
+    *option("grpo", "temperature", "0 -1 nan inf 1e-7 1e7", TEMPERATURE),
     *option("grpo", "top_p", "0 1.5 -0.1 nan", "a number above 0, at most 1"),
     *option("grpo", "top_k", "-1 2.5", COUNT),
     *option("grpo", "min_p", "-0.1 1.5 nan", "a number from 0 to 1"),
@@ -109,14 +112,14 @@ OPTIONS = [
     *option("reward", "centering", "-1 nan", FINITE),
     *option("reward", "normalize_pairs", "-1", COUNT),
     *option("reward", "too_long", "cut", "one of drop, truncate"),
-    *option("kl-report", "temperature", "0 nan", POSITIVE),
+    *option("kl-report", "temperature", "0 nan 1e7", TEMPERATURE),
     *option("kl-report", "samples", "0 -1", WHOLE),
     *option("eval", "samples", "-1 1.5", COUNT),
     *option("eval", "k", "0", WHOLE),
-    *option("eval", "temperature", "0 nan", POSITIVE),
+    *option("eval", "temperature", "0 nan 1e7", TEMPERATURE),
     *option("eval", "batch_size", "0", WHOLE),
     *words("eval", "--k 3", "k=3 is more than samples=2: pass@k needs k responses to a problem"),
-    *words("eval", "--samples 0 --top_p 0.9", "top_p: samples=0 draws nothing"),
+    *words("eval", "--samples 0 --top_p 0.9", "top_p=0.9 has no meaning with samples=0"),
     *words("eval", "--samples 0 --k 1", "k=1 is more than samples=0"),
     *words("eval", "--revision main", "revision=main is of a model on the Hub, and model=model is a folder"),
     *words("eval", "--max_new_tokens 200", "tokens, but the model has 128 positions; lower max_new_tokens"),
@@ -151,9 +154,9 @@ OPTIONS = [
     *words("grpo", "--vespo_k_pos 1 --preset gspo", "vespo_k_pos=1.0 has no meaning with surrogate=clip"),
     *words("grpo", "--clip_low 0.1 --preset rloo", "clip_low=0.1 has no meaning with surrogate=policy-gradient"),
     *words("grpo", "--minibatches 3", "minibatches=3 does not divide the 4 responses"),
-    *words("sft", "--offload --zero_stage 1", "offload needs zero_stage 2 or 3"),
+    *words("sft", "--offload --zero_stage 1", "offload=True needs zero_stage 2 or 3"),
     *words("sft", "--dtype bfloat16", "dtype=bfloat16 needs fp32 master weights"),
-    *words("reward", "--loss_from logits", "loss_from has no meaning"),
+    *words("reward", "--loss_from logits", "loss_from=logits has no meaning"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
     *words("sft", "--resume", "resume continues .* and overwrite deletes it.*--overwrite false takes back"),
     *words("grpo", "--verifiers 0*math", "verifiers: every weight is 0"),
@@ -169,9 +172,33 @@ OPTIONS = [
     *words("sft", "--lora_targets q_proj", "lora_targets says how adapters are made or saved, but there are none"),
     *words("grpo", "--save_merged", "save_merged says how adapters are made or saved, but there are none"),
     *words("sft", "--load_in_4bit", "load_in_4bit: weights of 4 bits are not trained, only adapters"),
-    *words("reward", "--load_in_4bit", "load_in_4bit: a reward model is saved whole"),
-    *words("sft", "--hub_model_id a/b", "say where to push the model; add --push_to_hub"),
+    *words("reward", "--load_in_4bit", "load_in_4bit=True has no meaning: a reward model is saved whole"),
+    *words("sft", "--hub_model_id a/b", "says where to push the model; add --push_to_hub"),
     *words("sft", "--chat_template_kwargs 3", "chat_template_kwargs: expected a mapping from names to values"),
+    *words("sft", "--eval_every 3 --eval_size 0", "eval_every=3 has no meaning with eval_size=0"),
+    *words("sft", "--dataset_split dev", "dataset_split=dev has no meaning for a file"),
+    *words("reward", "--lora_alpha 3", "lora_alpha=3.0 has no meaning without --lora_rank"),
+    *words("grpo", "--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
+    *words("grpo", "--answer_column answer", "answer_column=answer has no meaning with these verifiers"),
+    *words("grpo", "--ref_sync_every 9 --kl_coef 0.1", "ref_sync_every=9 is more than steps"),
+    *words("grpo", "--prompts_per_step 24", "prompts_per_step=24, but there are 12 rows to train on: .*at most 12"),
+    *words("sft", "--batch_size 64", "batch_size=64, but there are 10 rows to train on: .*at most 10"),
+    *words("eval", "--overwrite", "overwrite=True has no meaning without --output_dir"),
+    *words("ppo", "--kl_target 1 --kl_coef 0", "kl_target=1.0 has no meaning with kl_coef=0"),
+    *words("ppo", "--kl_horizon 50", "kl_horizon=50.0 has no meaning without --kl_target"),
+    *words("ppo", "--kl_target 1 --kl_horizon 0.5", "kl_horizon=0.5: 4 responses per step .* turns its sign"),
+    *words("ppo", "--value_coef 0.5", "value_coef=0.5 has no meaning for a critic of its own"),
+    *words("grpo", "--beta 0.1", "unknown option --beta; its name here is --kl_coef$"),
+    *words("grpo", "--num_generations 4", "unknown option --num_generations; its name here is --group_size$"),
+    *words("grpo", "--surrogate judges:Called", "surrogate 'judges:Called' is a class"),
+    *words("grpo", "--surrogate judges:even", "surrogate 'judges:even' cannot be called: too many positional"),
+    *words("grpo", "--surrogate judges:three_is", "int is not a function"),
+    *words("grpo", "--surrogate judges:loss_none", "'judges:loss_none' returned None; it must", begins=True),
+    *words("grpo", "--surrogate judges:loss_sum", "'judges:loss_sum' returned torch.float32 ..; it must", begins=True),
+    *words("grpo", "--surrogate judges:loss_raises", "'judges:loss_raises' raised ValueError: mm", begins=True),
+    *of("sft", "an output_dir without a name", "output_dir='' is empty", "--output_dir", ""),
+    *of("sft", "a word of the template", "does not read 'role'", "--chat_template_kwargs", '{"role": 1}'),
+    *yaml(ALL, "learning_rate: 1\n", "c.yaml, line 1: unknown option --learning_rate; "),
     *option("sft", "num_train_epochs", "0 -1 nan inf", POSITIVE),
     *option("sft", "packing", "maybe", "true or false"),
     *words("kl-report", "--model", "model"),
@@ -615,7 +642,14 @@ DATA = [
     *line("sft", '{"question": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     *line("sft", '{"question": ' + "9" * 5000 + ', "answer": "b"}', "question.* must be text|too many digits|not JSON"),
     *line("sft", "{}", r"column '\w+' is missing"),
-    *cell(READERS, "question", None, "column 'prompt' is missing"),
+    *cell(READERS, "question", None, "column 'question' is null; mend or remove the row"),
+    *cell("sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"),
+    *cell("reward", "chosen", "b<end>c", "the completion spells '<end>'"),
+    *cell("sft", "question", [USER, CALLS], "the assistant's turn has tool_calls, but the chat template leaves it out"),
+    *cell("reward", "chosen", [CALLS], "column 'chosen' is a turn with tool_calls; give the whole conversation"),
+    *cell("reward", "chosen", [USER, CALLS], "the assistant's turn has tool_calls, but the chat template leaves it"),
+    *cell(READERS, "tools", [{"name": "f"}], "the row has tools, but the chat template does not read them"),
+    *cell("sft grpo", "tools", "[]", "column 'tools' must be a list of functions as JSON objects"),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
     *cell("sft", "question", True, TEXT_OR_MESSAGES),
     *cell("sft", "question", float("nan"), TEXT_OR_MESSAGES),
@@ -662,6 +696,7 @@ DATA = [
 
 JUDGES = """
 import asyncio, os, sys, time
+import torch
 
 def even(responses, rows): return [len(r) % 2 for r in responses]
 def raises(responses, rows): return [1 / 0 for r in responses]
@@ -693,6 +728,16 @@ def trl(completions, answers, **columns): return [1.0]
 def one(response, row): return 1 / 0
 async def awaited(response, row): return 1 / 0
 async def waits(response, row): await asyncio.sleep(3600)
+def zero_d(responses, rows): return torch.tensor(1.0)
+def long(responses, rows): raise ValueError("m" * 100_000)
+class Base(BaseException): pass
+def base(responses, rows): raise Base("one\\ntwo")
+class Mute(Exception):
+    def __str__(self): raise KeyError("no text")
+def mute(responses, rows): raise Mute
+def loss_none(log_ratio, advantages, logprobs, sequences, options): return None
+def loss_sum(log_ratio, advantages, logprobs, sequences, options): return (-log_ratio * advantages).sum()
+def loss_raises(log_ratio, advantages, logprobs, sequences, options): raise ValueError("m" * 100_000)
 def three(texts, rows, answers): return [1.0]
 def none(): return []
 def keywords(*, responses, rows): return []
@@ -718,6 +763,15 @@ def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
     return of("grpo", f"verifiers {spelled!r}", message, "--verifiers", spelled, *more)
 
 
+def unfit(answers: str) -> list[Case]:
+    """Answers that mathematics cannot judge."""
+    made = []
+    for answer in answers.split():
+        message = f"verifier 'math' cannot judge the answer {re.escape(repr(answer))}: .*exact_match"
+        made += cell("grpo", "answer", answer, message, options=("--verifiers", "math"))
+    return made
+
+
 ROWS_OF = r"it was called with 4 responses, to rows.jsonl, line \d+ … rows.jsonl, line \d+"
 VERIFIERS = [
     *judge("raises", rf"verifier 'judges:raises' raised ZeroDivisionError: .* \(judges.py, line \d+\).*{ROWS_OF}"),
@@ -729,6 +783,11 @@ VERIFIERS = [
     *judge("raises_key", "'judges:raises_key' raised KeyError: 'nothing'"),
     *judge("exits", r"'judges:exits' called sys.exit\(0\)"),
     *judge("quits", r"'judges:quits' called sys.exit\('told to'\)"),
+    *judge("interrupts", "'judges:interrupts' raised KeyboardInterrupt"),
+    *judge("base", "'judges:base' raised Base: one two"),
+    *judge("mute", "'judges:mute' raised Mute: its message cannot be read"),
+    *judge("long", "'judges:long' raised ValueError: mm"),
+    *judge("zero_d", r"'judges:zero_d' returned tensor\(1.\) \(Tensor\); it must return a list"),
     *judge("recurs", "'judges:recurs' raised RecursionError"),
     *judge("sleeps", "'judges:sleeps' did not return within 0.3 s"),
     *judge("generator", "'judges:generator' raised ValueError: half way"),
@@ -787,6 +846,11 @@ VERIFIERS = [
     *verifiers("mth", "verifier 'mth': expected math, reasoning_gym"),
     *verifiers("reasoning_gym:chain_sums", "no dataset 'chain_sums'; did you mean 'chain_sum'"),
     *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
+    *verifiers("reward_model:./rm", "reward_model.*'./rm'|'./rm'"),
+    *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
+    *unfit("Paris yes B (A) 12:30 2024-01-05 v1.0 H2O sqrt(2) ½ n/a"),
+    *cell("grpo", "answer", "[1, 2]", "cannot judge the answer '.1, 2.': a list", options=("--verifiers", "math")),
+    *cell("eval", "answer", "Paris", "nothing says what judges the answer 'Paris'", options=("--verifiers", "null")),
     *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
 ]
 

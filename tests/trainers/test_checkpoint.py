@@ -34,8 +34,8 @@ def files(tmp_path_factory):
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
     model, dataset = files
     defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
-    defaults |= {"save_every": 1, "keep_checkpoints": 9, "zero_stage": 0, "stage3_param_persistence_threshold": 0}
-    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(defaults | options))
+    defaults |= {"save_every": 1, "keep_checkpoints": 9, "zero_stage": 0}
+    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.trainers import cli, grpo, policy_config, sft
-from fused_rl.trainers.config import InputError, parse, to_yaml
+from fused_rl.trainers import cli, grpo, option_names, policy_config, ppo, reward, sft
+from fused_rl.trainers.config import InputError, names_of, parse, to_yaml
+from fused_rl.trainers.spelling import read
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -57,7 +58,7 @@ def test_an_unknown_key_or_a_bad_value_is_named(text, argv, named, tmp_path, cap
         ("lr", "inf", "a finite number, 0 or more"),
         ("max_grad_norm", "-1", "a finite number, 0 or more"),
         ("adam_beta2", "1.5", "a number from 0 to below 1"),
-        ("temperature", "0", "a finite number above 0"),
+        ("temperature", "1e7", "a number from 1e-06 to 1e+06"),
         ("clip_low", "-0.1", "a finite number, 0 or more"),
         ("top_entropy", "0", "a number above 0, at most 1"),
         ("seed", str(2**40), "a whole number from 0 to 2^31 - 1"),
@@ -229,3 +230,39 @@ def test_an_unknown_command_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fused-rl", "grop"])
     with pytest.raises(SystemExit, match="grop"):
         cli.main()
+
+
+def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
+    docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    known = {
+        name
+        for config in (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
+        for name in names_of(config)
+    }
+    for theirs, ours in option_names.OF_TRL.items():
+        assert theirs not in known and set(ours.split()) <= known
+        assert f"`{theirs}`" in docs and all(f"`{name}`" in docs for name in ours.split())
+    for theirs, ours in {"beta": "kl_coef", "epsilon": "clip_low and --clip_high", "save-steps": "save_every"}.items():
+        with pytest.raises(SystemExit):
+            made(f"--{theirs}", "1")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"fused-rl grpo: error: unknown option --{theirs}; its name here is --{ours}"
+    (tmp_path / "c.yaml").write_text("lr: 1.0\nnum_generations: 4\n")
+    with pytest.raises(SystemExit):
+        made("--config", str(tmp_path / "c.yaml"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("c.yaml, line 2: unknown option --num_generations; its name here is --group_size")
+    with pytest.raises(SystemExit):  # a trainer that has no such option gets no such advice
+        made("--beta", "1", config=sft.SFTConfig)
+    assert "kl_coef" not in capsys.readouterr().err
+
+
+def test_a_path_from_home_is_that_of_a_shell_and_an_empty_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("model: ~/m\noutput_dir: ~/o\n")
+    config = made("--config", str(tmp_path / "c.yaml"), "--verifiers", "reward_model:~/rm")
+    assert (config.model, config.output_dir) == (str(tmp_path / "m"), str(tmp_path / "o"))
+    assert read(config.verifiers)[0].detail == str(tmp_path / "rm")
+    for name in ("output_dir", "model", "prompt_column", "eval_dataset"):
+        with pytest.raises(InputError, match=f"{name}='' is empty; give it a value, or leave it out"):
+            grpo.arithmetic(made(f"--{name}="), 1)

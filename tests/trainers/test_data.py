@@ -99,6 +99,28 @@ def test_a_parquet_file_that_is_not_whole_is_refused(content, tmp_path):
         load_rows(str(tmp_path / "d.parquet"))
 
 
+def test_a_parquet_file_whose_text_is_no_utf_8_names_the_column(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.array([b"a", b"\xff"]).cast(pyarrow.binary()).view(pyarrow.utf8())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": text}), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match="d.parquet, column 'answer': not UTF-8; write the text as UTF-8"):
+        load_rows(str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+def test_a_file_that_may_not_be_read_is_one_line(name, tmp_path, monkeypatch):
+    (tmp_path / name).write_text("{}")
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("io.open", refuse)  # the user of the tests may be root
+    with pytest.raises(InputError, match=f"dataset file {tmp_path / name} cannot be read: Permission denied"):
+        load_rows(str(tmp_path / name))
+
+
 def test_missing_files_and_other_formats_are_refused(tmp_path):
     (tmp_path / "d.csv").write_text("a\n")
     with pytest.raises(InputError, match="does not exist"):
@@ -249,3 +271,78 @@ def test_a_template_can_be_told_nothing_where_it_is_not_used(thinking):
     for tokenizer, raw in ((load_tokenizer(thinking[0]), True), (tiny.tokenizer(chat=False), False)):
         with pytest.raises(InputError, match="chat_template_kwargs needs a tokenizer with a chat template"):
             Encoder(tokenizer, raw_prompt=raw, chat_template_kwargs={"enable_thinking": False})
+
+
+TOOL_TEMPLATE = (
+    "{{ '<bos>' }}{% if tools %}{{ tools[0]['name'] }}{% endif %}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{{ m['content'] or '' }}{% for c in m.tool_calls or [] %}{{ c['name'] }}!{% endfor %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+ASKED = {"role": "user", "content": "a"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+
+
+def with_template(template):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_completion_is_the_turn_with_its_tool_calls_and_the_prompt_has_the_tools():
+    tokenizer = with_template(TOOL_TEMPLATE)
+    nothing_but_calls = CALL | {"content": None}
+    in_parquet = [ASKED | {"tool_calls": None, "name": None}, nothing_but_calls | {"name": None}]
+    for messages in ([ASKED, CALL], [ASKED, nothing_but_calls], in_parquet):
+        rows = Rows([{"messages": messages, "tools": [{"name": "g"}]}], "d.jsonl")
+        prompt, completion = Encoder(tokenizer).pair(rows, 0, None, "completion")
+        assert tokenizer.decode(prompt) == "<bos>g<user>a<end>\n<assistant>"
+        assert tokenizer.decode(completion) == "f!<end>"
+        assert Encoder(tokenizer).prompt(rows, 0, None) == prompt
+
+
+REFUSED_TURNS = {
+    "d.jsonl, line 1: the assistant's turn has tool_calls, but the chat template leaves it out": [ASKED, CALL],
+    "the assistant's turn has reasoning_content, but": [ASKED, {**CALL, "tool_calls": None, "reasoning_content": "r"}],
+    "the completion spells '<end>', the token that ends": [ASKED, {"role": "assistant", "content": "b<end>c"}],
+    "must be text or a list of messages": [ASKED, {"role": "assistant", "content": None}],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_TURNS)
+def test_a_turn_that_would_not_be_trained_on_whole_is_refused(message):
+    with pytest.raises(InputError, match=message):
+        Encoder(tiny.tokenizer()).pair(Rows([{"messages": REFUSED_TURNS[message]}], "d.jsonl"), 0, None, "completion")
+
+
+@pytest.mark.parametrize(("chat", "spelled"), [(True, "<end>"), (False, "<eos>")])
+def test_a_completion_that_spells_the_end_of_a_response_is_refused(chat, spelled):
+    rows = Rows([{"prompt": "a", "completion": f"b{spelled}c"}], "d.jsonl")
+    with pytest.raises(InputError, match=f"d.jsonl, line 1: the completion spells '{spelled}'"):
+        Encoder(tiny.tokenizer(chat=chat)).pair(rows, 0, None, "completion")
+
+
+def test_tools_that_reach_no_model_are_refused():
+    rows = [{"prompt": "a", "tools": tools} for tools in ([{"name": "g"}], "[]", ["g"])]
+    for row, message in zip(rows, ("template does not read them", "must be a list", "must be a list"), strict=True):
+        with pytest.raises(InputError, match=f"d.jsonl, line 1: .*{message}"):
+            Encoder(tiny.tokenizer()).prompt(Rows([row], "d.jsonl"), 0, None)
+    told = Encoder(with_template(TOOL_TEMPLATE), chat_template_kwargs={"tools": [{"name": "h"}]})
+    with pytest.raises(InputError, match="the row has tools, and chat_template_kwargs has others"):
+        told.prompt(Rows(rows[:1], "d.jsonl"), 0, None)
+
+
+def test_a_word_of_the_template_that_it_does_not_read_is_refused():
+    template = "{% generation %}{% endgeneration %}{% if x is not defined %}{% set x = 1 %}{% endif %}{# hint #}"
+    tokenizer = with_template(template + TOOL_TEMPLATE)
+    Encoder(tokenizer, chat_template_kwargs={"x": 2})
+    for word in ("hint", "role", "m", "messages", "if"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs: .*{word}"):
+            Encoder(tokenizer, chat_template_kwargs={word: 1})
+
+
+def test_a_column_of_nulls_is_not_called_missing():
+    for column in ("prompt", "messages", "question"):
+        with pytest.raises(InputError, match=f"d.jsonl, line 1: column '{column}' is null"):
+            Encoder(tiny.tokenizer()).prompt(Rows([{column: None}], "d.jsonl"), 0, None)
+    with pytest.raises(InputError, match="column 'prompt' is missing"):
+        Encoder(tiny.tokenizer()).prompt(Rows([{"q": "a"}], "d.jsonl"), 0, None)

@@ -10,7 +10,7 @@ import torch
 
 from fused_rl.trainers import data, generate, models
 from fused_rl.trainers import eval as command
-from fused_rl.trainers.config import parse
+from fused_rl.trainers.config import InputError, parse
 from fused_rl.trainers.rollout import Response
 from fused_rl.trainers.sampling import Sampling
 from tests.distributed import run_distributed
@@ -148,19 +148,25 @@ def test_greedy_alone_prints_no_samples_and_one_k_is_told_alone(folder, tmp_path
 def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(folder / "model", run / "model")
-    (run / "config.yaml").write_text("max_new_tokens: 3\nprompt_column: text\nraw_prompt: true\nlr: 1.0\n")
+    scorers = "regex('(a)', name=x)"
+    (run / "config.yaml").write_text(
+        f"max_new_tokens: 3\nprompt_column: text\nraw_prompt: true\nlr: 1.0\nverifiers: {scorers}\n"
+    )
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "b", "text": "a", "answer": "1"}])
     config = command.EvalConfig(model=str(run), dataset=rows)
     found = command.as_its_run(config)
     assert found.model == str(run / "model") and config.max_new_tokens is None
-    assert (found.max_new_tokens, found.prompt_column, found.raw_prompt) == (3, "text", True)
+    assert (found.max_new_tokens, found.prompt_column, found.raw_prompt, found.verifiers) == (3, "text", True, scorers)
     assert command.as_its_run(command.EvalConfig(model=str(run / "model"), dataset=rows)) == found
-    given = dataclasses.replace(config, max_new_tokens=5, prompt_column="question", raw_prompt=False)
+    given = {"max_new_tokens": 5, "prompt_column": "question", "raw_prompt": False, "verifiers": "format"}
+    given = dataclasses.replace(config, **given)
     assert command.as_its_run(given) == dataclasses.replace(given, model=str(run / "model"))
     capsys.readouterr()
-    command.main([f"--model={run}", f"--dataset={rows}", "--samples=0", "--verifiers", "format"])
+    figures = command.evaluate(dataclasses.replace(config, samples=0))
     printed = capsys.readouterr().out
-    assert f"as in {run / 'config.yaml'}: prompt_column text, raw_prompt True, max_new_tokens 3" in printed
+    taken = f"verifiers {scorers}, prompt_column text, raw_prompt True, max_new_tokens 3"
+    assert f"as in {run / 'config.yaml'}: {taken}" in printed
+    assert list(figures["greedy"]["scores"]) == ["x"]
 
 
 def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(folder, tmp_path, capsys):
@@ -173,14 +179,18 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
     prompt = encoder.prompt(data.load_rows(rows), 0, None)
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
     rows = data.Rows([{"question": "a", "solution": "2"}], "d.jsonl")
-    assert command.verifiers_for(rows, "solution") == ("math", "the rows have answers, in column 'solution'")
+    reason = "every answer, in column 'solution', is a number or a formula"
+    assert command.verifiers_for(rows, "solution") == ("math", reason)
+    rows.rows.append({"question": "b", "solution": "Paris"})
+    with pytest.raises(InputError, match="d.jsonl, line 2: nothing says what judges the answer 'Paris': a word.*--ver"):
+        command.verifiers_for(rows, "solution")
 
 
 REFUSED = {
     "--k 5": "k=5 is more than samples=4: pass@k needs k responses",
     "--k 0": "k: expected a whole number above 0, got 0",
     "--samples -1": "samples: expected a whole number, 0 or more, got -1",
-    "--temperature 0": "temperature: expected a finite number above 0",
+    "--temperature 0": "temperature: expected a number from 1e-06 to 1e",
     "--dataset none.jsonl": "dataset file none.jsonl does not exist",
     "--dataset empty.jsonl": "dataset empty.jsonl has no rows",
     "--dataset bare.jsonl": r"bare.jsonl, line 1: nothing to judge responses by; the row has .*; name scorers",

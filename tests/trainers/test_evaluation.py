@@ -1,11 +1,12 @@
 """Held-out evaluation during a run: every metric by hand, without the rows that only fill a rank's share up."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fused_rl.trainers import evaluation
+from fused_rl.trainers import evaluation, metrics
 from fused_rl.trainers.rollout import Prompt, Response, roll_out
 from fused_rl.trainers.sampling import Sampling
 from tests.trainers import tiny
@@ -74,3 +75,12 @@ def test_every_metric_is_its_definition(monkeypatch):
         }
     )
     assert len(shown) == 2 and shown[0]["reward"] == 0.5
+
+
+def test_an_evaluation_tells_what_it_found(capsys):
+    @metrics.evaluation("evaluated", "eval/a", "eval/not_there")
+    def evaluate():
+        return torch.ones(2), {"eval/a": 0.25, "eval/b": 1.0}
+
+    assert evaluate()[1]["eval/b"] == 1.0
+    assert re.fullmatch(r"evaluated \(\d\.\d s\): a 0.25\n", capsys.readouterr().out)

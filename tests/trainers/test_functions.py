@@ -2,16 +2,22 @@
 
 import asyncio
 import functools
+import random
 import re
+import signal
 import threading
 import time
 
+import numpy
 import pytest
+import torch
 
 from fused_rl.trainers import functions
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.functions import FunctionScorer
-from fused_rl.trainers.rollout import Response, Sample
+from fused_rl.trainers.loop import Interruption
+from fused_rl.trainers.named import load_function
+from fused_rl.trainers.rollout import Response, Sample, check_scores
 
 
 def samples(*texts, **columns):
@@ -214,3 +220,138 @@ def test_an_async_batch_that_does_not_return_is_cancelled(monkeypatch):
     with pytest.raises(InputError, match="did not return within 0.1 s"):
         called(never, "a", "b")
     assert sorted(cancelled) == ["a", "b"] and not asyncio.all_tasks(functions.event_loop())
+
+
+def states():
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_a_function_moves_no_generator_of_the_run_and_draws_other_numbers_at_each_step():
+    def reseeds(responses, rows):
+        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+        random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+        return [0.0] * len(responses)
+
+    async def async_reseeds(response, row):
+        return reseeds([response], [row])[0]
+
+    drawn = []
+    torch.manual_seed(7)
+    for function in (reseeds, async_reseeds):
+        before = states()
+        called(function, "a")
+        called(function, "a")
+        assert states() == before and drawn[0] == drawn[1]  # as a resumed run would
+        torch.rand(1)  # as sampling does
+        called(function, "a")
+        assert all(x != y for x, y in zip(drawn[0], drawn[2], strict=True))
+        drawn.clear()
+
+
+def test_a_module_that_seeds_when_it_is_imported_moves_no_generator(tmp_path, monkeypatch):
+    (tmp_path / "seeding_module.py").write_text(
+        "import torch\ntorch.manual_seed(0)\ndef f(responses, rows): return []\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = states()
+    load_function("seeding_module:f", "verifier")
+    assert states() == before
+
+
+def edits(responses, rows):
+    for row in rows:
+        row["answer"] = "mine"
+        row["metadata"]["level"] = 9
+        del row["__where__"]
+    return [0.0] * len(rows)
+
+
+def edits_ids(completions, completion_ids, metadata, **columns):
+    completion_ids[0].clear()
+    metadata[0]["level"] = 9
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("function", [edits, edits_ids])
+def test_a_function_sees_copies_of_rows_and_ids(function):
+    seen = samples("ab", metadata={"level": 1})
+    FunctionScorer("my:f", function)(seen)
+    assert seen[0].row["metadata"] == {"level": 1} and seen[0].row["answer"] == "a0" and "__where__" in seen[0].row
+    assert seen[0].response.ids == [5, 5]
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise SystemExit("no text")
+
+
+class Base(BaseException):
+    pass
+
+
+def of_error(error):
+    def function(response, row):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Unreadable(), "raised Unreadable: its message cannot be read"),
+        (Base("x\ny"), "raised Base: x y"),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt: no reason given"),
+        (GeneratorExit(), "raised GeneratorExit"),
+        (asyncio.CancelledError(), "raised CancelledError"),
+        (ValueError("m" * 100_000), "raised ValueError: mmm"),
+        (SystemExit("m" * 100_000), "called sys.exit.'mmm"),
+    ],
+)
+def test_whatever_a_function_raises_is_one_line_with_the_row(error, said):
+    async def awaits(response, row):
+        raise error
+
+    for function in (of_error(error), lambda responses, rows: of_error(error)(responses, rows), awaits):
+        with pytest.raises(InputError, match=f"verifier 'my:f' {said}") as refused:
+            called(function, "a")
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+        assert "d.jsonl, line 1" in str(refused.value)
+
+
+def test_ctrl_c_inside_a_function_stops_at_once():
+    def interrupted(responses, rows):
+        signal.raise_signal(signal.SIGINT)
+        return [0.0]
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        called(interrupted, "a")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_first_ctrl_c_of_a_run_is_noted_inside_a_function_and_the_second_stops():
+    interruption = Interruption()
+    interruption.begin()
+    try:
+        assert called(lambda responses, rows: [signal.raise_signal(signal.SIGINT) or 1.0], "a") == [1.0]
+        assert interruption.received
+        with pytest.raises(KeyboardInterrupt):
+            called(lambda responses, rows: [signal.raise_signal(signal.SIGINT)], "a")
+    finally:
+        interruption.end()
+
+
+@pytest.mark.parametrize("score", [torch.tensor(0.5), numpy.float32(0.5), numpy.array(0.5), torch.tensor([0.5]), True])
+def test_a_score_may_be_any_one_number(score):
+    seen = samples("a", "b")
+    found = check_scores("my:f", FunctionScorer("my:f", lambda responses, rows: [score, None])(seen), seen)
+    assert found[0] == float(score) and found[1].isnan()
+    found = check_scores("my:f", FunctionScorer("my:f", lambda responses, rows: map(float, [score] * 2))(seen), seen)
+    assert found.tolist() == [float(score)] * 2
+
+
+@pytest.mark.parametrize("returned", [torch.tensor(0.5), numpy.array(0.5), 0.5, None])
+def test_one_number_for_all_responses_is_refused(returned):
+    with pytest.raises(InputError, match="scorer 'my:f' returned .*; it must return a list of one score for each"):
+        check_scores("my:f", returned, samples("a", "b"))

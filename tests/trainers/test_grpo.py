@@ -95,6 +95,8 @@ BESIDE = [
     ("--ref_mixup_alpha 0.6", "ref_mixup_alpha=0.6 has no meaning without --ref_sync_every"),
     ("--ref_sync_every 5 --kl_every 0", "ref_sync_every=5 has no meaning with kl_coef=0 and kl_every=0"),
     ("--ref_sync_every 5 --lora_rank 4", "ref_sync_every=5 needs a reference of its own.*lora_rank"),
+    ("--ref_sync_every 101 --kl_coef 0.1", "ref_sync_every=101 is more than steps: the reference would never move"),
+    ("--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
     ("--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip.*--surrogate sapo$"),
     ("--vespo_k_neg 2 --preset sapo", "vespo_k_neg=2.0 has no meaning with surrogate=sapo.*--surrogate vespo$"),
     (
@@ -127,7 +129,7 @@ def test_an_option_without_a_meaning_is_one_line_at_the_start(words, message):
         "--std_floor 0.1 --advantage batch-std",
         "--zero_variance refill --max_refills 9 --overlong_buffer 256 --overlong_factor 0.5",
         "--ref_sync_every 3 --ref_mixup_alpha 0.6 --kl_coef 0.1 --kl_every 0",
-        "--kl_in reward --kl_coef 0",  # the first of a sweep
+        "--kl_in loss --kl_coef 0",  # the default, spelled out
         "--surrogate tests.trainers.test_grpo:own_surrogate --sapo_temperature_pos 2",  # which may read anything
     ],
 )
@@ -492,8 +494,7 @@ def trained(folder, rows, output, **options):
     settings = {"verifiers": "tests.trainers.tiny:first_is_odd", "eval_size": 0, "prompts_per_step": 4}
     settings |= {"steps": 4, "group_size": 2, "minibatches": 2, "micro_batch_size": 8, "save_every": 1}
     settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
-    settings |= {"stage3_param_persistence_threshold": 0}
-    grpo.train(config_of(**(settings | options)))
+    grpo.train(config_of(**tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output))
 
 

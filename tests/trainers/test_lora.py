@@ -24,14 +24,18 @@ def files(tmp_path_factory):
 
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
     defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 2}
-    defaults |= {"save_every": 0, "lora_rank": 2, "stage3_param_persistence_threshold": 0}
-    return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+    defaults |= {"save_every": 0, "lora_rank": 2}
+    return sft.SFTConfig(
+        model=files[0], dataset=files[1], output_dir=str(output_dir), **tiny.settled(defaults | options)
+    )
 
 
 def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
     defaults = {"verifiers": "tests.trainers.tiny:odd_characters", "eval_size": 0, "steps": 1, "prompts_per_step": 2}
     defaults |= {"group_size": 2, "minibatches": 1, "max_new_tokens": 4, "save_every": 0, "zero_stage": 0, "lr": 1e-2}
-    return grpo.GRPOConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+    return grpo.GRPOConfig(
+        model=files[0], dataset=files[1], output_dir=str(output_dir), **tiny.settled(defaults | options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +183,7 @@ def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
     pairs = tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     config = reward.RewardConfig(
-        model=adapters, dataset=pairs, output_dir=str(tmp_path / "r"), eval_size=0, zero_stage=0
+        model=adapters, dataset=pairs, output_dir=str(tmp_path / "r"), eval_size=0, zero_stage=0, batch_size=4
     )
     with pytest.raises(InputError, match="holds adapters alone, .*--save_merged"):
         reward.train(config)

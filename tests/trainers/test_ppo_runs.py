@@ -48,9 +48,8 @@ def config_of(files, output_dir, **options) -> ppo.PPOConfig:
         "save_every": 0,
         "zero_stage": 0,
         "micro_batch_size": 4,
-        "stage3_param_persistence_threshold": 0,  # else ZeRO 3 partitions nothing of a model this small
     }
-    return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(settings | options))
+    return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(settings | options))
 
 
 def assert_same(a, b, *, weights=0.0, metrics=0.0, folders=("model", "critic")):

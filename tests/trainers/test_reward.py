@@ -14,6 +14,7 @@ from fused_rl.trainers import data, lock, preferences, reward, reward_model
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
 from tests.distributed import run_distributed
+from tests.trainers import tiny
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}\n{% endfor %}"
@@ -90,12 +91,11 @@ def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConf
         "dtype": "float32",
         "eval_every": 2,
         "save_every": 0,
-        "stage3_param_persistence_threshold": 0,  # else ZeRO 3 would not partition so small a model
         "label_smoothing": 0.05,
         "centering": 0.01,
         "normalize_pairs": 6,
     }
-    return reward.RewardConfig(**{**settings, **options})
+    return reward.RewardConfig(**tiny.settled(settings | options))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ import torch
 
 from fused_rl.trainers import data, generate, grpo, models, policy
 from fused_rl.trainers.config import InputError
-from fused_rl.trainers.rollout import Sampling
+from fused_rl.trainers.rollout import Prompt, Sampling, roll_out
 from tests.trainers import tiny
 
 
@@ -123,6 +123,37 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers(ki
         ids.append(token)
 
 
+WAYS = {"sampled": {}, "greedy": {"temperature": 0.0}, "truncated": {"top_p": 0.9, "top_k": 50}}
+
+
+@pytest.mark.parametrize("by_transformers", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way, value, by_transformers, monkeypatch):
+    lm = load(folder).base
+    monkeypatch.setattr(generate, "_keeps_keys_and_values", lambda lm: not by_transformers)
+    calls = []
+
+    def spoil(head, inputs, logits):
+        calls.append(len(logits))
+        if len(calls) == 3 and value > 0:
+            logits[1, ..., 7] = value
+        elif len(calls) == 3:
+            logits[1] = value
+        return logits
+
+    lm.get_output_embeddings().register_forward_hook(spoil)
+    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=4)
+    sampler.publish(6)
+    prompts = [Prompt([1, 70 + i], {"__where__": f"d.jsonl, line {i}"}) for i in range(3)]
+    sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 5, "stop_ids": (), **WAYS[way]})
+    with pytest.raises(InputError) as refused:
+        roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"))
+    said = "sampling with the weights after step 6: the model's logits are NaN or infinite; their rows: d.jsonl, line 1"
+    assert str(refused.value) == said
+    assert len(calls) == (3 if way == "truncated" and not by_transformers else 5)
+
+
 def test_several_stop_tokens_end_a_response(folder):
     lm = load(folder)
     free = sample(lm, [[1, 70]], temperature=0.0, stop_ids=(259,))[0]
@@ -157,6 +188,19 @@ def test_a_head_that_is_more_than_a_weight_needs_the_logits(tmp_path):
     with pytest.raises(InputError, match="logit_scale.*--loss_from logits"):
         load(str(tmp_path))
     assert load(str(tmp_path), loss_from="logits")
+
+
+def test_a_model_whose_backbone_is_not_apart_from_its_head_needs_the_logits(tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(vocab_size=64, pad_token_id=0, **sizes)
+    transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="Llama4ForCausalLM: its backbone is not under base_model_prefix='language_mo"):
+        load(str(tmp_path))
+    ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 2, dtype=torch.bool)
+    assert load(str(tmp_path), loss_from="logits")(ids, mask).logprobs.isfinite().all()
 
 
 def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
@@ -218,6 +262,8 @@ def test_draws_are_as_frequent_as_they_are_likely():
     torch.manual_seed(0)
     scores = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0]).expand(40_000, 5)
     sampling = Sampling(0.7, 1, (0,))
-    found = generate._draw(generate._scores(scores, sampling), sampling).bincount(minlength=5) / len(scores)
+    token, bad = generate._draw(generate._scores(scores, sampling), sampling)
+    assert not bad.any()
+    found = token.bincount(minlength=5) / len(scores)
     expected = torch.softmax(scores[0] / 0.7, -1)
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)

@@ -37,16 +37,14 @@ def sft_config(files, output_dir, **options) -> sft.SFTConfig:
     model, dataset = files
     defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
     defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
-    defaults |= {"stage3_param_persistence_threshold": 0}  # else ZeRO 3 partitions nothing of a model this small
-    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(defaults | options))
+    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
 
 
 def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
     model, dataset = files
     defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
     defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
-    defaults |= {"stage3_param_persistence_threshold": 0}
-    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **(defaults | options))
+    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
 
 
 def assert_same_weights(a, b, atol: float = 0.0):

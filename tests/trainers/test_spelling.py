@@ -30,6 +30,15 @@ def test_a_scorer_is_read_as_it_is_spelled(case):
     assert (one.weight, one.solved_at) == (weight, solved_at)
 
 
+def test_a_reward_model_may_have_dots_in_its_name():
+    for name in ("./rm", "../rm/model", "v1.0", "org/Qwen2.5-RM", "/a.b/c"):
+        for spelled in (f"reward_model:{name}", f"0.5*reward_model:{name}>=1"):
+            (one,) = read(spelled)
+            assert (one.kind, one.detail, one.name) == ("reward_model", name, f"reward_model:{name}")
+    for name in ("a.b:f", "a.b.f", "reward_model.a:f", "math.f"):
+        assert read(name)[0].kind == "function"
+
+
 def test_commas_separate_outside_of_parentheses_alone():
     several = ", ".join(case[0] for case in TEN_CASES[1:] if case[1] != "math")
     assert [one.text for one in read(several)] == [case[0].strip() for case in TEN_CASES[2:]]

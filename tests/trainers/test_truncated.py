@@ -442,8 +442,7 @@ def run(folder, rows, output_dir, **options) -> list[dict]:
     """The metrics of a run of grpo."""
     settings = {"dataset": rows, "output_dir": str(output_dir), "verifiers": "tests.trainers.tiny:odd_characters"}
     settings |= {"eval_size": 4, "eval_samples": 2, "steps": 2, "lr": 1e-3, "kl_coef": 0.1, "save_every": 0, **ALL}
-    settings |= {"stage3_param_persistence_threshold": 0}  # else ZeRO 3 partitions nothing of a model this small
-    grpo.train(config_of(folder, **(settings | options)))
+    grpo.train(config_of(folder, **tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output_dir))
 
 

@@ -58,6 +58,52 @@ def test_mathematics_is_compared_by_value(math):
     assert math(samples(responses, rows)) == [c[2] for c in cases]
 
 
+MATHEMATICS = (
+    "42|-3|1,234|0.5|50%|$5.00|1e-05|1/2|3:4|3 and 4|1, 2|(1, 2)|[-2,7]|{1, 2}|x = 3|2xy|y=mx+b|x_1|5!|10^5|x < 3|"
+    "n(n+1)/2|−3|90°|\\pi|\\frac{3\\pi}{4}|[0, \\infty)|(-\\infty, 2) \\cup (3, 4)|\\sin x|5 \\text{ cm}|\\text{Paris}|"
+    "\\text{(B)}|3\\frac{1}{2}|\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}|$\\frac12$|"
+    "\\(5\\)|\\boxed{5}|x \\in (0,1)"
+)
+NOT_MATHEMATICS = (
+    "Paris|yes|no|B|(A)|b.|x|xy|on|A, C|True|None|hello world|IV|12:30|9:05 PM|3 PM|2024-01-05|5/1/2024|2024-01|10-20|"
+    "2024-01-05T10:00|1.2.3|v1.0|H2O|CO2|0x1F|abc123|[1, 2]|[1,2,3]|[[1,2]]|[]|['a']|\"a\"|{'a': 1}|1 1/2|1 000|"
+    "+1 555 1234|5 dollars|5 km/h|80 miles|1.5 million|sin(x)|sqrt(2)|2pi|2**3|1_000|½|5²|√2|٣|北京|żaba|n/a|-|?|"
+    "0.\\overline{3}|yes/no|AB = 5"
+)
+
+
+def test_math_refuses_answers_that_it_would_read_otherwise_than_they_are_meant(math):
+    for answer in MATHEMATICS.split("|"):
+        math.check({"answer": answer})
+    for answer in NOT_MATHEMATICS.split("|"):
+        with pytest.raises(InputError, match="d.jsonl, line 7: verifier 'math' cannot judge the answer .*exact_match"):
+            math.check({"answer": answer, "__where__": "d.jsonl, line 7"})
+
+
+def test_letters_do_not_commute_and_dates_do_not_subtract(math):
+    cases = [
+        ("\\boxed{Siarp}", "Paris", 0.0),
+        ("\\boxed{on}", "no", 0.0),
+        ("\\boxed{2018}", "2024-01-05", 0.0),
+        ("\\boxed{2024-01-05}", "2018", 0.0),
+        ("\\boxed{12:30}", "0.4", 0.0),
+        ("\\boxed{23}", "4 4 6 9", 0.0),
+        ("\\boxed{2yx}", "2xy", 1.0),
+    ]
+    # What is written as the answer is, is right.
+    cases += [
+        (text, "[0,3]", 1.0) for text in ("[0,3]", "so it is\nThe answer is: [0,3].", "\\boxed{[0,3]}", "#### [0,3]")
+    ]
+    cases += [
+        ("x+1", "x+1", 1.0),
+        ("\\boxed{0.00001}", "1e-05", 1.0),
+        ("\\boxed{3}", "1e-05", 0.0),
+        ("[0,3]?", "[0,3]", 0.0),
+    ]
+    responses, rows = [c[0] for c in cases], [{"answer": c[1]} for c in cases]
+    assert math(samples(responses, rows)) == [c[2] for c in cases]
+
+
 def test_an_expression_that_never_ends_scores_0_and_is_reported_and_the_others_are_scored():
     rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in (1, 2, 3)]
     verifier = verifiers.MathVerifier(timeout=2.0)

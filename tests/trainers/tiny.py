@@ -101,6 +101,18 @@ def first_is_odd(responses: list[str], rows: list[dict]) -> list[float]:
     return [float(ord(r[:1] or "a") % 2) for r in responses]
 
 
+def settled(options: dict) -> dict:
+    """The options of a small run, less those that others of them leave without a meaning."""
+    options = dict(options)
+    if options.get("zero_stage") == 3:
+        options.setdefault("stage3_param_persistence_threshold", 0)  # else nothing of a model this small is partitioned
+    if not options.get("eval_size", 1):
+        options = {name: value for name, value in options.items() if name not in ("eval_every", "eval_samples")}
+    if not options.get("save_every", 1):
+        options.pop("keep_checkpoints", None)
+    return options
+
+
 def read_metrics(folder) -> list[dict]:
     """The run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
