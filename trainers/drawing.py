@@ -13,6 +13,7 @@ from fused_rl.trainers import engine
 from fused_rl.trainers.groups import equal_rewards, group_metrics, groups_per_rank, overlong_penalty
 from fused_rl.trainers.policy import Policy
 from fused_rl.trainers.rollout import Prompt, Rollout, Sample, batch_of
+from fused_rl.trainers.screen import tell
 
 
 @dataclass
@@ -61,10 +62,9 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
         rollouts.append(_rolled_out(policy, more(wanted - found)))
         found += _with_signal(config, rollouts[-1])
     if refills and found < wanted and engine.rank() == 0:
-        print(
+        tell(
             f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
-            f"(max_refills={refills}); the step is trained on those",
-            flush=True,
+            f"(max_refills={refills}); the step is trained on those"
         )
 
     everything = _joined(policy, rollouts)
@@ -87,7 +87,7 @@ def _metrics(config, rollout: Rollout, trained: int, step: int) -> dict[str, flo
     metrics = group_metrics(config, rollout, step) | {"groups/trained": float(trained)}
     if config.mask_truncated and metrics["val/stop_rate"] == 0 and engine.rank() == 0:
         cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
-        print(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained", flush=True)
+        tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
     return metrics
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from fused_rl.trainers import data
 from fused_rl.trainers.config import RunConfig
 from fused_rl.trainers.engine import rank
+from fused_rl.trainers.screen import tell
 
 UNKNOWN = "known when the rows are read (num_train_epochs)"
 Config = TypeVar("Config", bound=RunConfig)
@@ -29,7 +30,7 @@ def in_steps(config: Config, rows: int) -> Config:
         return config
     resolved = _resolved(config, rows)
     if rank() == 0:
-        print(_told(resolved, rows), flush=True)
+        tell(_told(resolved, rows))
     return resolved
 
 

@@ -17,6 +17,7 @@ from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, respons
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
 from fused_rl.trainers.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.screen import tell
 
 
 @dataclass
@@ -213,9 +214,8 @@ def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:
     """The first minibatch is on-policy: its ratio is 1, or log-probabilities are not those of the sampling policy."""
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-6
     if not abs(ratio - 1) <= tolerance and engine.rank() == 0:
-        print(
+        tell(
             f"warning: the first minibatch's mean ratio is {ratio:.7g}, not 1 within {tolerance:g}: the forward of "
             "the update does not repeat the one before it (dropout? a non-deterministic kernel?), so clipping and "
-            "advantages act on the wrong ratios",
-            flush=True,
+            "advantages act on the wrong ratios"
         )

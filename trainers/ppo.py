@@ -16,7 +16,8 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
+from fused_rl.trainers import command, data, engine, epochs, models
+from fused_rl.trainers.beginning import begin
 from fused_rl.trainers.config import InputError, NonNegative, Positive, PositiveInt, divide_over
 from fused_rl.trainers.credit import (
     CreditConfig,
@@ -292,22 +293,21 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
 
 def train(config: PPOConfig) -> str:
     """Run the whole training; returns the folder of the trained model."""
-    device = engine.setup(config.seed)
-    arithmetic(config, engine.world_size())
     config = planned(config)
-    folder = checkpoint.open_run(config)
+    run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, models.
-    with phase("read tokenizer, scorers and rows"):
+    with phase("read tokenizer, scorers and rows"), engine.together():
         tokenizer = data.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config, tokenizer, device)
+        scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    run.has_read(tokenizer, rows=prompts, held_out=held_out)
     config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
-        critic = None if shared else load_critic(config, tokenizer, device, updates)
+        critic = None if shared else load_critic(config, tokenizer, run.device, updates)
         extend = PolicyWithValues if shared else (lambda lm: lm)
-        policy = load_policy(config, tokenizer, scorers, device, updates, extend=extend)
+        policy = load_policy(config, tokenizer, scorers, run.device, updates, extend=extend)
         check_policy_fits(policy, [*prompts, *held_out])
     stop_ids = stop_ids_of(config, tokenizer, policy.sampling.stop_ids)
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
@@ -317,7 +317,7 @@ def train(config: PPOConfig) -> str:
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model} | ({} if shared else {"critic": critic})
     kl_coef, watch = config.kl_coef, Watch()
-    loop = Loop(config, folder, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
+    loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
     kl_coef = loop.restored.get("kl_coef", kl_coef)
     policy.sampler.publish(loop.step)
     if loop.begins and evaluated:
@@ -344,7 +344,7 @@ def train(config: PPOConfig) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl ppo`."""
-    cli.run(PPOConfig, arithmetic, train, argv)
+    command.run(PPOConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

@@ -493,6 +493,9 @@ def test_overwrite_never_deletes_what_the_run_reads(files, run, monkeypatch):
         refused(config, "overwrite would delete .*(model=|dataset=|eval_dataset=).*lies there")
     assert contents(run) == before
     refused(run_config(files, run, overwrite=True, resume=True), "give one of them")
+    refused(run_config(files, run, overwrite=True), "no run wrote checkpoints/rows.jsonl")
+    assert contents(run) == before
+    Path(rows).unlink()
     assert sft.train(run_config(files, run, overwrite=True, steps=1)) == str(run / "model")
     assert names(run) == ["latest", "step-1"]
 
