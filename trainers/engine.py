@@ -28,6 +28,7 @@ from torch import nn
 from fused_rl.trainers import launch, optim
 from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
 from fused_rl.trainers.launch import JOINING, TIMEOUT
+from fused_rl.trainers.screen import silent
 
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
 HEARING = 5.0  # seconds, of a rank that has left the group
@@ -92,9 +93,11 @@ def refused(error: Exception) -> None:
         if launch.processes() == 1 or dist.is_initialized():
             return
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
-        agree(error)
-    except (RuntimeError, ValueError):  # nobody to tell, or told; this process ends with its own line
+        with contextlib.suppress(type(error)):
+            agree(error)
+    except (RuntimeError, InputError):  # nobody came, or the launcher tells nonsense: this process says so itself
         pass
+    launch.leave()
 
 
 def _seeded(seed: int) -> torch.device:
@@ -237,8 +240,9 @@ def shared_fate():
             raise
         store, world = c10d._get_default_store(), world_size()
         if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
-            told = InputError(_told(store, LAST_WORDS))
-            _wait_until_heard(store, 0)
+            with silent():  # the store may have gone with its rank, and warns of that in 30 lines
+                told = InputError(_told(store, LAST_WORDS))
+                _wait_until_heard(store, 0)
             raise told from error
         _tell(store, LAST_WORDS, error)
         dist.destroy_process_group()

@@ -72,10 +72,11 @@ def meet(launched: Callable[[], None], alone: Callable[[], None]) -> None:
     else:
         alone()
     if dist.is_initialized():
-        atexit.register(_leave)
+        atexit.register(leave)
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Leave the process group, if any: for good, because DeepSpeed cannot join another one."""
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes

@@ -42,6 +42,19 @@ def _shown(character: str, keep: str) -> str:
 
 
 @contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Inside, nothing reaches stderr, by its descriptor: C++ code writes there what the caller says in a line."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+@contextlib.contextmanager
 def kept_up() -> Iterator[None]:
     """Inside, a screen that has gone (a closed pipe, a full disk) or cannot show a character raises nothing."""
     before = sys.stdout, sys.stderr

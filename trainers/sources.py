@@ -93,15 +93,15 @@ def module_file(function: str) -> Path | None:
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if loaded is not None:
         return Path(loaded)
-    here = Path.cwd() / Path(*name.split("."))
-    for path in (here.with_suffix(".py"), here / "__init__.py"):
-        if path.is_file():
-            return path
     try:
         spec = importlib.util.find_spec(name)
     except (Exception, SystemExit):  # of a package around it, or a name that is none: loading it says so
         return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+    if spec is not None:
+        return None if spec.origin is None else Path(spec.origin)
+    here = Path.cwd() / Path(*name.split("."))  # `load_function` looks there last
+    places = [path for path in (here.with_suffix(".py"), here / "__init__.py") if path.is_file()]
+    return places[0] if places else None
 
 
 def refuse_to_delete(config: RunConfig, doomed: Iterable[Path]) -> None:

@@ -1,5 +1,8 @@
 """An error on one rank is a line on all of them, in bounded time."""
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -7,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from fused_rl.trainers import engine
+from fused_rl.trainers import engine, grpo
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.rollout import Incidents, Prompt, Response, Sampling, roll_out, rollout_metrics
 from tests.distributed import run_distributed
@@ -153,3 +157,98 @@ def test_a_rank_that_dies_or_fails_within_a_collective_does_not_hang_the_others(
         subprocess.Popen([*command, str(rank), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)
     ]
     assert [process.communicate(timeout=300)[0] for process in ranks] == [first, second]
+
+
+# What ranks are told and read.
+
+
+def rows_of(count: int) -> list[dict]:
+    return [{"question": f"{i}?", "answer": f"{i}"} for i in range(count)]
+
+
+def ranks_folder(folder: Path) -> None:
+    """What a rank reads, by relative paths: a model, rows and a scorer."""
+    folder.mkdir()
+    tiny.model_folder(folder / "model")
+    tiny.jsonl(folder / "rows.jsonl", rows_of(8))
+    (folder / "judge.py").write_text("def score(responses, rows):\n    return [len(r) for r in responses]\n")
+
+
+def reorder_rows(folder: Path) -> None:
+    tiny.jsonl(folder / "rows.jsonl", rows_of(8)[::-1])
+
+
+def other_answers(folder: Path) -> None:
+    tiny.jsonl(folder / "rows.jsonl", [{**row, "answer": "7"} for row in rows_of(8)])
+
+
+def other_weights(folder: Path) -> None:
+    weights = load_file(folder / "model" / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_template(folder: Path) -> None:
+    path = folder / "model" / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<bos>", "<bos> "))
+
+
+def other_scorer(folder: Path) -> None:
+    path = folder / "judge.py"
+    path.write_text(path.read_text().replace("len(r)", "-len(r)"))
+
+
+def no_rows(folder: Path) -> None:
+    (folder / "rows.jsonl").unlink()
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "model" / "tokenizer.json").unlink()
+
+
+def half_a_model(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+# (what spoils the files of rank 1, its other options, what both ranks say)
+APART = [
+    (None, {"lr": 0.5}, "must be told the same options: lr is 1e-06 on rank 0 and 0.5 on rank 1"),
+    (None, {"seed": 2, "minibatches": 2}, "seed is 1 on rank 0 and 2 on rank 1; minibatches is 1 on rank 0 and 2"),
+    (None, {"prompts_per_step": 3}, "prompts_per_step is 2 on rank 0 and 3 on rank 1"),
+    (reorder_rows, {}, "not what rank 0 reads are rows .*: contents. of rank 1"),
+    (other_answers, {}, "not what rank 0 reads are rows .*: contents. of rank 1"),
+    (other_weights, {}, "not what rank 0 reads are model .*: model.safetensors. of rank 1"),
+    (other_template, {}, "chat_template"),
+    (other_scorer, {}, "not what rank 0 reads are scorers .*: judge:score. of rank 1"),
+    (no_rows, {}, "(rank 1: )?dataset file rows.jsonl does not exist"),
+    (no_tokenizer, {}, "(rank 1: )?model='model'.*tokenizer"),
+    (half_a_model, {}, "model .*: model.safetensors. of rank 1"),
+]
+
+
+def apart(rank, world, folder) -> list[str]:
+    """What a rank says in each of the cases."""
+    told = []
+    for number, (spoil, options, _) in enumerate(APART):
+        mine = Path(folder) / f"{rank}"
+        here = Path(shutil.copytree(mine, f"{mine}-{number}"))
+        os.chdir(here)
+        sys.modules.pop("judge", None)
+        sys.path[:] = [path for path in sys.path if not path.startswith(folder)]
+        if rank == 1 and spoil is not None:
+            spoil(here)
+        common = {"model": "model", "dataset": "rows.jsonl", "verifiers": "judge:score", "eval_size": 0, "minibatches": 1}
+        common |= {"prompts_per_step": 2, "group_size": 2, "zero_stage": 0, "output_dir": f"{folder}/run{number}"}
+        config = grpo.GRPOConfig(**(common | (options if rank == 1 else {})))
+        told.append(outcome(lambda config=config: grpo.train(config)))
+        assert not list(Path(config.output_dir).glob("[!.]*"))
+    return told
+
+
+def test_ranks_that_are_told_or_read_other_things_all_say_which(tmp_path):
+    for rank in range(2):
+        ranks_folder(tmp_path / str(rank))
+    for of_rank in run_distributed(apart, 2, str(tmp_path)):
+        for told, (spoil, options, expected) in zip(of_rank, APART, strict=True):
+            assert re.match(f"InputError: .*{expected}", told), (spoil, options, told)
