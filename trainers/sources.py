@@ -120,8 +120,10 @@ def refuse_if_inside(path: Path, said: str, doomed: Iterable[Path]) -> None:
     """Refuse where one of `doomed` is, holds or lies in `path`, links followed or not."""
     for target in doomed:
         for one, other in ((_named(path), _named(target)), (path.resolve(), target.resolve())):
-            if one == other or other in one.parents or one in other.parents:
+            if one == other or other in one.parents:
                 raise InputError(f"overwrite would delete {target}, and {said} lies there; choose another folder")
+            if one in other.parents:
+                raise InputError(f"overwrite would delete {target}, which lies in {said}; choose another folder")
 
 
 def _named(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import os
 import random
 import re
@@ -28,6 +29,11 @@ GOOD = {
         *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 2 --group_size 2"),
         *shlex.split("--minibatches 1 --max_new_tokens 4"),
     ],
+    "ppo": [
+        *TRAIN,
+        *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 2 --minibatches 1"),
+        *shlex.split("--max_new_tokens 4"),
+    ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
     "eval": shlex.split("--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"),
     "kl-report": shlex.split("--model model --reference model --prompts rows.jsonl --samples 1 --max_new_tokens 4"),
@@ -47,10 +53,12 @@ def good(tmp_path_factory):
         (folder / f"{name}.py").write_bytes(code.encode("utf-8", "surrogateescape"))
 
     # A run that has ended, as far as `--overwrite` looks.
-    for name in ("checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"):
+    names = ["checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"]
+    for name in names:
         path = folder / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kept")
+    (folder / "run" / "written.json").write_text(json.dumps({"written": names}))
     (folder / "run" / "checkpoints" / "latest").write_text("step-1")
     return folder
 

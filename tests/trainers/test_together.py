@@ -238,7 +238,13 @@ def apart(rank, world, folder) -> list[str]:
         sys.path[:] = [path for path in sys.path if not path.startswith(folder)]
         if rank == 1 and spoil is not None:
             spoil(here)
-        common = {"model": "model", "dataset": "rows.jsonl", "verifiers": "judge:score", "eval_size": 0, "minibatches": 1}
+        common = {
+            "model": "model",
+            "dataset": "rows.jsonl",
+            "verifiers": "judge:score",
+            "eval_size": 0,
+            "minibatches": 1,
+        }
         common |= {"prompts_per_step": 2, "group_size": 2, "zero_stage": 0, "output_dir": f"{folder}/run{number}"}
         config = grpo.GRPOConfig(**(common | (options if rank == 1 else {})))
         told.append(outcome(lambda config=config: grpo.train(config)))
