@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fused_rl.trainers import engine, grpo
+from fused_rl.trainers import engine, grpo, launch, sft
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.rollout import Incidents, Prompt, Response, Sampling, roll_out, rollout_metrics
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent
+LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def outcome(action) -> str:
@@ -258,3 +259,56 @@ def test_ranks_that_are_told_or_read_other_things_all_say_which(tmp_path):
     for of_rank in run_distributed(apart, 2, str(tmp_path)):
         for told, (spoil, options, expected) in zip(of_rank, APART, strict=True):
             assert re.match(f"InputError: .*{expected}", told), (spoil, options, told)
+
+
+# What a launcher says.
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"RANK": "0"},
+            "the environment has RANK, and not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start through torchrun",
+        ),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE, and not RANK, MASTER_ADDR, MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"},
+            "has RANK, WORLD_SIZE, MASTER_ADDR, and not MASTER_PORT",
+        ),
+        (
+            {**LAUNCHED, "WORLD_SIZE": "abc"},
+            "WORLD_SIZE is 'abc' in the environment; expected a whole number of at least 1",
+        ),
+        ({**LAUNCHED, "WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({**LAUNCHED, "WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({**LAUNCHED, "RANK": "2"}, "RANK is '2' in the environment; expected a whole number from 0 to 1"),
+        ({**LAUNCHED, "RANK": "-1"}, "RANK is '-1'"),
+        ({**LAUNCHED, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'.*from 0 to 65535"),
+        ({**LAUNCHED, "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
+        ({**LAUNCHED, "LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'.*from 1 to 2"),
+        ({**LAUNCHED, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is '3'"),
+        ({**LAUNCHED, "LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5'"),
+        ({**LAUNCHED, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "LOCAL_RANK is '1'.*from 0 to 0"),
+        ({name: value for name, value in LAUNCHED.items() if name != "LOCAL_RANK"}, "LOCAL_RANK is 'nothing'"),
+    ],
+)
+def test_a_launcher_that_says_nonsense_is_a_line(environment, message, monkeypatch, capsys):
+    for name in (*LAUNCHED, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: False)
+    with pytest.raises(SystemExit, match=f"fused-rl sft: error: .*{message}") as stopped:
+        sft.main(["--model", "none", "--dataset", "none.jsonl", "--output_dir", "none"])
+    assert "\n" not in stopped.value.code and not capsys.readouterr().err
+
+
+def test_no_launcher_and_a_whole_one_are_heard(monkeypatch):
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: False)
+    for name in (*LAUNCHED, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.processes() == 1
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert launch.processes() == 2
