@@ -9,6 +9,7 @@ from fused_rl.trainers.config import Config, InputError, Refused, RunConfig, con
 from fused_rl.trainers.loop import Stopped
 from fused_rl.trainers.screen import kept_up, shown, tell
 
+LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
 
 
@@ -27,7 +28,7 @@ def run(
         argv: the command line after the command; None takes the process's.
     """
     argv = sys.argv[1:] if argv is None else argv
-    with around(f"fused-rl {config_class.command}"):
+    with around(f"fused-rl {config_class.command}", LOST):
         config = options(config_class, argv)
         if config.dry_run:
             counted, steps = epochs.foresee(config)
@@ -62,8 +63,13 @@ def options(config_class: type[Config], argv: list[str]) -> Config:
 
 
 @contextlib.contextmanager
-def around(prog: str) -> Iterator[None]:
-    """Around a whole command: an InputError is one line, and Ctrl-C the usual status."""
+def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
+    """Around a whole command: an InputError is one line, and Ctrl-C the usual status.
+
+    Args:
+        prog: how the command is called.
+        lost: what is lost when it is stopped at once.
+    """
     with kept_up():
         try:
             yield
@@ -72,7 +78,7 @@ def around(prog: str) -> Iterator[None]:
         except Stopped:
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt:
-            tell(f"{prog}: stopped at once; what was done since the last checkpoint is lost", to_errors=True)
+            tell(f"{prog}: stopped at once; {lost}", to_errors=True)
             sys.exit(INTERRUPTED)
 
 

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import torch
 import yaml
 
-from fused_rl.trainers import command, data, engine, models
+from fused_rl.trainers import command, data, engine, fingerprints, models, sources
 from fused_rl.trainers.config import (
     ClosedUnitInterval,
     InputError,
@@ -193,6 +193,10 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         encoder = data.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)
+        made_of = {"held_out": fingerprints.of_rows(problems)} | fingerprints.of_tokenizer(tokenizer)
+        if engine.world_size() > 1:
+            made_of |= fingerprints.of_sources(sources.of_run(config))
+    fingerprints.check_ranks(made_of)
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": attention}
         lm = models.load_to_sample(config.model, device=device, dtype=dtype, **options)
@@ -294,6 +298,7 @@ def _progress(what: str, total: int) -> Iterator:
 def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
     device = engine.join(config.seed)
+    fingerprints.check_options(config)
     with engine.together():
         config = as_its_run(config)
     if config.output_dir is not None:

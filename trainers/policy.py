@@ -210,6 +210,16 @@ def _as_reference(policy: Policy):
         yield policy.model
 
 
+def tell_if_all_left_out(config: PolicyConfig, stop_rate: float, step: int) -> bool:
+    """Whether `mask_truncated` left every response of a step out, over all ranks; says so."""
+    if not config.mask_truncated or stop_rate > 0:
+        return False
+    if engine.rank() == 0:
+        cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
+        tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
+    return True
+
+
 def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:
     """The first minibatch is on-policy: its ratio is 1, or log-probabilities are not those of the sampling policy."""
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-6

@@ -52,6 +52,7 @@ from fused_rl.trainers.policy import (
     load_policy,
     load_prompts,
     measure,
+    tell_if_all_left_out,
     warn_if_off_policy,
 )
 from fused_rl.trainers.policy_config import PolicyConfig, check_loss_options, loss_options
@@ -325,7 +326,8 @@ def train(config: PPOConfig) -> str:
     for step, indices in loop:
         mine = indices[engine.rank() :: engine.world_size()]
         metrics, samples = train_step(policy, critic, [prompts[i] for i in mine], step, kl_coef), []
-        watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
+        if not tell_if_all_left_out(config, metrics["val/stop_rate"], step):
+            watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
             kl_coef = adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)

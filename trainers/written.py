@@ -47,7 +47,8 @@ def check(folder: Path, names: Iterable[str], remedy: str) -> None:
     Raises:
         InputError: there is no list of what a run wrote, or something is not on it; names that, and the remedy.
     """
-    listed = _read(folder)
+    names = list(names)
+    listed = _read(folder) if names else set()
     if listed is None:
         raise InputError(
             f"output_dir={folder} holds {', '.join(names)}, and no {LIST} that says what a run wrote: no run of this "

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, functions
+from fused_rl.trainers import cli, functions, written
 from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
 from tests.trainers.killed import Moment, run
@@ -201,7 +201,10 @@ def test_a_killed_run_goes_on_bit_for_bit(command, whole, good, tmp_path, tally)
     for number, moments in enumerate(moments_of(command, int((expected / "operations-0").read_text()))):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
-        statuses = [run(command, argv_to_go_on(command, folder), folder, moment)[0] for moment in moments]
+        statuses = []
+        for moment in moments:
+            statuses += run(command, argv_to_go_on(command, folder), folder, moment)
+            written.check(folder / "run", written.there(folder / "run"), "")  # all that it wrote is listed
         statuses += run(command, argv_to_go_on(command, folder), folder) if statuses[-1] else []
         try:
             assert statuses[-1] == 0 and set(statuses[:-1]) <= {-signal.SIGKILL}, log_of(folder)
