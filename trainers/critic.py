@@ -29,10 +29,10 @@ from fused_rl.trainers.config import (
 from fused_rl.trainers.models import LanguageModel
 from fused_rl.trainers.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.screen import tell
+from fused_rl.trainers.sources import SHARED
 from fused_rl.trainers.written import listed_folder
 
 Config = TypeVar("Config", bound=RunConfig)
-SHARED = "shared"
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
 

@@ -240,9 +240,9 @@ def shared_fate():
             raise
         store, world = c10d._get_default_store(), world_size()
         if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
-            with silent():  # the store may have gone with its rank, and warns of that in 30 lines
+            with silent():
                 told = InputError(_told(store, LAST_WORDS))
-                _wait_until_heard(store, 0)
+            _wait_until_heard(store, 0)
             raise told from error
         _tell(store, LAST_WORDS, error)
         dist.destroy_process_group()
@@ -253,7 +253,7 @@ def shared_fate():
 def _wait_until_heard(store, ranks: int) -> None:
     """Count this rank, and wait for so many: the store may be this process's, and others may still read in it."""
     until = time.monotonic() + HEARING
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError), silent():  # it may go with its rank, and warns of that in 30 lines
         heard = store.add(HEARD, 1)
         while heard < ranks and time.monotonic() < until:
             time.sleep(0.05)

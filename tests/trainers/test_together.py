@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -158,6 +159,55 @@ def test_a_rank_that_dies_or_fails_within_a_collective_does_not_hang_the_others(
         subprocess.Popen([*command, str(rank), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)
     ]
     assert [process.communicate(timeout=300)[0] for process in ranks] == [first, second]
+
+
+FATE = """
+    import datetime, os, sys
+    import torch
+    import torch.distributed as dist
+    from fused_rl.trainers import engine
+    from fused_rl.trainers.config import InputError
+
+    port, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    timeout, address = datetime.timedelta(minutes=20), f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
+    try:
+        with engine.shared_fate():
+            engine.barrier()
+            if case == "killed" and rank == 0:
+                os.kill(os.getpid(), 9)
+            if case == "a bug" and rank == 1:
+                raise KeyError("a bug")
+            if case == "refused" and rank == 0 or case == "all":
+                raise InputError(f"no good")
+            weight = torch.ones(3, requires_grad=True)
+            weight.register_hook(lambda gradient: dist.all_reduce(gradient))  # as in a backward pass
+            weight.sum().backward()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("refused", "InputError: no good\n", "InputError: rank 0: no good\n"),
+        ("killed", "", "InputError: another process of the run ended or does not answer; its own output says why\n"),
+        pytest.param("all", "InputError: no good\n", "InputError: no good\n", marks=pytest.mark.slow),
+        pytest.param("a bug", "InputError: rank 1: KeyError: 'a bug'\n", "KeyError: 'a bug'\n", marks=pytest.mark.slow),
+    ],
+)
+def test_what_ends_one_rank_within_a_step_is_a_line_on_the_other(case, first, second):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", textwrap.dedent(FATE), port]
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), case], **pipes) for rank in range(2)]
+    outputs = [process.communicate(timeout=300) for process in ranks]
+    assert [out for out, _ in outputs] == [first, second]
+    assert not any("gloo" in err or "frame #" in err for _, err in outputs)
 
 
 # What ranks are told and read.
