@@ -9,14 +9,14 @@
 
 import argparse
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 
 from fused_rl.trainers import engine, grpo, sft, verifiers
-from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.command import LOST, around
+from fused_rl.trainers.config import parse
 from fused_rl.trainers.files import write_rows
 from fused_rl.trainers.metrics import read_metrics
 
@@ -119,6 +119,7 @@ def report(folder: Path, seconds: float) -> None:
     print(f"Model: {folder / 'model'}  TensorBoard: tensorboard --logdir {folder / 'tensorboard'}")
 
 
+@around("fused-rl demo", LOST)
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl demo`, `make demo`."""
     parser = argparse.ArgumentParser(prog="fused-rl demo", description=__doc__.split("\n", 1)[0])
@@ -129,14 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     engine.quiet()
     # Of so small a model two threads win little, and lose tenfold where another process has one of the two cores.
     torch.set_num_threads(1)
-    try:
-        _run(folder, seed)
-    except InputError as error:
-        sys.exit(f"fused-rl demo: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        engine.teardown()
+    _run(folder, seed)
     report(folder / "grpo", time.monotonic() - began)
 
 

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import torch
 
 from fused_rl.recipes import demo, demo_reward
 from fused_rl.trainers import engine, ppo, reward, sft
-from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.command import LOST, around
+from fused_rl.trainers.config import parse
 from fused_rl.trainers.files import write_rows
 from fused_rl.trainers.metrics import read_metrics
 
@@ -110,6 +110,7 @@ def draw(histories: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+@around("fused-rl demo-ppo", LOST)
 def main(argv: list[str] | None = None) -> None:
     """`make demo-ppo`."""
     import rich
@@ -122,16 +123,9 @@ def main(argv: list[str] | None = None) -> None:
     began, folder, histories = time.monotonic(), options.output_dir, {}
     engine.quiet()
     torch.set_num_threads(1)  # of so small a model two threads win little
-    try:
-        for seed in options.seeds:
-            place = folder if len(options.seeds) == 1 else folder / f"seed-{seed}"
-            histories[f"seed {seed}"] = run(place, seed)
-    except InputError as error:
-        sys.exit(f"fused-rl demo-ppo: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        engine.teardown()
+    for seed in options.seeds:
+        place = folder if len(options.seeds) == 1 else folder / f"seed-{seed}"
+        histories[f"seed {seed}"] = run(place, seed)
     columns = ("held out", "score", "accuracy, greedy", "accuracy, sampled", "exact KL, nats per response")
     table = rich.table.Table(*columns, title="before PPO -> after: what is paid, and what is true")
     for name, history in histories.items():

@@ -6,13 +6,13 @@ reasoning-gym's own `score_answer`. Problems of the held-out pairs are not train
 
 import argparse
 import random
-import sys
 import time
 from pathlib import Path
 
 from fused_rl.recipes import demo
 from fused_rl.trainers import data, engine, preferences, reward, verifiers
-from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers.command import LOST, around
+from fused_rl.trainers.config import parse
 from fused_rl.trainers.files import write_rows
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer
 
@@ -98,6 +98,7 @@ def run(folder: Path, seed: int) -> dict[str, float]:
     return accuracy_by_kind(config)
 
 
+@around("fused-rl demo-reward", LOST)
 def main(argv: list[str] | None = None) -> None:
     """`make demo-reward`."""
     import rich
@@ -109,16 +110,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     began, found = time.monotonic(), {}
     engine.quiet()
-    try:
-        for seed in arguments.seeds:
-            folder = arguments.output_dir if len(arguments.seeds) == 1 else arguments.output_dir / f"seed-{seed}"
-            found[f"seed {seed}"] = run(folder, seed)
-    except InputError as error:
-        sys.exit(f"fused-rl demo-reward: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        engine.teardown()
+    for seed in arguments.seeds:
+        folder = arguments.output_dir if len(arguments.seeds) == 1 else arguments.output_dir / f"seed-{seed}"
+        found[f"seed {seed}"] = run(folder, seed)
     table = rich.table.Table("held-out accuracy", *found, title="how often the right answer scores higher")
     for kind in next(iter(found.values())):
         table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))

@@ -8,6 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+from fused_rl.trainers import cli
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("kernels", "fused_rl", "trainers")
@@ -121,3 +124,47 @@ def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
     code = "import kernels; from fused_rl.kernels import logprob; print(kernels.owner, logprob.__name__)"
     out = run_python(code, cwd=ROOT, PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]), TRITON_INTERPRET="1")
     assert out == "somebody else fused_rl.kernels.logprob"
+
+
+@pytest.fixture(scope="module")
+def without_extras(tmp_path_factory):
+    """What `pip install .` leaves: the package, torch and what it needs, none of the extras."""
+    places, installed = tmp_path_factory.mktemp("installed"), Path(torch.__file__).parent.parent
+    brought = [name for extra, _ in cli.EXTRAS.values() for name in extra]
+    for path in installed.iterdir():
+        if path.name.split(".")[0].split("-")[0] not in (*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"):
+            (places / path.name).symlink_to(path)
+    (places / "fused_rl").mkdir()
+    for path in (ROOT / "fused_rl").iterdir():
+        (places / "fused_rl" / path.name).symlink_to(path)
+    for name in ("kernels", "trainers", "recipes"):
+        (places / "fused_rl" / name).symlink_to(ROOT / name)
+    return places
+
+
+COMMAND = "import sys; sys.argv[1:] = {}; from fused_rl.trainers.cli import main; main()"
+
+
+def command(places, *words):
+    """(exit status, stdout, stderr) of `fused-rl` there, without what else this Python has installed."""
+    environment = {"PYTHONPATH": str(places), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    code = [sys.executable, "-S", "-c", COMMAND.format(list(words))]
+    done = subprocess.run(code, env=environment, capture_output=True, text=True, cwd=places)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_extras_help_is_help_and_a_command_says_what_to_install(without_extras):
+    status, out, _ = command(without_extras, "--help")
+    assert status == 0 and out.startswith("usage: fused-rl {sft,reward")
+    status, out, err = command(without_extras, "grpo", "--model", "x")
+    assert (status, out) == (1, "") and err.count("\n") == 1, err
+    assert err.startswith("fused-rl grpo: error: not installed: jsonargparse, ")
+    assert err.endswith("; pip install 'fused-rl[train]'\n")
+
+
+def test_every_command_knows_its_extras(monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    for name in cli.COMMANDS:
+        packages, extras = cli.lacking(name)
+        demo = name.startswith("demo")
+        assert extras == (["train", "demo"] if demo else ["train"]) and ("reasoning_gym" in packages) == demo

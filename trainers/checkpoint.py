@@ -17,13 +17,12 @@ import random
 import re
 import shutil
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import yaml
 
-from fused_rl.trainers import engine, hub, lock, resume
+from fused_rl.trainers import engine, fingerprints, hub, lock, resume, sources, written
 from fused_rl.trainers.config import InputError, RunConfig, to_yaml
 from fused_rl.trainers.engine import barrier, rank, world_size
 from fused_rl.trainers.files import (
@@ -36,21 +35,9 @@ from fused_rl.trainers.files import (
     sync_folders,
     write_atomically,
 )
+from fused_rl.trainers.fingerprints import Fingerprints
 from fused_rl.trainers.metrics import require_trackers
-
-LEFT_BY_A_RUN = (
-    "checkpoints",
-    "tensorboard",
-    "model",
-    "critic",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "curves.png",
-    "evaluation.json",
-    "scores.png",
-    "config.yaml",
-)
-
+from fused_rl.trainers.screen import tell
 
 # The folder of a run.
 
@@ -59,9 +46,13 @@ def open_run(config: RunConfig) -> Path:
     """The output folder, locked for this run and fit for it; nothing in it has changed yet.
 
     Raises:
-        InputError: it cannot be written, another run lives in it or has left files, the run would delete what it
-            reads, there is nothing whole to resume from, or what the run will tell of itself has nowhere to go.
+        InputError: accept_changes names nothing, the folder cannot be written, another run lives in it or has left
+            files, the run would delete what it reads, there is nothing whole to resume from, or what the run will tell
+            of itself has nowhere to go.
     """
+    unknown = [name for name in config.accept_changes or [] if name not in fingerprints.NAMES]
+    if unknown:
+        raise InputError(f"accept_changes: {', '.join(unknown)!r} is none of {', '.join(fingerprints.NAMES)}")
     require_trackers(config)
     hub.check(config)
     folder = Path(config.output_dir)
@@ -86,39 +77,53 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
         lock.take(folder)
     except OSError as error:
         raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
-    found = [name for name in LEFT_BY_A_RUN if (folder / name).exists()]
-    if found and not config.resume and not config.overwrite:
+    if config.resume:
+        # What the run will put others in the place of; a run of an earlier version has no list.
+        models = [name for name in ("model", "critic") if os.path.lexists(folder / name)]
+        if models and written.has_list(folder):
+            written.check(folder, models, "move it elsewhere, or resume in a copy of the folder without it")
+        return
+    found = written.there(folder)
+    if found and not config.overwrite:
         raise InputError(
             f"output_dir={folder} already holds a run ({', '.join(found)}); continue it with --resume or replace it: "
             "--overwrite"
         )
-    if not config.resume:
-        for name in found:
-            _refuse_to_delete_what_is_read(config, folder / name)
+    if found:
+        check_overwrite(config, folder, found)
 
 
-def _refuse_to_delete_what_is_read(config: RunConfig, doomed: Path) -> None:
-    """Any option that names an existing file or folder is taken for something that the run reads."""
-    for option, value in asdict(config).items():
-        if not isinstance(value, str) or not value or not os.path.exists(value):
-            continue
-        read, doomed = Path(value).resolve(), doomed.resolve()
-        if read == doomed or doomed in read.parents:
-            raise InputError(f"overwrite would delete {doomed}, and {option}={value} lies there; choose another folder")
+def check_overwrite(config: RunConfig, folder: Path, names: list[str]) -> None:
+    """Refuse to delete what stands under `names` where the run reads of it, or where no run wrote it."""
+    sources.refuse_to_delete(config, [folder / name for name in names])
+    written.check(folder, names, "move it elsewhere or delete it yourself, or choose another folder")
+
+
+def check_config_files(config: RunConfig, files: list[Path]) -> None:
+    """Refuse to overwrite a run in whose folder the config file lies that says so."""
+    folder = Path(config.output_dir)
+    for path in files if config.overwrite else []:
+        sources.refuse_if_inside(path, f"--config {path}", [folder / name for name in written.there(folder)])
 
 
 def claim(config: RunConfig, folder: Path, step: int) -> None:
     """Make an opened folder this run's: what lies beyond `step` goes, and all of another run; the config is kept."""
-    if rank() == 0:
-        with storing("config.yaml", folder):
-            for name in LEFT_BY_A_RUN:
-                delete(folder / f"{name}.tmp")
-                if not config.resume:
-                    delete(folder / name)
-            if config.resume:
-                _forget_after(folder / "checkpoints", step)
-            write_atomically(folder / "config.yaml", _described(config))
-    barrier()
+    engine.on_first_rank(lambda: _claim(config, folder, step))
+
+
+def _claim(config: RunConfig, folder: Path, step: int) -> None:
+    with storing("config.yaml", folder):
+        if config.resume:
+            if not written.has_list(folder):
+                written.adopt(folder)
+            _forget_after(folder / "checkpoints", step)
+        else:
+            found = written.there(folder)
+            if found:  # looked at again: reading models takes its time
+                check_overwrite(config, folder, found)
+                written.remove(folder)
+            written.begin(folder)
+        write_atomically(folder / "config.yaml", _described(config))
 
 
 def _forget_after(folder: Path, step: int) -> None:
@@ -127,7 +132,7 @@ def _forget_after(folder: Path, step: int) -> None:
         delete(folder / "latest")
     write_atomically(folder / "latest", f"step-{step}")
     _sweep(folder)
-    _prune(folder, step, keep=len(_steps(folder)))
+    _drop(folder, [s for s in _steps(folder) if s > step])
 
 
 def _described(config: RunConfig) -> str:
@@ -163,11 +168,13 @@ def save(engines: dict[str, object], config: RunConfig, folder: Path, step: int,
 
         # Their names.
         if rank() == 0:
+            names = [f"checkpoints/{tag}/{name}" for name in written.names_below(unfinished)]
+            written.add(folder.parent, names)
             delete(folder / tag)
             os.rename(unfinished, folder / tag)
             sync(folder)
             write_atomically(folder / "latest", tag)
-            _prune(folder, step, config.keep_checkpoints)
+            _prune(folder, step, config)
     barrier()
 
 
@@ -182,7 +189,7 @@ def _write(engines: dict[str, object], config: RunConfig, folder: Path, state: d
     # DeepSpeed keeps the client state of rank 0 only (ZeRO 0 to 2), so each rank writes its generators itself.
     torch.save(_generators(), folder / f"rng-{rank()}.pt")
     if rank() == 0:
-        about = {"engines": sorted(engines), "facts": facts(config), **state}
+        about = {"engines": sorted(engines), "facts": facts(config), "scheduled": bool(config.save_every), **state}
         (folder / "state.json").write_text(json.dumps(about))
         (folder / "config.yaml").write_text(_described(config), encoding="utf-8")
     barrier()
@@ -225,23 +232,64 @@ def _sweep(folder: Path) -> None:
         delete(leftover)
 
 
-def _prune(folder: Path, step: int, keep: int) -> None:
-    """Leave `keep` checkpoints: first those beyond `step` go, of which a run knew that was resumed before them."""
-    steps = _steps(folder)
-    beyond = [s for s in steps if s > step]
-    older = [s for s in steps if s < step]
-    for s in beyond + older[: max(0, len(older) + 1 - keep)]:
-        delete(folder / f"step-{s}")
+def _prune(folder: Path, step: int, config: RunConfig) -> None:
+    """Leave `keep_checkpoints`: first those beyond `step` go, of which a run knew that was resumed before them.
+
+    A run without a schedule deletes none that a schedule wrote.
+    """
+    _drop(folder, [s for s in _steps(folder) if s > step])
+    older = [s for s in _steps(folder) if s < step]
+    if not config.save_every:
+        older = [s for s in older if not _is_scheduled(folder / f"step-{s}")]
+    _drop(folder, older[: max(0, len(older) + 1 - config.keep_checkpoints)])
 
 
-def remove(folder: Path) -> None:
-    """Delete all checkpoints of a run."""
+def _drop(folder: Path, steps: list[int]) -> None:
+    for step in steps:
+        delete(folder / f"step-{step}")
+
+
+def _is_scheduled(checkpoint: Path) -> bool:
+    """Whether a schedule wrote it; one that does not say so (of an earlier version, damaged) is kept as if it had."""
+    try:
+        return json.loads((checkpoint / "state.json").read_bytes()).get("scheduled", True)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return True
+
+
+def remove_unscheduled(folder: Path) -> None:
+    """Delete the checkpoints that a run without a schedule wrote: they were to be there until its model was."""
     if rank() == 0:
-        delete(folder / "checkpoints")
+        checkpoints = folder / "checkpoints"
+        _drop(checkpoints, [s for s in _steps(checkpoints) if not _is_scheduled(checkpoints / f"step-{s}")])
+        left = _steps(checkpoints)
+        if left:
+            write_atomically(checkpoints / "latest", f"step-{left[-1]}")
+        else:
+            delete(checkpoints)
     barrier()
 
 
 # Reading.
+
+
+def check_made_of(config: RunConfig, folder: Path, made_of: Fingerprints) -> list[str]:
+    """What a resumed run is made of that its checkpoint's was not, as far as that was accepted; lines to tell."""
+    folder = folder / "checkpoints"
+    checkpoint = folder / _chosen(config, folder)
+    recorded, accepted = json.loads((checkpoint / "state.json").read_text()), config.accept_changes or []
+    if "rows" not in accepted:
+        _check_count(recorded["rows"], int(made_of["rows"]["count"]))
+    return fingerprints.check_resumed(made_of, recorded.get("made_of"), accepted, checkpoint)
+
+
+def _check_count(recorded: int, rows: int) -> None:
+    if rows != recorded:
+        raise InputError(
+            f"resume: there are {rows} rows to train on, and the checkpoint's run had {recorded}: dataset was edited, "
+            "or eval_size and eval_dataset leave other rows of it; give the same again, go on with these "
+            "(--accept_changes rows), or start anew with --overwrite"
+        )
 
 
 def _check_resume(config: RunConfig, folder: Path) -> None:
@@ -257,7 +305,7 @@ def _check_resume(config: RunConfig, folder: Path) -> None:
     if config.steps is not None:
         refuse_fewer_steps(config, state["step"])
     if rank() == 0:
-        print(f"resume: from {folder / tag}, which is whole", *changed, sep="\nresume: ", flush=True)
+        tell(*(f"resume: {line}" for line in (f"from {folder / tag}, which is whole", *changed)))
 
 
 def refuse_fewer_steps(config: RunConfig, done: int) -> None:

@@ -1,14 +1,10 @@
-"""`fused-rl <command> --config recipes/x.yaml --key value`: the commands, and what every trainer's `main` does."""
+"""`fused-rl <command> --config recipes/x.yaml --key value`: the commands, and what each needs to be installed."""
 
 import importlib
-import os
+import importlib.util
 import sys
-from collections.abc import Callable
 
 import fused_rl
-from fused_rl.trainers import engine, epochs, lock
-from fused_rl.trainers.config import InputError, RunConfig, parse, to_yaml
-from fused_rl.trainers.loop import Stopped
 
 COMMANDS = {
     "sft": "fused_rl.trainers.sft",
@@ -21,52 +17,19 @@ COMMANDS = {
     "demo-reward": "fused_rl.recipes.demo_reward",
     "demo-ppo": "fused_rl.recipes.demo_ppo",
 }
-INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
+# Extra -> what it brings that a command imports, and the commands that import it.
+TRAIN = ("jsonargparse", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
+EXTRAS = {"train": (TRAIN, tuple(COMMANDS)), "demo": (("reasoning_gym",), ("demo", "demo-reward", "demo-ppo"))}
 
 
-def run(
-    config_class: type[RunConfig],
-    arithmetic: Callable[[RunConfig, int], dict[str, object]],
-    train: Callable[[RunConfig], str],
-    argv: list[str] | None = None,
-) -> None:
-    """`main` of every trainer: parse, then either describe the run or train.
-
-    Args:
-        config_class: the trainer's options.
-        arithmetic: (config, number of processes) -> how the batch divides; raises InputError on what does not.
-        train: runs the whole training.
-        argv: the command line after the command; None takes the process's.
-    """
-    prog = f"fused-rl {config_class.command}"
-    config = parse(config_class, sys.argv[1:] if argv is None else argv, prog)
-    orderly = False
-    try:
-        counted, steps = epochs.foresee(config) if config.dry_run else (config, {})
-        divided = arithmetic(counted, int(os.environ.get("WORLD_SIZE", "1"))) | steps
-        if config.dry_run:
-            print(describe(config, divided))
-        else:
-            train(config)
-        orderly = True
-    except InputError as error:
-        sys.exit(f"{prog}: error: {error}")
-    except Stopped:
-        orderly = True
-        sys.exit(INTERRUPTED)
-    except KeyboardInterrupt:
-        print(f"{prog}: stopped at once; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
-        sys.exit(INTERRUPTED)
-    finally:
-        if not config.dry_run:  # which has set nothing up
-            lock.release()
-            engine.teardown(orderly)
-
-
-def describe(config: RunConfig, arithmetic: dict[str, object]) -> str:
-    """The resolved configuration and, as comments, the batch arithmetic: YAML that `--config` reads back."""
-    lines = [f"# {key}: {value}" for key, value in arithmetic.items()]
-    return "\n".join([to_yaml(config), "# batch arithmetic", *lines])
+def lacking(command: str) -> tuple[list[str], list[str]]:
+    """The packages that a command needs and that are not installed, and the extras that bring them."""
+    packages, extras = [], []
+    for extra, (brought, commands) in EXTRAS.items():
+        absent = [name for name in brought if command in commands and importlib.util.find_spec(name) is None]
+        packages += absent
+        extras += [extra] if absent else []
+    return packages, extras
 
 
 def main() -> None:
@@ -80,4 +43,8 @@ def main() -> None:
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:
+        packages, extras = lacking(command)
+        if packages:
+            install = f"pip install 'fused-rl[{','.join(extras)}]'"
+            sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")
         importlib.import_module(COMMANDS[command]).main(sys.argv[2:])

@@ -28,6 +28,7 @@ from jsonargparse.typing import (
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fused_rl.trainers.option_names import unknown
+from fused_rl.trainers.screen import tell
 
 Config = TypeVar("Config", bound="Options")
 
@@ -262,8 +263,10 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     change that docs/training.md lists."""
     resume_from: str | None = None
     """Continue from this checkpoint instead, step-4 for example; those after it, and their metrics, are deleted."""
+    accept_changes: str | list[str] | None = None
+    """With resume: go on though these are not what they were: rows, model, scorers, … as the error names them."""
     overwrite: bool = False
-    """Start anew in an `output_dir` that already holds a run, deleting that run's files."""
+    """Start anew in an `output_dir` that already holds a run, deleting what that run wrote."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
     trackio_project: str | None = None
@@ -280,6 +283,8 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
+        if isinstance(self.accept_changes, str):
+            self.accept_changes = [name.strip() for name in self.accept_changes.split(",")]
         if self.num_train_epochs is None:
             self.steps = 100 if self.steps is None else self.steps
         elif self.steps is not None:
@@ -289,7 +294,13 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
             )
 
 
-ACTIONS = ("resume", "resume_from", "overwrite", "dry_run")  # what is done with a run, not what the run is
+ACTIONS = (
+    "resume",
+    "resume_from",
+    "accept_changes",
+    "overwrite",
+    "dry_run",
+)  # what is done with a run, not what the run is
 
 
 def to_yaml(config: Options) -> str:
@@ -307,11 +318,21 @@ def divide_over(name: str, count: int, world: int) -> int:
     return count // world
 
 
+class Refused(SystemExit):
+    """A command line that was refused, after its one line was printed."""
+
+    def __init__(self, line: str):
+        super().__init__(2)
+        self.line = line
+
+
 class _Parser(jsonargparse.ArgumentParser):
     """Errors in one line, without the usage of 40 options before them."""
 
     def error(self, message, ex=None):
-        self.exit(2, f"{self.prog}: error: {self._in_a_line(message)}\n")
+        line = self._in_a_line(message)
+        tell(f"{self.prog}: error: {line}", to_errors=True)
+        raise Refused(line)
 
     def _in_a_line(self, message: str) -> str:
         found = re.match(r'Parser key "([\w.]+)":', message)
@@ -334,7 +355,7 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
     argv = _spell_out_flags(config_class, argv)
     try:
         _check_names(config_class, argv)
-        for path in _config_files(argv):
+        for path in config_files(argv):
             _check_file(path, names_of(config_class))
     except InputError as error:
         parser.error(str(error))
@@ -347,11 +368,17 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
 
 
 def _spell_out_flags(config_class: type[Options], argv: list[str]) -> list[str]:
-    """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead."""
+    """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead.
+
+    After `--accept_changes` there may be several words.
+    """
     flags = {f"--{f.name}" for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}
     spelled = []
     for i, word in enumerate(argv):
         if word.startswith("--local_rank"):
+            continue
+        if spelled[-2:-1] == ["--accept_changes"] and not word.startswith("--"):
+            spelled[-1] += f",{word}"
             continue
         spelled.append(word)
         if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
@@ -369,7 +396,7 @@ def _check_names(config_class: type[Options], argv: list[str]) -> None:
         raise InputError(unknown(name, known))
 
 
-def _config_files(argv: list[str]) -> list[Path]:
+def config_files(argv: list[str]) -> list[Path]:
     """The files that `--config` names and that exist; the parser speaks of the others."""
     after = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
     joined = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]

@@ -26,13 +26,14 @@ from fused_rl.trainers.config import (
     RunConfig,
     names_of,
 )
-from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.models import LanguageModel
 from fused_rl.trainers.needs import Needs
 from fused_rl.trainers.reward_model import RewardModel, check_reads_policy
+from fused_rl.trainers.screen import tell
+from fused_rl.trainers.sources import SHARED
+from fused_rl.trainers.written import listed_folder
 
 Config = TypeVar("Config", bound=RunConfig)
-SHARED = "shared"
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
 
@@ -186,7 +187,7 @@ def save_critic(trained, tokenizer, folder: Path) -> None:
     """Write critic and tokenizer in the Hub format, complete or not at all."""
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if engine.rank() == 0:
-        with whole_folder(folder) as unfinished:
+        with listed_folder(folder) as unfinished:
             trained.module.save_pretrained(str(unfinished), state)
             tokenizer.save_pretrained(unfinished)
     engine.barrier()
@@ -220,4 +221,4 @@ class Watch:
 
 def _warn(text: str) -> None:
     if engine.rank() == 0:
-        print(f"warning: {text}", flush=True)
+        tell(f"warning: {text}")

@@ -21,7 +21,7 @@ def draw_curves(history: list[dict], curves: Curves, path: Path) -> None:
     """Write a PNG with one panel per title.
 
     Args:
-        history: the lines of a metrics.jsonl; a key may be missing in any of them.
+        history: the lines of a metrics.jsonl; a key may be missing or None in any of them.
         curves: the panels.
         path: of the PNG.
     """
@@ -46,7 +46,7 @@ def draw_curves(history: list[dict], curves: Curves, path: Path) -> None:
 def _lines(axes, history: list[dict], keys: list[str]) -> None:
     """Each key over the steps that have it."""
     for key in keys:
-        points = [(m["step"], m[key]) for m in history if key in m]
+        points = [(m["step"], m[key]) for m in history if m.get(key) is not None]
         if points:
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, label=key, marker="o" if len(points) < 20 else None)
@@ -57,7 +57,8 @@ def _lines(axes, history: list[dict], keys: list[str]) -> None:
 
 def _points(figure, axes, history: list[dict], drawn: Against) -> None:
     """One key over another."""
-    points = [(m[drawn.x], m[drawn.y], m["step"]) for m in history if drawn.x in m and drawn.y in m]
+    points = [(m.get(drawn.x), m.get(drawn.y), m["step"]) for m in history]
+    points = [point for point in points if None not in point]
     axes.set(xlabel=drawn.x, ylabel=drawn.y)
     if points:
         x, y, steps = zip(*points, strict=True)

@@ -14,6 +14,7 @@ from fused_rl.trainers.chat import SAID, check_template_kwargs, check_text, tool
 from fused_rl.trainers.config import DataConfig, InputError, in_a_line
 from fused_rl.trainers.engine import rank
 from fused_rl.trainers.rows import FILES, check_readable, read_dataset, read_jsonl, read_parquet
+from fused_rl.trainers.screen import tell
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
@@ -83,7 +84,7 @@ def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
         configuration = config.dataset_config
     held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
     if len(held_out) < config.eval_size and rank() == 0:
-        print(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used", flush=True)
+        tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
     return train, Rows(held_out.rows[: config.eval_size], held_out.source)
 
 
@@ -92,7 +93,7 @@ def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
     if len(rows) and not kept:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
     if kept < len(rows) and rank() == 0:
-        print(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}", flush=True)
+        tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
 
 
 def load_tokenizer(name: str, revision: str | None = None):

@@ -11,8 +11,9 @@ import torch
 
 from fused_rl.trainers import engine
 from fused_rl.trainers.groups import equal_rewards, group_metrics, groups_per_rank, overlong_penalty
-from fused_rl.trainers.policy import Policy
+from fused_rl.trainers.policy import Policy, tell_if_all_left_out
 from fused_rl.trainers.rollout import Prompt, Rollout, Sample, batch_of
+from fused_rl.trainers.screen import tell
 
 
 @dataclass
@@ -61,10 +62,9 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
         rollouts.append(_rolled_out(policy, more(wanted - found)))
         found += _with_signal(config, rollouts[-1])
     if refills and found < wanted and engine.rank() == 0:
-        print(
+        tell(
             f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
-            f"(max_refills={refills}); the step is trained on those",
-            flush=True,
+            f"(max_refills={refills}); the step is trained on those"
         )
 
     everything = _joined(policy, rollouts)
@@ -85,9 +85,7 @@ def _with_signal(config, rollout: Rollout) -> int:
 def _metrics(config, rollout: Rollout, trained: int, step: int) -> dict[str, float]:
     """Of all that was drawn in the step, over all ranks; says so where none of it will be trained on."""
     metrics = group_metrics(config, rollout, step) | {"groups/trained": float(trained)}
-    if config.mask_truncated and metrics["val/stop_rate"] == 0 and engine.rank() == 0:
-        cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
-        print(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained", flush=True)
+    tell_if_all_left_out(config, metrics["val/stop_rate"], step)
     return metrics
 
 

@@ -22,13 +22,19 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers import optim
+from fused_rl.trainers import launch, optim
 from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
+from fused_rl.trainers.launch import JOINING, TIMEOUT
+from fused_rl.trainers.screen import silent
 
-TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
+HEARING = 5.0  # seconds, of a rank that has left the group
+LAST_WORDS, HEARD = "fused_rl/last words", "fused_rl/heard"  # keys in the store
+# What Gloo, NCCL and the store say where another process is gone, whichever operation hears of it.
+GONE = ("gloo/", "NCCL", "TCPStore", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 IN_TOUCH = 10.0  # seconds
 _agreements = itertools.count()
 Part = TypeVar("Part")
@@ -55,26 +61,43 @@ def setup(seed: int) -> torch.device:
     quiet()
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
+    launch.processes()  # refuses what a launcher should not say
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
-    if not dist.is_initialized():
-        if "RANK" in os.environ:
-            deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
-        else:
-            _join_alone(backend)
+    _meet(lambda: deepspeed.init_distributed(backend, timeout=JOINING, verbose=False), lambda: _join_alone(backend))
     return _seeded(seed)
 
 
 def join(seed: int) -> torch.device:
     """As `setup`, for a command that trains nothing: without DeepSpeed, alone without a process group."""
     quiet()
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    _meet(lambda: dist.init_process_group(backend, timeout=JOINING), lambda: None)
     return _seeded(seed)
+
+
+def _meet(launched: Callable[[], None], alone: Callable[[], None]) -> None:
+    """Join the process group; raises what another rank was refused before it came."""
+    if not dist.is_initialized():
+        launch.meet(launched, alone)
+        agree(None)
+
+
+def refused(error: Exception) -> None:
+    """Have the other processes of a launched run hear why this one never joins them; alone it does nothing."""
+    try:
+        if launch.processes() == 1 or dist.is_initialized():
+            return
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        with contextlib.suppress(type(error)):
+            agree(error)
+    except (RuntimeError, InputError):  # nobody came, or the launcher tells nonsense: this process says so itself
+        pass
+    launch.leave()
 
 
 def _seeded(seed: int) -> torch.device:
@@ -101,13 +124,12 @@ def _join_alone(backend: str) -> None:
 
 
 def teardown(orderly: bool = True) -> None:
-    """Leave the process group, together where all ranks came to their end; else two processes can abort at exit."""
-    if not dist.is_initialized():
-        return
+    """End a command: wait for the others where all ranks came to their end, else two processes can abort at exit.
+
+    The process group stays for the next run in this process: DeepSpeed keeps groups of it and never makes them again.
+    """
     if orderly:
-        dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
+        barrier()
 
 
 def rank() -> int:
@@ -149,7 +171,7 @@ def on_first_rank(work: Callable[[], None]) -> None:
             refusal = error
     refusal = gather(refusal)[0]
     if refusal is not None:
-        raise refusal
+        raise _known(refusal)
 
 
 def on_first_rank_at_length(work: Callable[[], None]) -> None:
@@ -199,7 +221,53 @@ def together():
         yield
     except Exception as raised:
         error = raised
+    if error is not None and _all_know(error):
+        raise error
     agree(error)
+
+
+@contextlib.contextmanager
+def shared_fate():
+    """Around a whole run: what ends one rank, outside of `together` too, ends the others with a line, in seconds.
+
+    The rank that fails leaves its error in the store and then the process group, so that no collective waits for it; of
+    one that was killed the others hear by its closed connections.
+    """
+    try:
+        yield
+    except Exception as error:
+        if world_size() == 1 or _all_know(error):
+            raise
+        store, world = c10d._get_default_store(), world_size()
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
+            with silent():
+                told = InputError(_told(store, LAST_WORDS))
+            _wait_until_heard(store, 0)
+            raise told from error
+        _tell(store, LAST_WORDS, error)
+        dist.destroy_process_group()
+        _wait_until_heard(store, world)
+        raise
+
+
+def _wait_until_heard(store, ranks: int) -> None:
+    """Count this rank, and wait for so many: the store may be this process's, and others may still read in it."""
+    until = time.monotonic() + HEARING
+    with contextlib.suppress(RuntimeError), silent():  # it may go with its rank, and warns of that in 30 lines
+        heard = store.add(HEARD, 1)
+        while heard < ranks and time.monotonic() < until:
+            time.sleep(0.05)
+            heard = store.add(HEARD, 0)
+
+
+def _all_know(error: Exception) -> bool:
+    """Whether all ranks have raised for this error already, each its own."""
+    return getattr(error, "all_ranks_know", False)
+
+
+def _known(error: Exception) -> Exception:
+    error.all_ranks_know = True
+    return error
 
 
 def agree(error: Exception | None) -> None:
@@ -208,8 +276,6 @@ def agree(error: Exception | None) -> None:
         if error is not None:
             raise error
         return
-    import torch.distributed.distributed_c10d as c10d
-
     # The store is beside the ranks' connections: what went wrong is known even where a collective never ends.
     store, key = c10d._get_default_store(), f"fused_rl/error/{next(_agreements)}"
     first = error is None or _tell(store, key, error)
@@ -220,11 +286,11 @@ def agree(error: Exception | None) -> None:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True).wait(TIMEOUT if error is None else PATIENCE)
     except RuntimeError as lost:
         if error is None:
-            raise InputError(_told(store, key)) from lost
+            raise InputError(_told(store, key, LAST_WORDS)) from lost
     if error is not None and (first or isinstance(error, InputError)):
-        raise error
+        raise _known(error)
     if flag.item():  # of another rank; an error of ours that came later may be no more than a lost connection
-        raise InputError(_told(store, key)) from error
+        raise _known(InputError(_told(store, key))) from error
 
 
 def _tell(store, key: str, error: Exception) -> bool:
@@ -237,11 +303,12 @@ def _tell(store, key: str, error: Exception) -> bool:
         return True
 
 
-def _told(store, key: str) -> str:
-    """The error that a rank left in the store; else all that can be said."""
+def _told(store, *keys: str) -> str:
+    """The first error that a rank left in the store; else all that can be said."""
     with contextlib.suppress(RuntimeError):  # the store may have gone with its rank
-        if store.check([key]):
-            return store.get(key).decode()
+        for key in keys:
+            if store.check([key]):
+                return store.get(key).decode()
     return "another process of the run ended or does not answer; its own output says why"
 
 
@@ -281,7 +348,6 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
 def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig, updates: int):
     """A DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
     import deepspeed
-    import torch.distributed.distributed_c10d as c10d
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.adamw(parameters, optim_config)

@@ -14,6 +14,7 @@ from fused_rl.trainers import data
 from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.engine import rank
 from fused_rl.trainers.rows import FILES
+from fused_rl.trainers.screen import tell
 
 UNKNOWN = "known when the rows are read (num_train_epochs)"
 Config = TypeVar("Config", bound=RunConfig)
@@ -38,7 +39,7 @@ def in_steps(config: Config, rows: int) -> Config:
         return config
     resolved = _resolved(config, rows)
     if rank() == 0:
-        print(_told(resolved, rows), flush=True)
+        tell(_told(resolved, rows))
     return resolved
 
 

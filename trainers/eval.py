@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import torch
 import yaml
 
-from fused_rl.trainers import data, engine, models
+from fused_rl.trainers import command, data, engine, fingerprints, models, sources
 from fused_rl.trainers.config import (
     ClosedUnitInterval,
     InputError,
@@ -32,7 +32,6 @@ from fused_rl.trainers.config import (
     Temperature,
     check_revision,
     in_a_line,
-    parse,
 )
 from fused_rl.trainers.eval_report import summarize, table, write
 from fused_rl.trainers.evaluation import share_of_rank
@@ -43,6 +42,7 @@ from fused_rl.trainers.policy import prompts_of
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out, where
 from fused_rl.trainers.sampling import Sampling
 from fused_rl.trainers.scorers import Reader, load_spelled
+from fused_rl.trainers.screen import tell
 from fused_rl.trainers.spelling import NO_ANSWER, WITH_ANSWER, read
 from fused_rl.trainers.verifiers import verifiers_for
 
@@ -170,7 +170,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
 
 def _say(line: str) -> None:
     if engine.rank() == 0:
-        print(line, flush=True)
+        tell(line)
 
 
 def _check_folder(config: EvalConfig) -> None:
@@ -203,7 +203,7 @@ class Subject:
 
 def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
     """The subject, and how its responses are drawn; every row has been checked by every scorer."""
-    with phase("read tokenizer and rows"):
+    with phase("read tokenizer and rows"), engine.together():
         tokenizer = data.load_tokenizer(config.model, config.revision)
         rows = data.load_rows(config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
@@ -217,6 +217,10 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         encoder = data.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)
+        made_of = {"held_out": fingerprints.of_rows(problems)} | fingerprints.of_tokenizer(tokenizer)
+        if engine.world_size() > 1:
+            made_of |= fingerprints.of_sources(sources.of_run(config))
+    fingerprints.check_ranks(made_of)
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": attention}
         lm = models.load_to_sample(config.model, device=device, dtype=dtype, **options)
@@ -319,6 +323,7 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
     check_needs(config, NEEDS)
     device = engine.join(config.seed)
+    fingerprints.check_options(config)
     with engine.together():
         config = as_its_run(config)
     if config.output_dir is not None:
@@ -337,7 +342,7 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     figures["tokens_per_second"] = tokens / seconds
     figures |= {key: greedy.incidents[key] + sampled.incidents.get(key, 0.0) for key in greedy.incidents}
     if engine.rank() == 0:
-        print(table(figures, config.samples), flush=True)
+        tell(table(figures, config.samples))
     _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
     if config.output_dir is not None:
         chosen = {"verifiers": subject.verifiers, "max_new_tokens": sampling.max_new_tokens}
@@ -354,17 +359,14 @@ def _gathered(responses: Responses) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl eval`."""
-    config = parse(EvalConfig, sys.argv[1:] if argv is None else argv, "fused-rl eval")
-    orderly = False
-    try:
-        evaluate(config)
-        orderly = True
-    except InputError as error:
-        sys.exit(f"fused-rl eval: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        engine.teardown(orderly)
+    with command.around("fused-rl eval"):
+        config, orderly = command.options(EvalConfig, sys.argv[1:] if argv is None else argv), False
+        try:
+            with engine.shared_fate():
+                evaluate(config)
+            orderly = True
+        finally:
+            engine.teardown(orderly)
 
 
 if __name__ == "__main__":

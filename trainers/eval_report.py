@@ -1,11 +1,11 @@
 """What `fused-rl eval` tells of the responses that it has drawn: figures (docs/evaluation.md), a table, files."""
 
-import json
 from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.files import storing, write_atomically, write_rows
+from fused_rl.trainers.files import as_json, storing, write_atomically, write_rows
+from fused_rl.trainers.screen import tell
 from fused_rl.trainers.solved import outcome_sums, outcomes, pass_at_k, usual_ks
 
 LINES = {
@@ -93,5 +93,5 @@ def write(folder: Path, drawn: dict[str, list[dict]], figures: dict[str, object]
         rows += [{"drawn": name, **row} for row in responses]
     with storing("the evaluation", folder):
         write_rows(folder / "responses.jsonl", rows)
-        write_atomically(folder / "summary.json", json.dumps(figures | {"options": options}, indent=2) + "\n")
-    print(f"responses: {folder / 'responses.jsonl'}, figures: {folder / 'summary.json'}", flush=True)
+        write_atomically(folder / "summary.json", as_json(figures | {"options": options}, indent=2) + "\n")
+    tell(f"responses: {folder / 'responses.jsonl'}, figures: {folder / 'summary.json'}")

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import zlib
@@ -72,10 +73,23 @@ def write_atomically(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def as_json(value, *, indent: int | None = None) -> str:
+    """As JSON that every reader takes: a number that is NaN or infinite is null, what JSON does not know is text."""
+    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(value):
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def write_rows(path: Path, rows: list[dict]) -> str:
     """One JSON object per line, in a file whose folder need not exist; returns the path as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
     return str(path)
 
 

@@ -18,7 +18,8 @@ import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models, reference
+from fused_rl.trainers import command, data, engine, epochs, models, reference
+from fused_rl.trainers.beginning import begin
 from fused_rl.trainers.config import InputError, divide_over
 from fused_rl.trainers.credit import kl_estimator_of, warn_of_estimator
 from fused_rl.trainers.curves import Against
@@ -300,21 +301,20 @@ def train_step(
 
 def train(config: GRPOConfig) -> str:
     """Run the whole training; returns the folder of the trained model."""
-    device = engine.setup(config.seed)
-    arithmetic(config, engine.world_size())
-    folder = checkpoint.open_run(config)
+    run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, models.
-    with phase("read tokenizer and rows"):
+    with phase("read tokenizer and rows"), engine.together():
         tokenizer = data.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config, tokenizer, device)
+        scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    run.has_read(tokenizer, rows=prompts, held_out=held_out)
     config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
         shared = config.share_prompts if keeps_groups(config, engine.world_size()) else False
         needed = {"share_prompts": shared, "needs_reference": needs_reference(config)}
-        policy = load_policy(config, tokenizer, scorers, device, updates, **needed)
+        policy = load_policy(config, tokenizer, scorers, run.device, updates, **needed)
         check_policy_fits(policy, [*prompts, *held_out])
     evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
@@ -323,7 +323,7 @@ def train(config: GRPOConfig) -> str:
     engines = {"policy": policy.model}
     if config.ref_sync_every:
         engines["reference"] = reference.SavedReference(policy.reference)
-    loop = Loop(config, folder, engines, order, COLUMNS, CURVES)
+    loop = Loop(config, run, engines, order, COLUMNS, CURVES)
     policy.sampler.publish(loop.step)
     if loop.begins and evaluated:
         loop.log(*evaluate(policy, held_out))
@@ -348,7 +348,7 @@ def train(config: GRPOConfig) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl grpo`."""
-    cli.run(GRPOConfig, arithmetic, train, argv)
+    command.run(GRPOConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

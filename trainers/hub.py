@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
+from fused_rl.trainers.screen import tell
 
 
 def check(config: RunConfig) -> None:
@@ -86,4 +87,4 @@ def _push(config: RunConfig, model: Path, step: int) -> None:
             f"the model is whole in {model}, but could not be pushed: {in_a_line(error)}; push it with: "
             f"hf upload {repository} {model}{private}"
         ) from error
-    print(f"pushed the model to {getattr(found, 'repo_url', repository)}", flush=True)
+    tell(f"pushed the model to {getattr(found, 'repo_url', repository)}")

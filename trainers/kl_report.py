@@ -15,12 +15,13 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, engine, models
-from fused_rl.trainers.config import InputError, Options, PositiveInt, Seed, Temperature, parse
+from fused_rl.trainers import command, data, engine, models
+from fused_rl.trainers.config import InputError, Options, PositiveInt, Seed, Temperature
 from fused_rl.trainers.data import make_batch
 from fused_rl.trainers.generate import generate
 from fused_rl.trainers.needs import TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.sampling import Sampling
+from fused_rl.trainers.screen import tell
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)
@@ -205,12 +206,10 @@ def report(config: KLReportConfig) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `fused-rl kl-report`."""
-    config = parse(KLReportConfig, sys.argv[1:] if argv is None else argv, "fused-rl kl-report")
-    engine.quiet()
-    try:
-        print(example() if config.model is None else report(config))
-    except InputError as error:
-        sys.exit(f"fused-rl kl-report: error: {error}")
+    with command.around("fused-rl kl-report"):
+        config = command.options(KLReportConfig, sys.argv[1:] if argv is None else argv)
+        engine.quiet()
+        tell(example() if config.model is None else report(config))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from fused_rl.trainers.config import InputError
+from fused_rl.trainers.screen import tell
 
 NAME = ".lock"
 _held: dict[Path, int] = {}  # folder -> file descriptor; of this process, which runs one training at a time
@@ -42,7 +43,7 @@ def _lock(handle: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # Lustre, NFS, as they are mounted
             raise
-        print(f"output_dir={folder}: no locks on this file system; see that no other run writes there", flush=True)
+        tell(f"output_dir={folder}: no locks on this file system; see that no other run writes there")
 
 
 def _is(path: Path, handle: int) -> bool:

@@ -1,6 +1,6 @@
 """The steps of a run, the same for every trainer: where it begins, when it evaluates, logs, saves and stops.
 
-    loop = Loop(config, folder, {"policy": engine}, order, COLUMNS, CURVES)
+    loop = Loop(config, run, {"policy": engine}, order, COLUMNS, CURVES)
     if loop.begins:
         loop.log(evaluate())
     for step, indices in loop:
@@ -13,6 +13,7 @@
 The `for` stays in the trainer, and so does the algorithm.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -22,12 +23,14 @@ from pathlib import Path
 import torch
 
 from fused_rl.trainers import checkpoint, hub, lock
-from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.beginning import Run
+from fused_rl.trainers.config import RunConfig
 from fused_rl.trainers.curves import Curves
 from fused_rl.trainers.data import RowOrder
 from fused_rl.trainers.engine import global_sum, rank
 from fused_rl.trainers.files import storing
 from fused_rl.trainers.metrics import Logger, phase
+from fused_rl.trainers.screen import tell
 
 
 class Stopped(KeyboardInterrupt):
@@ -54,7 +57,8 @@ class Interruption:
         self.received = True
         signal.signal(number, self.previous[number])
         if rank() == 0:  # os.write: a print could interrupt another one
-            os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
+            with contextlib.suppress(OSError):
+                os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
 
     def on_any_rank(self) -> bool:
         """Whether any process was told to stop; every rank gets the same answer."""
@@ -66,7 +70,7 @@ class Loop:
 
     Args:
         config: of the run.
-        folder: its output folder, opened.
+        run: the run as it began (`beginning.begin`), which has read all its rows (`has_read`).
         engines: DeepSpeed engines by name, for the checkpoints.
         order: which rows come next; its position is in the checkpoints.
         columns: {header: key} of the progress bar.
@@ -77,21 +81,23 @@ class Loop:
     def __init__(
         self,
         config: RunConfig,
-        folder: Path,
+        run: Run,
         engines: dict[str, object],
         order: RowOrder,
         columns: dict[str, str],
         curves: Curves,
         state: Callable[[], dict] = dict,
     ):
-        self.config, self.folder, self.engines = config, folder, engines
+        if not run.complete:
+            raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
+        folder = run.folder
+        self.config, self.folder, self.engines, self.made_of = config, folder, engines, run.made_of
         self.order, self.curves, self.state = order, curves, state
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
         if config.resume:
             self.restored = checkpoint.load(engines, config, folder)
             self.step, order.position = self.restored["step"], self.restored["position"]
             checkpoint.refuse_fewer_steps(config, self.step)
-            _check_rows(self.restored["rows"], order.size)
         checkpoint.claim(config, folder, self.step)
         with storing("metrics.jsonl", folder):
             self.logger = Logger(config, columns, self.step)
@@ -136,7 +142,8 @@ class Loop:
         every = self.config.save_every
         if stop or self.last or (every and self.step % every == 0):
             began = time.monotonic()
-            state = {"position": self.order.position, "rows": self.order.size, **self.state()}
+            told = {"rows": self.order.size, "made_of": self.made_of}
+            state = {"position": self.order.position, **told, **self.state()}
             checkpoint.save(self.engines, self.config, self.folder, self.step, state)
             self.save_seconds = time.monotonic() - began
         if stop:
@@ -144,7 +151,7 @@ class Loop:
                 self.logger.close(self.curves)
             lock.release()
             if rank() == 0:
-                print(f"stopped after step {self.step}; continue with --resume", flush=True)
+                tell(f"stopped after step {self.step}; continue with --resume")
             raise Stopped
 
     def finish(self, save: Callable[[Path], None]) -> str:
@@ -158,20 +165,13 @@ class Loop:
             with storing("model", self.folder), phase("saved the model"):
                 save(self.folder / "model")
             if not self.config.save_every:  # there was one only until the model was safe
-                checkpoint.remove(self.folder)
+                checkpoint.remove_unscheduled(self.folder)
         finally:
             self.interruption.end()
             lock.release()
         if rank() == 0:
-            checkpoints = f", checkpoints: {self.folder / 'checkpoints'}" if self.config.save_every else ""
-            print(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}", flush=True)
+            kept = self.folder / "checkpoints"
+            checkpoints = f", checkpoints: {kept}" if kept.exists() else ""
+            tell(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}")
         hub.push(self.config, self.folder / "model", self.step)
         return str(self.folder / "model")
-
-
-def _check_rows(recorded: int, rows: int) -> None:
-    if rows != recorded:
-        raise InputError(
-            f"resume: there are {rows} rows to train on, and the checkpoint's run had {recorded}: dataset was edited, "
-            "or eval_size and eval_dataset leave other rows of it; give the same again, or start anew with --overwrite"
-        )

@@ -23,7 +23,8 @@ import torch
 from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.curves import Curves, draw_curves
 from fused_rl.trainers.engine import gather, global_sum, rank
-from fused_rl.trainers.files import write_atomically
+from fused_rl.trainers.files import as_json, write_atomically
+from fused_rl.trainers.screen import shown, tell
 
 
 class Metric(NamedTuple):
@@ -245,19 +246,19 @@ class Logger:
             return
         entry = {"step": step, **{k: float(v) for k, v in metrics.items()}}
         self.history.append(entry)
-        self.file.write(json.dumps(entry) + "\n")
+        self.file.write(as_json(entry) + "\n")
         self.file.flush()
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
         self.last.update(metrics)
-        shown = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
+        told = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step, shown=shown)
-        elif shown and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
+            self.progress.update(self.progress.task_ids[0], completed=step, shown=told)
+        elif told and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
             self.line = time.monotonic()
-            print(f"step {step}/{self.steps}  {shown}", flush=True)
+            tell(f"step {step}/{self.steps}  {told}")
 
     def samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Show a few responses as a table, and keep them in samples.jsonl."""
@@ -267,10 +268,10 @@ class Logger:
         from rich.text import Text
 
         with (self.folder / "samples.jsonl").open("a") as file:
-            file.write("".join(json.dumps({"step": step, **row}) + "\n" for row in rows))
-        table = rich.table.Table(*rows[0], title=f"samples at step {step}", title_justify="left")
+            file.write("".join(as_json({"step": step, **row}) + "\n" for row in rows))
+        table = rich.table.Table(*map(shown, rows[0]), title=f"samples at step {step}", title_justify="left")
         for row in rows:
-            table.add_row(*(Text(str(value)[-200:]) for value in row.values()))
+            table.add_row(*(Text(shown(str(value)[-200:], keep="\n\t")) for value in row.values()))
         (self.progress.console.print if self.progress is not None else rich.print)(table)
 
     def close(self, curves: Curves) -> None:
@@ -292,7 +293,7 @@ def phase(what: str) -> Iterator[None]:
     began = time.monotonic()
     yield
     if rank() == 0:
-        print(f"{what} ({time.monotonic() - began:.1f} s)", flush=True)
+        tell(f"{what} ({time.monotonic() - began:.1f} s)")
 
 
 def evaluation(what: str, *keys: str):
@@ -309,7 +310,7 @@ def evaluation(what: str, *keys: str):
             metrics = next(part for part in (found if isinstance(found, tuple) else (found,)) if isinstance(part, dict))
             if rank() == 0:
                 values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
-                print(f"{what} ({time.monotonic() - began:.1f} s): {values}", flush=True)
+                tell(f"{what} ({time.monotonic() - began:.1f} s): {values}")
             return found
 
         return evaluate
@@ -326,7 +327,7 @@ def read_metrics(path: Path) -> list[dict]:
         if entry is not None:
             entries.append(entry)
         elif line:
-            print(f"{path}, line {number} is damaged and left out", flush=True)
+            tell(f"{path}, line {number} is damaged and left out")
     return entries
 
 
@@ -341,7 +342,7 @@ def _entry(line: bytes) -> dict | None:
 def _kept(path: Path, start: int) -> list[dict]:
     """The entries up to step `start`, where the run begins; later ones are cut from the file."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
-    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+    write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
     return entries
 
 

@@ -9,8 +9,8 @@ from torch import nn
 import fused_rl
 from fused_rl.trainers import engine, four_bit, lora
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
-from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.packing import inputs_of
+from fused_rl.trainers.written import listed_folder
 
 NOT_A_MODEL = "neither a local folder with a model nor on the Hub, or it is damaged"
 
@@ -307,7 +307,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
             lm, state = base, lora.merged(whole, base)
         training_config, base.generation_config = base.generation_config, base.saved_generation_config
-        with whole_folder(folder) as unfinished:
+        with listed_folder(folder) as unfinished:
             lm.save_pretrained(unfinished, state_dict=state)
             tokenizer.save_pretrained(unfinished)
         base.generation_config = training_config

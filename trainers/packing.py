@@ -18,6 +18,7 @@ from torch import nn
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.engine import rank
+from fused_rl.trainers.screen import tell
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does
 MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row
@@ -300,5 +301,5 @@ def agreed_costs(lm: nn.Module, longest: int, wanted: bool | None, *, option: st
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
     if rank() == 0:
-        print(f"{otherwise}: {reason}", flush=True)
+        tell(f"{otherwise}: {reason}")
     return None

@@ -6,10 +6,11 @@ GPU, event loops.
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from fused_rl.trainers.screen import tell
 
 Result = TypeVar("Result")
 
@@ -87,5 +88,5 @@ def _watch(seconds: float, ended: threading.Event, main: bool) -> None:
         if ended.wait(min(1.0, GRACE)):
             return
         late += 1
-    print(f"error: a call did not end within {seconds:g} s and cannot be interrupted", file=sys.stderr, flush=True)
+    tell(f"error: a call did not end within {seconds:g} s and cannot be interrupted", to_errors=True)
     os._exit(1)

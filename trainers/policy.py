@@ -17,6 +17,7 @@ from fused_rl.trainers.packing import Costs, Packed, agreed_costs, pack, respons
 from fused_rl.trainers.policy_config import PolicyConfig
 from fused_rl.trainers.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
 from fused_rl.trainers.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.screen import tell
 from fused_rl.trainers.stuck import Stuck
 
 
@@ -212,13 +213,22 @@ def _as_reference(policy: Policy):
         yield policy.model
 
 
+def tell_if_all_left_out(config: PolicyConfig, stop_rate: float, step: int) -> bool:
+    """Whether `mask_truncated` left every response of a step out, over all ranks; says so."""
+    if not config.mask_truncated or stop_rate > 0:
+        return False
+    if engine.rank() == 0:
+        cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
+        tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
+    return True
+
+
 def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:
     """The first minibatch is on-policy: its ratio is 1, or log-probabilities are not those of the sampling policy."""
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-6
     if not abs(ratio - 1) <= tolerance and engine.rank() == 0:
-        print(
+        tell(
             f"warning: the first minibatch's mean ratio is {ratio:.7g}, not 1 within {tolerance:g}: the forward of "
             "the update does not repeat the one before it (dropout? a non-deterministic kernel?), so clipping and "
-            "advantages act on the wrong ratios",
-            flush=True,
+            "advantages act on the wrong ratios"
         )

@@ -16,7 +16,8 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
+from fused_rl.trainers import command, data, engine, epochs, models
+from fused_rl.trainers.beginning import begin
 from fused_rl.trainers.config import InputError, NonNegative, Positive, PositiveInt, divide_over
 from fused_rl.trainers.credit import (
     CREDIT_NEEDS,
@@ -54,6 +55,7 @@ from fused_rl.trainers.policy import (
     load_policy,
     load_prompts,
     measure,
+    tell_if_all_left_out,
     warn_if_off_policy,
 )
 from fused_rl.trainers.policy_config import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
@@ -310,22 +312,21 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
 
 def train(config: PPOConfig) -> str:
     """Run the whole training; returns the folder of the trained model."""
-    device = engine.setup(config.seed)
-    arithmetic(config, engine.world_size())
     config = planned(config)
-    folder = checkpoint.open_run(config)
+    run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, models.
-    with phase("read tokenizer, scorers and rows"):
+    with phase("read tokenizer, scorers and rows"), engine.together():
         tokenizer = data.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config, tokenizer, device)
+        scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+    run.has_read(tokenizer, rows=prompts, held_out=held_out)
     config = epochs.in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
-        critic = None if shared else load_critic(config, tokenizer, device, updates)
+        critic = None if shared else load_critic(config, tokenizer, run.device, updates)
         extend = PolicyWithValues if shared else (lambda lm: lm)
-        policy = load_policy(config, tokenizer, scorers, device, updates, extend=extend)
+        policy = load_policy(config, tokenizer, scorers, run.device, updates, extend=extend)
         check_policy_fits(policy, [*prompts, *held_out])
     stop_ids = stop_ids_of(config, tokenizer, policy.sampling.stop_ids)
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
@@ -335,7 +336,7 @@ def train(config: PPOConfig) -> str:
     order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model} | ({} if shared else {"critic": critic})
     kl_coef, watch = config.kl_coef, Watch()
-    loop = Loop(config, folder, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
+    loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
     kl_coef = loop.restored.get("kl_coef", kl_coef)
     policy.sampler.publish(loop.step)
     if loop.begins and evaluated:
@@ -343,7 +344,8 @@ def train(config: PPOConfig) -> str:
     for step, indices in loop:
         mine = indices[engine.rank() :: engine.world_size()]
         metrics, samples = train_step(policy, critic, [prompts[i] for i in mine], step, kl_coef), []
-        watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
+        if not tell_if_all_left_out(config, metrics["val/stop_rate"], step):
+            watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
             kl_coef = adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
@@ -362,7 +364,7 @@ def train(config: PPOConfig) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl ppo`."""
-    cli.run(PPOConfig, arithmetic, train, argv)
+    command.run(PPOConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

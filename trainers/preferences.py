@@ -16,6 +16,7 @@ import torch
 from fused_rl.trainers import data, engine
 from fused_rl.trainers.chat import SAID
 from fused_rl.trainers.config import InputError
+from fused_rl.trainers.screen import tell
 
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
 
@@ -57,9 +58,9 @@ class PairEncoder:
         if dropped and not kept:
             raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
         if dropped and engine.rank() == 0:
-            print(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}", flush=True)
+            tell(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
         if self.truncated and engine.rank() == 0:
-            print(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
+            tell(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
         return kept
 
     def _pair(self, rows: data.Rows, i: int) -> Pair:

@@ -7,7 +7,6 @@ Scores are read as PPO and GRPO read them (`RewardScorer`): of the token ids of 
 that ends in EOS. Left out: rankings of more than two, process rewards, ensembles.
 """
 
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import checkpoint, cli, data, engine, epochs
+from fused_rl.trainers import command, data, engine, epochs
+from fused_rl.trainers.beginning import begin
 from fused_rl.trainers.config import (
     NonNegative,
     NonNegativeInt,
@@ -26,7 +26,7 @@ from fused_rl.trainers.config import (
     Smoothing,
     divide_over,
 )
-from fused_rl.trainers.files import storing, whole_folder, write_atomically
+from fused_rl.trainers.files import as_json, storing, write_atomically
 from fused_rl.trainers.loop import Loop
 from fused_rl.trainers.metrics import KEYS, evaluation, keyed, phase
 from fused_rl.trainers.models import check_fits
@@ -34,6 +34,7 @@ from fused_rl.trainers.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
+from fused_rl.trainers.written import listed_folder
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 
@@ -205,7 +206,7 @@ def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], consta
     bins = calibration(scores)
     error = sum(row["pairs"] * abs(row["predicted"] - row["observed"]) for row in bins) / len(scores)
     summary = {**metrics, "calibration": bins, "calibration_error": error, "normalization": constants}
-    write_atomically(folder / "evaluation.json", json.dumps(summary, indent=2, default=str) + "\n")
+    write_atomically(folder / "evaluation.json", as_json(summary, indent=2) + "\n")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -247,21 +248,20 @@ def normalize(model, pairs: list[Pair], config: RewardConfig) -> list[float]:
 
 def train(config: RewardConfig) -> str:
     """Run the whole training; returns the folder of the trained model."""
-    device = engine.setup(config.seed)
-    arithmetic(config, engine.world_size())
-    folder = checkpoint.open_run(config)
+    run = begin(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"):
+    with phase("read tokenizer and pairs"), engine.together():
         tokenizer = data.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
         pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(data.load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
+    run.has_read(tokenizer, rows=pairs, held_out=held_out, reference_rows=reference)
     config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
-        model = load_model(config, device)
+        model = load_model(config, run.device)
         rows = sides_of([*pairs, *held_out, *reference])
         check_fits(model.classifier, tokenizer, rows, 0, "max_prompt_length or max_response_length")
         longest = config.max_prompt_length + config.max_response_length
@@ -273,7 +273,7 @@ def train(config: RewardConfig) -> str:
 
     # The run: `constants` normalise the scores, before training and again after it.
     order, constants = data.RowOrder(len(pairs), config.batch_size, config.seed), {}
-    loop = Loop(config, folder, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
+    loop = Loop(config, run, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
     if config.resume:
         constants |= loop.restored["normalization"]
         model.module.set_normalization(*constants["before"])
@@ -300,8 +300,8 @@ def train(config: RewardConfig) -> str:
         scores, found = evaluate(model, held_out, config)
     constants["after"] = normalize(model, reference, config)
     if held_out and engine.rank() == 0:
-        with storing("evaluation.json", folder):
-            report(folder, scores, found, constants)
+        with storing("evaluation.json", run.folder):
+            report(run.folder, scores, found, constants)
     return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
 
 
@@ -328,7 +328,7 @@ def save(model, tokenizer, folder: Path) -> None:
         config = model.module.classifier.config
         if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
             config.pad_token_id = tokenizer.pad_token_id
-        with whole_folder(folder) as unfinished:
+        with listed_folder(folder) as unfinished:
             model.module.save_pretrained(str(unfinished), state)
             tokenizer.save_pretrained(unfinished)
     engine.barrier()
@@ -336,7 +336,7 @@ def save(model, tokenizer, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl reward`."""
-    cli.run(RewardConfig, arithmetic, train, argv)
+    command.run(RewardConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.sampling import NoDistribution, Sampling, check_sampler, first_broken, joined
+from fused_rl.trainers.screen import tell
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def _report_incidents(scorers: Sequence[Scorer], count: int) -> dict[str, float]
         if restarts:
             said.append(f"{restarts} processes died, and their answers were scored again")
         if said and engine.rank() == 0:
-            print(f"{scorer.name}: {'; '.join(said)}", flush=True)
+            tell(f"{scorer.name}: {'; '.join(said)}")
     return metrics
 
 

@@ -14,7 +14,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from fused_rl.trainers import checkpoint, cli, data, engine, epochs, models
+from fused_rl.trainers import command, data, engine, epochs, models
+from fused_rl.trainers.beginning import begin
 from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.data import Batch, make_batch
 from fused_rl.trainers.loop import Loop
@@ -164,35 +165,34 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
 
 def train(config: SFTConfig) -> str:
     """Run the whole training; returns the folder of the trained model."""
-    device = engine.setup(config.seed)
-    arithmetic(config, engine.world_size())
-    folder = checkpoint.open_run(config)
+    run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"):
+    with phase("read tokenizer and rows"), engine.together():
         tokenizer = data.load_tokenizer(config.model, config.revision)
         encoder = data.Encoder.of(config, tokenizer)
         pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+    run.has_read(tokenizer, rows=pairs, held_out=held_out)
     config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
-        lm = models.load_lm(config, device)
+        lm = models.load_lm(config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
         models.check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
         costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
         model = engine.initialize(lm, config, config, config.steps)
     pad_id = tokenizer.pad_token_id
-    held_out = micro_batches(held_out, config, pad_id, device, costs)
+    held_out = micro_batches(held_out, config, pad_id, run.device, costs)
 
     # The run.
     order = data.RowOrder(len(pairs), config.batch_size, config.seed)
-    loop = Loop(config, folder, {"policy": model}, order, COLUMNS, CURVES)
+    loop = Loop(config, run, {"policy": model}, order, COLUMNS, CURVES)
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out))
     for step, indices in loop:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[engine.rank() :: engine.world_size()]]
-        metrics = train_step(model, micro_batches(mine, config, pad_id, device, costs), step)
+        metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
         if loop.evaluates and held_out:
@@ -203,7 +203,7 @@ def train(config: SFTConfig) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl sft`."""
-    cli.run(SFTConfig, arithmetic, train, argv)
+    command.run(SFTConfig, arithmetic, train, argv)
 
 
 if __name__ == "__main__":

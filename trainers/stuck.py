@@ -4,6 +4,7 @@ import torch
 
 from fused_rl.trainers import engine
 from fused_rl.trainers.rollout import Rollout
+from fused_rl.trainers.screen import tell
 
 
 class Stuck:
@@ -34,4 +35,4 @@ class Stuck:
 
 def _warn(text: str) -> None:
     if engine.rank() == 0:
-        print(f"warning: {text}", flush=True)
+        tell(f"warning: {text}")

@@ -6,8 +6,6 @@ from collections import Counter
 
 import pytest
 
-from fused_rl.trainers import engine
-
 # Of the random moments in test_faults.py, the same for all processes of a session; it is printed at the end.
 os.environ.setdefault("FUSED_RL_FAULT_SEED", str(random.SystemRandom().randrange(10**6)))
 
@@ -15,12 +13,6 @@ os.environ.setdefault("FUSED_RL_FAULT_SEED", str(random.SystemRandom().randrange
 @pytest.fixture(autouse=True)
 def cpu_path(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-@pytest.fixture(autouse=True)
-def process_group_stays(monkeypatch):
-    """A command that ends leaves its process group, but the next test is in the same process; DeepSpeed joins once."""
-    monkeypatch.setattr(engine, "teardown", lambda orderly=True: None)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What a run leaves in its folder, and what it makes of it when it comes back: other options, damage, other runs."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -10,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from fused_rl.trainers import checkpoint, cli, engine, grpo, lock, models, resume, sft
+from fused_rl.trainers import checkpoint, cli, engine, fingerprints, grpo, lock, models, resume, sft, sources, written
 from fused_rl.trainers.config import ACTIONS, InputError, RunConfig, names_of, parse
 from fused_rl.trainers.files import whole_folder
 from fused_rl.trainers.metrics import read_metrics
@@ -264,6 +266,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_asked_for_and_forgets_what_ca
     sft.train(run_config(files, run, resume_from="step-2", keep_checkpoints=9, save_every=0, steps=2))
     assert f"resume: from {run / 'checkpoints' / 'step-2'}, which is whole" in capsys.readouterr().out
     assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1, 2]
+    assert names(run) == ["latest", "step-1", "step-2"]  # which a schedule wrote
     shutil.rmtree(run)
     shutil.copytree(whole, run)
     sft.train(run_config(files, run, resume_from="step-2"))
@@ -462,7 +465,122 @@ def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
     assert whole is None and "cannot be used: File exists" in unusable
 
 
+# What a run is made of.
+
+
+@contextlib.contextmanager
+def edited(path: Path, change):
+    """Inside, a file has other bytes."""
+    before = path.read_bytes()
+    path.write_bytes(change(before))
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def reordered(rows: bytes) -> bytes:
+    return b"".join(rows.splitlines(keepends=True)[::-1])
+
+
+def one_weight_moved(tensors: bytes) -> bytes:
+    return tensors[:-1] + bytes([tensors[-1] ^ 1])
+
+
+CHANGED = [
+    ("rows.jsonl", reordered, "rows"),
+    ("rows.jsonl", lambda rows: rows.replace(b"Add them", b"Sum them", 1), "rows"),
+    ("model/model.safetensors", one_weight_moved, "model"),
+    ("model/config.json", lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 2e-06'), "model"),
+    ("model/chat_template.jinja", lambda template: template + b"{# another #}", "chat_template"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "named"), CHANGED)
+def test_what_is_no_longer_what_it_was_is_named_on_resume(files, run, name, change, named):
+    before, path = contents(run), Path(files[1]).parent / name
+    with edited(path, change):
+        assert path.read_bytes() != b"" and contents(run) == before
+        line = refused(run_config(files, run, resume=True, steps=6), f"not what .*step-4 was made with: {named} ")
+        assert line.endswith(f"(--accept_changes {named}), or start anew: --overwrite") and contents(run) == before
+
+
+def test_accepted_changes_go_on_and_are_what_the_run_is_made_of_from_then_on(files, run, capsys):
+    with edited(Path(files[1]), reordered):
+        unchanged = run_config(files, run, resume=True, steps=5, accept_changes="rows, model")
+        refused(unchanged, "accept_changes: model has not changed since .*step-4")
+        sft.train(run_config(files, run, resume=True, steps=5, accept_changes=["rows"]))
+        assert "resume: rows (contents) is another than before" in capsys.readouterr().out
+        sft.train(run_config(files, run, resume=True, steps=6))
+    refused(run_config(files, run, resume=True, steps=6), "step-6 was made with: rows ")
+
+
+def test_held_out_rows_may_change_and_are_told(files, run, capsys):
+    held_out = tiny.jsonl(run / "held_out.jsonl", tiny.sums(3))
+    sft.train(run_config(files, run, resume=True, steps=5, eval_dataset=held_out, accept_changes=["rows"]))
+    assert "resume: held_out (contents, count 4 -> 3) is another than before" in capsys.readouterr().out
+
+
+def test_the_source_of_a_scorer_is_part_of_a_run(files, tmp_path, monkeypatch):
+    judge = tmp_path / "judge_of_a_run.py"
+    judge.write_text("def score(responses, rows):\n    return [float(len(r)) for r in responses]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 0, "zero_stage": 0}
+    options |= {"model": files[0], "dataset": files[1], "output_dir": str(tmp_path / "run"), "minibatches": 1}
+    options |= {"verifiers": "judge_of_a_run:score", "steps": 1, "max_prompt_length": 64}
+    grpo.train(grpo.GRPOConfig(**options))
+    judge.write_text(judge.read_text().replace("float(len(r))", "-float(len(r))"))
+    with pytest.raises(InputError, match="made with: scorers .*judge_of_a_run:score.*--accept_changes scorers"):
+        grpo.train(grpo.GRPOConfig(**options | {"resume": True, "steps": 2}))
+
+
+def test_a_checkpoint_without_fingerprints_goes_on_with_a_line():
+    found, where = {"rows": {"count": "3", "contents": "a"}}, Path("run/checkpoints/step-1")
+    (line,) = fingerprints.check_resumed(found, None, [], where)
+    assert "does not say" in line
+    with pytest.raises(InputError, match="does not say"):
+        fingerprints.check_resumed(found, None, ["rows"], where)
+    assert fingerprints.check_resumed(found, found, [], where) == []
+
+
+def test_adapters_and_what_they_belong_to_are_summed_apart(files, tmp_path):
+    config = run_config(files, tmp_path / "run", lora_rank=2, steps=1)
+    on_them = dataclasses.replace(config, model=sft.train(config), lora_rank=0, output_dir=str(tmp_path / "more"))
+    alone, both = (fingerprints.of_sources(sources.of_run(of)) for of in (config, on_them))
+    assert both["model"] == alone["model"] and alone.keys() == {"model"}
+    assert both["adapters"].keys() == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_every_option_that_may_name_something_is_said_to_be_read_or_not():
+    named = set()
+    for config_class in trainers():
+        kinds = typing.get_type_hints(config_class).items()
+        named |= {name for name, kind in kinds if str in (kind, *typing.get_args(kind))}
+    named -= {"command", "batch_option"}
+    read = {*sources.MODELS, *sources.ROWS, *sources.SPELLED, *sources.FUNCTIONS}
+    assert named == read | sources.NOT_READ and not read & sources.NOT_READ
+
+
 # Overwriting.
+
+
+def test_a_run_lists_every_file_that_it_wrote(files, whole, run):
+    written.check(whole, written.there(whole), "")
+    (run / "notes.txt").write_text("mine")
+    sft.train(run_config(files, run, overwrite=True, steps=1, save_every=0))
+    listed = json.loads((run / written.LIST).read_text())["written"]
+    assert {name for name in contents(run) if name not in listed} - {"notes.txt", written.LIST} == {
+        name for name in contents(run) if name.startswith("tensorboard/")
+    }
+    assert (run / "notes.txt").read_text() == "mine" and not (run / "checkpoints").exists()
+
+
+def test_a_run_that_goes_on_replaces_no_model_of_others(files, run):
+    (run / "model" / "notes.txt").write_text("mine")
+    refused(run_config(files, run, resume=True, steps=5), "no run wrote model/notes.txt")
+    (run / written.LIST).unlink()  # as in a run of an earlier version
+    sft.train(run_config(files, run, resume_from="step-3"))
+    written.check(run, written.there(run), "")
 
 
 def test_overwrite_deletes_nothing_before_all_input_is_read(files, run, monkeypatch):
@@ -493,6 +611,9 @@ def test_overwrite_never_deletes_what_the_run_reads(files, run, monkeypatch):
         refused(config, "overwrite would delete .*(model=|dataset=|eval_dataset=).*lies there")
     assert contents(run) == before
     refused(run_config(files, run, overwrite=True, resume=True), "give one of them")
+    refused(run_config(files, run, overwrite=True), "no run wrote checkpoints/rows.jsonl")
+    assert contents(run) == before
+    Path(rows).unlink()
     assert sft.train(run_config(files, run, overwrite=True, steps=1)) == str(run / "model")
     assert names(run) == ["latest", "step-1"]
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import os
 import random
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, functions
+from fused_rl.trainers import cli, functions, written
 from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
 from tests.trainers.killed import Moment, run
@@ -52,10 +53,12 @@ def good(tmp_path_factory):
         (folder / f"{name}.py").write_bytes(code.encode("utf-8", "surrogateescape"))
 
     # A run that has ended, as far as `--overwrite` looks.
-    for name in ("checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"):
+    names = ["checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"]
+    for name in names:
         path = folder / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kept")
+    (folder / "run" / "written.json").write_text(json.dumps({"written": names}))
     (folder / "run" / "checkpoints" / "latest").write_text("step-1")
     return folder
 
@@ -198,7 +201,10 @@ def test_a_killed_run_goes_on_bit_for_bit(command, whole, good, tmp_path, tally)
     for number, moments in enumerate(moments_of(command, int((expected / "operations-0").read_text()))):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
-        statuses = [run(command, argv_to_go_on(command, folder), folder, moment)[0] for moment in moments]
+        statuses = []
+        for moment in moments:
+            statuses += run(command, argv_to_go_on(command, folder), folder, moment)
+            written.check(folder / "run", written.there(folder / "run"), "")  # all that it wrote is listed
         statuses += run(command, argv_to_go_on(command, folder), folder) if statuses[-1] else []
         try:
             assert statuses[-1] == 0 and set(statuses[:-1]) <= {-signal.SIGKILL}, log_of(folder)

@@ -1,5 +1,6 @@
 """Whole runs of ppo on models of a few thousand weights: split, stopped, resumed, saved, and given bad input."""
 
+import json
 import os
 import shutil
 import signal
@@ -337,6 +338,15 @@ def step_with(files, responses, scorers=None, **options):
 def assert_finite(metrics):
     bad = [key for key, value in metrics.items() if not torch.tensor(value).isfinite()]
     assert not bad, bad
+
+
+def test_a_run_whose_responses_are_all_left_out_says_so_and_blames_no_critic(files, tmp_path, capsys):
+    ppo.train(config_of(files, tmp_path, max_new_tokens=1, mask_truncated=True, steps=2, stop_token=None, eval_size=0))
+    out = capsys.readouterr().out
+    assert "step 2: every response was cut at max_new_tokens=1, and mask_truncated leaves all of them out" in out
+    assert "critic" not in out
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["val/var_explained"] for line in lines] == [None, None]
 
 
 def test_empty_responses_have_no_token_to_train_and_their_scores_are_counted(files):

@@ -1,0 +1,165 @@
+"""The terminal can end no run, and text of a model or a dataset cannot steer it."""
+
+import ast
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fused_rl.trainers import eval as evaluation
+from fused_rl.trainers import screen, sft
+from fused_rl.trainers.command import around
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.curves import Against, draw_curves
+from fused_rl.trainers.files import as_json
+from fused_rl.trainers.metrics import Logger
+from tests.trainers import tiny
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model folder and a gsm8k-like file."""
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(12))
+
+
+def argv(files, folder: Path, *more: str) -> list[str]:
+    model, dataset = files
+    options = {"model": model, "dataset": dataset, "output_dir": folder, "completion_column": "answer", "eval_size": 2}
+    options |= {"steps": 2, "batch_size": 4, "zero_stage": 0, "save_every": 1}
+    return [*(f"--{name}={value}" for name, value in options.items()), *more]
+
+
+class Gone(io.TextIOBase):
+    """A stream whose reader has gone, or whose disk is full, after so many writes."""
+
+    def __init__(self, error: int, after: int):
+        self.error, self.left = error, after
+
+    def write(self, text):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.error, os.strerror(self.error))
+        return len(text)
+
+
+@pytest.mark.parametrize(("error", "after"), [(errno.EPIPE, 0), (errno.ENOSPC, 3), (errno.EIO, 6)])
+def test_a_run_whose_screen_has_gone_goes_on_into_its_files(files, tmp_path, monkeypatch, error, after):
+    monkeypatch.setattr(sys, "stdout", Gone(error, after))
+    monkeypatch.setattr(sys, "stderr", Gone(error, after))
+    sft.main(argv(files, tmp_path / "run"))
+    assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "run")] == [0, 1, 2]
+    assert (tmp_path / "run" / "model" / "config.json").exists() and (tmp_path / "run" / "curves.png").exists()
+    with pytest.raises(SystemExit, match="already holds a run"):
+        sft.main(argv(files, tmp_path / "run"))
+
+
+def test_a_second_run_in_a_process_is_a_run(files, tmp_path, capsys):
+    """After a command, after one that was refused, and after a run without a command."""
+    sft.main(argv(files, tmp_path / "a"))
+    with pytest.raises(SystemExit, match="model='nobody'"):
+        sft.main(argv(("nobody", files[1]), tmp_path / "b"))
+    sft.main(argv(files, tmp_path / "b", "--zero_stage=2"))
+    options = dict(word.removeprefix("--").split("=", 1) for word in argv(files, tmp_path / "c"))
+    sft.train(sft.SFTConfig(**{name: int(value) if value.isdigit() else value for name, value in options.items()}))
+    evaluation.main(["--model", files[0], "--dataset", files[1], "--samples=0", "--max_new_tokens=2", "--max_rows=2"])
+    sft.main(argv(files, tmp_path / "d"))
+    a, c, d = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in "acd")
+    assert a == c == d
+    assert "solved" in capsys.readouterr().out
+
+
+COMMAND = """
+import sys
+from fused_rl.trainers import sft
+sft.main(sys.argv[1:])
+print("after", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("screen", ["closed pipe", "full disk", "closed"])
+def test_a_command_whose_screen_has_gone_ends_as_it_should(files, tmp_path, screen):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", COMMAND, *argv(files, tmp_path / "run")]
+    if screen == "closed":
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    if screen == "full disk":
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, **options)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(command, stdout=writing, **options)
+        os.close(writing)
+    assert done.returncode == 0 and done.stderr.endswith("after\n") and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_what_an_encoding_cannot_show_is_replaced(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with screen.kept_up():
+        screen.tell("50.0 ± 1.2 %")
+        print("half a \ud800 character")
+    assert raw.getvalue() == b"50.0 \\xb1 1.2 %\nhalf a \\ud800 character\n"
+
+
+HOSTILE = "\x1b[2J\x1b]52;c;aGk=\x07 \r\x9b1m \u202eabc\u2066 \x00\x08"
+
+
+def test_control_characters_are_shown(capsys, files, tmp_path):
+    screen.tell(HOSTILE, "a\tb", "é ± 漢 🙂\u00a0")
+    shown = capsys.readouterr().out
+    assert shown == ("\\x1b[2J\\x1b]52;c;aGk=\\x07 \\r\\x9b1m \\u202eabc\\u2066 \\x00\\x08\na\\tb\né ± 漢 🙂\u00a0\n")
+    with pytest.raises(SystemExit) as stopped, around("fused-rl sft"):
+        raise InputError(f"a row says {HOSTILE}\nand more")
+    assert "\\x1b[2J" in stopped.value.code and "\n" not in stopped.value.code and "\x1b" not in stopped.value.code
+    config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
+    logger = Logger(config, {}, 0)
+    logger.samples(1, [{"prompt": HOSTILE, "response": f"two\nlines {HOSTILE}"}])
+    logger.close({"loss": ["train/loss"]})
+    out = capsys.readouterr().out
+    assert "\\x1b[2J" in out and not set(HOSTILE) - set("[2J]5;caGk= 1mb") & set(out)
+
+
+def test_only_the_screen_prints():
+    """So that the next thing that is told falls under its rules."""
+    for path in (ROOT / "trainers").glob("*.py"):
+        if path.name in ("screen.py", "cli.py", "math_judge.py"):  # cli tells no text of others
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in ("print", "rich.print", "sys.stdout.write"), (path, node.lineno)
+
+
+def test_json_is_strict():
+    told = as_json({"a": float("nan"), "b": [float("-inf"), 1.5, (float("inf"),)], "c": {"d": None}, "e": Path("x")})
+    assert json.loads(told, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [None, 1.5, [None]],
+        "c": {"d": None},
+        "e": "x",
+    }
+
+
+def test_a_metric_that_is_no_number_is_null_and_is_not_drawn(tmp_path):
+    config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
+    logger = Logger(config, {"loss": "train/loss"}, 0)
+    logger.log(1, {"train/loss": float("nan"), "lr": 1.0})
+    logger.log(2, {"train/loss": 2.0, "lr": float("inf")})
+    logger.close({"loss": ["train/loss"]})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert found == [{"step": 1, "train/loss": None, "lr": 1.0}, {"step": 2, "train/loss": 2.0, "lr": None}]
+    draw_curves(found, {"a": ["train/loss"], "b": Against("train/loss", "lr")}, tmp_path / "curves.png")
+    again = Logger(config, {}, 2)  # a resumed run reads them
+    again.close({"loss": ["train/loss", "lr"]})
