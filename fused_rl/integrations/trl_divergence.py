@@ -73,8 +73,8 @@ class _Tiles:
     def __init__(self, student, teacher, pair):
         self.student, self.teacher, self.pair = cast(pair.student, *student), cast(pair.teacher, *teacher), pair
         hidden, weight = student[:2]
-        budget = tiles.budget(WORKSPACE_MB, hidden, copied=False)
-        self.rows = max(1, min(len(hidden), budget // (4 * _TILES * len(weight))))
+        budget = tiles.budget(WORKSPACE_MB, hidden, False, torch.float32)
+        self.rows = tiles.forward_rows(hidden, len(weight), budget, copies=_TILES)
         self.buffers = hidden.new_empty(2, self.rows * len(weight), dtype=torch.float32)
 
     def __iter__(self):

@@ -83,7 +83,7 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head, gathered):
         ctx.set_materialize_grads(False)
-        budget = tiles.budget(WORKSPACE_MB, hidden, copied=False)
+        budget = tiles.budget(WORKSPACE_MB, hidden.to(head.dtype), False)
         with torch.autocast(hidden.device.type, enabled=False):  # the mean of the logits is one product in fp32
             found, extra = scored(*cast(head.dtype, hidden, weight, bias), targets, head, budget)
         ctx.options = head, gathered, budget
