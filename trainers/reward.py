@@ -89,8 +89,9 @@ class RewardConfig(RunConfig):
 def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config)
-    if config.loss_from != "linear":
-        raise InputError("loss_from has no meaning for a reward model: it never forms logits")
+    for option, default in (("loss_from", "linear"), ("head_dtype", "auto")):
+        if getattr(config, option) != default:
+            raise InputError(f"{option} has no meaning for a reward model: it never forms logits")
     if config.load_in_4bit:
         raise InputError("load_in_4bit: a reward model is saved whole, with its adapters merged in; drop it")
     return {
