@@ -15,6 +15,7 @@ from fused_rl import tiles
 from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
+    check_logits_dtype,
     check_mask,
     check_positive,
     check_target_values,
@@ -190,11 +191,7 @@ def _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtyp
     if softcap is not None:
         check_positive("softcap", softcap, "pass None for no capping")
     check_positive("workspace_mb", workspace_mb, "it is in MiB")
-    if logits_dtype not in (None, torch.float32, hidden.dtype):
-        raise ValueError(
-            f"logits_dtype must be None, torch.float32 or the dtype of hidden and weight, {hidden.dtype}; got "
-            f"{logits_dtype!r}"
-        )
+    check_logits_dtype(logits_dtype, hidden.dtype)
 
 
 class _Rows(NamedTuple):

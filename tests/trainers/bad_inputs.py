@@ -156,7 +156,7 @@ OPTIONS = [
     *words("reward", "--loss_from logits", "loss_from has no meaning"),
     *words("reward", "--head_dtype float32", "head_dtype has no meaning"),
     *words("sft", "--loss_from logits --head_dtype float32", "head_dtype=float32 has no meaning with loss_from=logits"),
-    *words("grpo", "--head_dtype bfloat16", "head_dtype=bfloat16 would round the logits of float32 weights"),
+    *words("grpo", "--dtype float32 --head_dtype bfloat16", "head_dtype=bfloat16 would round .* of float32 weights"),
     *option("sft", "head_dtype", "float16 fp32", "one of auto, float32, bfloat16"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
     *words("sft", "--resume", "resume continues .* and overwrite deletes it.*--overwrite false takes back"),
