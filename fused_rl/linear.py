@@ -32,7 +32,7 @@ from fused_rl.token_support import TokenSupport, check_kept_values, check_suppor
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
 # On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three GEMMs for 24 to 512);
-# a GPU wants blocks of a thousand rows or more, which for 128k to 150k tokens of vocabulary take 300 MB.
+# a GPU wants blocks of about a thousand rows, which for 128k to 150k tokens of vocabulary take 600 MB of fp32 logits.
 WORKSPACE_MB = 512
 
 

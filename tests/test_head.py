@@ -30,6 +30,8 @@ from tests.test_linear import (
     upstream_of,
 )
 
+# the interpreter takes 3 s for several tiles
+TILES = [pytest.param(ONE_TILE, id="one"), pytest.param(MORE_TOKENS, id="more tokens", marks=pytest.mark.slow)]
 CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
 
 
@@ -75,7 +77,7 @@ def check(run, leaves, targets, *args, monkeypatch, **options):
     return results
 
 
-@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS], ids=["one", "more tokens"])
+@pytest.mark.parametrize("workspace", TILES)
 @pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
 def test_on_both_backends(backend, monkeypatch, run, workspace):
     shape, workspace_mb = workspace
@@ -107,7 +109,7 @@ def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace)
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
-@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS], ids=["one", "more tokens"])
+@pytest.mark.parametrize("workspace", TILES)
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
 def test_divergence(backend, monkeypatch, direction, workspace):
     shape, workspace_mb = workspace
@@ -115,6 +117,14 @@ def test_divergence(backend, monkeypatch, direction, workspace):
     head = reference_head(shape, BF16, backend)
     options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
     check(kl_and_gradients, leaves, targets, head, monkeypatch=monkeypatch, **options)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_divergence_in_tiles(monkeypatch, direction):
+    leaves, targets, mask = make(MORE_TOKENS[0], BF16)
+    options = {"direction": direction, "mask": mask, "workspace_mb": MORE_TOKENS[1]}
+    check(kl_and_gradients, leaves, targets, reference_head(MORE_TOKENS[0], BF16), monkeypatch=monkeypatch, **options)
 
 
 @pytest.mark.parametrize("lengths", [(200,), (0, 3, 131)], ids=["gathered and tiled", "whole rows beside sets"])

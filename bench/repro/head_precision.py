@@ -151,8 +151,10 @@ def costs(shapes: tuple = COSTS, turns: int = 3) -> list[list]:
                 began = time.process_time()
                 way()
                 least[name] = min(least[name], time.process_time() - began)
-        rows.append(["x".join(map(str, shape)), *(round(x, 3) for x in least.values())])
-    return [[*row, round(row[2] / row[1], 2), round(row[3] / row[1], 2)] for row in rows]
+        seconds = list(least.values())
+        ratios = [round(s / seconds[0], 2) for s in seconds[1:]]
+        rows.append(["x".join(map(str, shape)), *(round(s, 3) for s in seconds), *ratios])
+    return rows
 
 
 def main(argv: list[str] | None = None) -> None:
