@@ -30,6 +30,7 @@ _CAST = 512
 # all H, and a third of its rounding (H = 896 and 4096).
 _SHORT = 64
 _SAMPLE = 64  # rows of a head that tell what all have in common
+_MOST = 64.0  # of a weight
 
 
 class Budget(NamedTuple):
@@ -96,6 +97,14 @@ def _by_short_sums(a, b, out):  # (n, K) fp32, (v, K) fp32 -> a @ b.T
         out.addmm_(a[:, some], b[:, some].t(), beta=1 if some.start else 0)
 
 
+def _center(weight):  # (V, H) -> (H,) fp32
+    """A middle of some rows in every coordinate, so that no single row takes the digits of the others; 0 where it is no
+    weight but a mask, which most of the rows may have."""
+    some = torch.arange(_SAMPLE, device=weight.device) * len(weight) // _SAMPLE
+    center = weight[some].float().median(0).values
+    return torch.where(center.abs() <= _MOST, center, 0.0)
+
+
 class Logits:
     """Tiles of hidden (n, H) @ weight (V, H).T + bias (V,), one after the other in the same memory.
 
@@ -105,13 +114,13 @@ class Logits:
     """
 
     def __init__(self, weight, bias, size, budget, softcap=None):
-        self.weight, self.bias, self.center, self.middle = weight, bias, 0.0, 0.0
+        self.weight, self.bias, self.center, self.top = weight, bias, 0.0, 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
         self.centered = budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
-        if self.centered:  # a middle and no mean: what one row of the head is cannot take the digits of the others
-            some = torch.arange(_SAMPLE, device=weight.device) * len(weight) // _SAMPLE
-            self.center = weight[some].float().median(0).values.nan_to_num_(0, 0, 0)
-            self.middle = 0.0 if bias is None else bias.float().median().nan_to_num_(0, 0, 0)
+        if self.centered:
+            self.center = _center(weight)
+            if bias is not None:  # most of it may be a mask of -1e9: what stands at its top is what matters
+                self.top = bias.float().max().nan_to_num_(0, 0, 0)
 
     def tile(self, hidden, columns=slice(None)):
         """(n, v): the logits of some rows, in some columns."""
@@ -120,7 +129,7 @@ class Logits:
         out = self.buffer[: n * vocab].view(n, vocab)
         if out.dtype != weight.dtype:
             product(hidden, weight, out, self.center)
-            return out if bias is None else out.add_(bias.float() - self.middle)
+            return out if bias is None else out.add_(bias.float() - self.top)
         if bias is None:
             return torch.mm(hidden, weight.t(), out=out)
         return torch.addmm(bias, hidden, weight.t(), out=out)
@@ -130,7 +139,7 @@ class Logits:
         if not self.centered:
             return statistics
         center = self.center.double()
-        common = torch.cat([hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]) + self.middle
+        common = torch.cat([hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]) + self.top
         return statistics._replace(lse=(statistics.lse + common * inv_temperature).float())
 
 

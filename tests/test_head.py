@@ -212,6 +212,25 @@ def test_a_row_of_the_head_beyond_all_others():
 
 
 @pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("banned", [0.3, 0.6, 0.97])
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(BF16).min])
+@pytest.mark.parametrize("where", ["bias", "weight"])
+def test_masks_in_the_head_take_no_digits(where, value, banned):
+    """Large finite values in place of -inf, on most columns: in the bias, or as the weight of a constant feature."""
+    hidden, weight, _, targets = head_of(3, 0, "", rows=32, width=64, vocab=1000)
+    columns = torch.rand(1000, generator=torch.Generator().manual_seed(1)) < banned
+    targets = (~columns).nonzero()[targets % int((~columns).sum()), 0]
+    bias = torch.zeros(1000, dtype=BF16)
+    hidden[:, 0] = 1
+    (bias if where == "bias" else weight[:, 0])[columns] = value
+    logits = hidden.double() @ weight.double().t() + bias.double()
+    truth = fused_rl.token_logprobs(logits, targets)
+    found = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32)
+    for output, expected in zip(found, truth, strict=True):
+        assert (output - expected).abs().max() <= 5e-6
+
+
+@pytest.mark.usefixtures("cpu")
 def test_the_same_head_twice_has_no_divergence():
     hidden, weight, bias, _ = head_of(3, 30, "bias")
     options = {"bias": bias, "ref_bias": bias, "logits_dtype": FP32}
