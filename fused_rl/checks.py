@@ -72,6 +72,15 @@ def check_logits(name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LO
         raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")
 
 
+def check_logits_dtype(logits_dtype: torch.dtype | None, operands: torch.dtype) -> None:
+    """None, fp32, or the dtype of hidden states and head: nothing narrower, and fp32 is as wide as sums are."""
+    if logits_dtype not in (None, torch.float32, operands):
+        raise ValueError(
+            f"logits_dtype must be None, torch.float32 or the dtype of hidden and weight, {operands}; got "
+            f"{logits_dtype!r}"
+        )
+
+
 def check_mask(mask: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise ValueError(f"mask must be a bool tensor, True where it counts, got {described(mask)}; use mask.bool()")

@@ -15,6 +15,7 @@ from fused_rl import tiles
 from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
+    check_logits_dtype,
     check_mask,
     check_positive,
     check_target_values,
@@ -24,7 +25,6 @@ from fused_rl.checks import (
     check_tensor,
     values_are_checked,
 )
-from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.linear_support import linear_kept_logprobs
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.shards import gather, scatter
@@ -33,7 +33,7 @@ from fused_rl.token_support import TokenSupport, check_kept_values, check_suppor
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
 # On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three GEMMs for 24 to 512);
-# a GPU wants blocks of a thousand rows or more, which for 128k to 150k tokens of vocabulary take 300 MB.
+# a GPU wants blocks of about a thousand rows, which for 128k to 150k tokens of vocabulary take 600 MB of fp32 logits.
 WORKSPACE_MB = 512
 
 
@@ -84,14 +84,14 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     forward, backward = row_functions(hidden.device, targets)
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
-    buffer = in_huge_pages(hidden.new_empty(step * vocab))
+    formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     loss = torch.zeros((), device=hidden.device)
     entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))  # no views: handed out
     logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
-        logits = tiles.logits_tile(hidden[rows], weight, bias, buffer)
+        logits = formed.tile(hidden[rows])
         lp, h, _, m_r, rest_r = forward(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
         backward(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
@@ -186,19 +186,21 @@ def _check_head(hidden, weight, targets, bias):
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
 
 
-def _check_options(rows, temperature, mask, softcap, workspace_mb):
+def _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtype):
+    rows = hidden.shape[:-1]
     if mask is not None:
         check_mask(mask, "the targets", rows)
     check_temperature(temperature, tuple(rows))
     if softcap is not None:
         check_positive("softcap", softcap, "pass None for no capping")
     check_positive("workspace_mb", workspace_mb, "it is in MiB")
+    check_logits_dtype(logits_dtype, hidden.dtype)
 
 
 class _Rows(NamedTuple):
     """The rows that count, as the autograd functions take them, and where they came from."""
 
-    arguments: tuple  # hidden (n, H), weight, bias, targets (n,) or (n, K), inv_temperature, softcap, bytes
+    arguments: tuple  # hidden (n, H), weight, bias, targets (n,) or (n, K), inv_temperature, softcap, `tiles.Budget`
     kept: Tensor | None  # (n,) their positions; None when all count
     shape: torch.Size  # of the rows, as the caller has them
 
@@ -213,14 +215,14 @@ class _Rows(NamedTuple):
         return values.view(self.shape + rest)
 
 
-def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb):
+def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype):
     """Checks the arguments and drops what is masked, before any GEMM sees it."""
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_head(hidden, weight, targets, bias)
-    _check_options(hidden.shape[:-1], temperature, mask, softcap, workspace_mb)
+    _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtype)
 
     # which rows, and what of them
     kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
@@ -233,7 +235,7 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
         check_temperature_values(row_temperature, mask)
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
     hidden, targets = rows.select(hidden), rows.select(targets).long()
-    budget = tiles.budget(workspace_mb, hidden, copied=kept is not None)
+    budget = tiles.budget(workspace_mb, hidden, kept is not None, logits_dtype)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
@@ -255,6 +257,7 @@ def linear_token_logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     workspace_mb: float = WORKSPACE_MB,
+    logits_dtype: torch.dtype | None = None,
     support: TokenSupport | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each target, entropy and log-sum-exp in nats, from hidden states and the output head.
@@ -277,6 +280,11 @@ def linear_token_logprobs(
             count, fp32 sums of low-precision gradients. It changes results within rounding only. Where it holds less,
             one row of logits is used forward, and backward a quarter of it for logits beside sums of
             4 min(N, V) H bytes.
+        logits_dtype: of the logits of 16-bit operands: torch.float32, as the sums of their products are, or the
+            operands', to which each logit is rounded: 7e-3 to 4e-2 of a log-probability. None is float32 on CUDA and
+            ROCm (torch 2.10 or newer), whose products return it, and the operands' on a CPU, which casts them
+            (docs/numerics.md has both errors and costs). Gradients of logits are rounded to the operands' dtype in
+            any case, for products in it.
         support: the ids that a truncated sampler kept for each of the targets, its target among them; all three
             outputs are then over these alone, and tokens outside the set get no gradient. Of the weight only kept
             rows are read: no logits, no GEMM over V. The weight's gradient has the same bits in any order of the
@@ -293,7 +301,7 @@ def linear_token_logprobs(
             FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or its kept set, an id outside the
             vocabulary, or a row's temperature out of range.
     """
-    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
     if support is not None:
         kept = _kept_sets(support, hidden, targets, mask, weight.shape[0])
         kept = kept._replace(begin=rows.select(kept.begin), end=rows.select(kept.end))
@@ -312,6 +320,7 @@ def linear_token_loss(
     mask: Tensor | None = None,
     softcap: float | None = None,
     workspace_mb: float = WORKSPACE_MB,
+    logits_dtype: torch.dtype | None = None,
 ) -> LinearTokenLoss:
     """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.
 
@@ -328,9 +337,10 @@ def linear_token_loss(
         loss, *_ = linear_token_loss(hidden, weight, targets, clipped, old_logprobs, advantages, mask=mask)
 
     Args:
-        hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb: as `linear_token_logprobs`. When more
-            than one tile is needed, the fp32 sum of the weight's gradient of bf16 or fp16 inputs (4 V H bytes) is part
-            of the workspace; where it leaves less than 512 rows of logits, the logits are formed twice, in 8 H FLOP.
+        hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype: as
+            `linear_token_logprobs`. When more than one tile is needed, the fp32 sum of the weight's gradient of bf16 or
+            fp16 inputs (4 V H bytes) is part of the workspace; where it leaves less than 512 rows of logits, the logits
+            are formed twice, in 8 H FLOP.
         token_loss: the function above; it may be called several times, and any metric it needs can be computed from
             the returned tensors.
         per_token: (..., *) tensors without gradients, whatever the loss needs per token.
@@ -345,7 +355,7 @@ def linear_token_loss(
         ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
             returning another shape.
     """
-    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb)
+    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
     # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):
         if values.shape[: len(rows.shape)] != rows.shape:

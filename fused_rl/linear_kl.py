@@ -9,7 +9,6 @@ from torch import Tensor
 from fused_rl import tiles
 from fused_rl.backend import backend_of
 from fused_rl.checks import check_choice
-from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.kl import DIRECTIONS
 from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
@@ -31,16 +30,14 @@ class _LinearTokenKL(torch.autograd.Function):
         head, ref_head = tuple(gather(weight, bias)), tuple(gather(ref_weight, ref_bias))
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = backend_of(hidden.device)
-        step = tiles.forward_rows(hidden, vocab, budget // _TILES)
-        buffers = in_huge_pages(hidden.new_empty(2, step * vocab))
+        step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
+        of_policy, of_reference = (tiles.Logits(*h, step * vocab, budget) for h in (head, ref_head))
         # what a call without rows returns, and what tiles are appended to
         divergence = [torch.zeros(0, device=hidden.device)]
         state = [torch.zeros(len(KLState._fields), 0, device=hidden.device)]
         sums = [torch.zeros(len(JensenShannonSums._fields), 0, device=hidden.device)]
         for rows in tiles.blocks(n, step):
-            logits = tiles.logits_tile(hidden[rows], *head, buffers[0])
-            ref_logits = tiles.logits_tile(ref_hidden[rows], *ref_head, buffers[1])
-            x, y = _pair(logits, ref_logits, direction)
+            x, y = _pair(of_policy.tile(hidden[rows]), of_reference.tile(ref_hidden[rows]), direction)
             inv_t = tiles.at(inv_temperature, rows)
             kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t)
             if direction == "jensen-shannon":
@@ -72,22 +69,20 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     backend = backend_of(hidden.device)
     tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
     gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
-    buffers = in_huge_pages(hidden.new_empty(2, tile[0] * tile[1]))
+    of_policy, of_reference = (
+        tiles.Logits(*head, tile[0] * tile[1], budget) for head in ((weight, bias), (ref_weight, ref_bias))
+    )
     wants = (False, True) if direction == "forward" else (True, False)
     for rows in tiles.blocks(n, max(1, tile[0])):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
         sums = sums if direction == "jensen-shannon" else None
         for columns in tiles.blocks(vocab, tile[1]):
-            head = weight[columns]
-            logits = tiles.logits_tile(hidden[rows], head, tiles.at(bias, columns), buffers[0])
-            ref_logits = tiles.logits_tile(
-                ref_hidden[rows], ref_weight[columns], tiles.at(ref_bias, columns), buffers[1]
-            )
-            x, y = _pair(logits, ref_logits, direction)
+            pair = of_policy.tile(hidden[rows], columns), of_reference.tile(ref_hidden[rows], columns)
+            x, y = _pair(*pair, direction)
             inv_t = tiles.at(inv_temperature, rows)
             both = backend.kl.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants)
             dlogits = both[wants.index(True)]
-            gradients.add(dlogits[0], hidden[rows], head, rows, columns)
+            gradients.add(dlogits[0], hidden[rows], weight[columns], rows, columns)
             del both, dlogits  # else it stays while the next tile's is formed
     return gradients
 
@@ -104,6 +99,7 @@ def linear_token_kl(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     workspace_mb: float = WORKSPACE_MB,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Exact divergence per token between a policy and a reference in nats, from the hidden states and head of each.
 
@@ -113,7 +109,7 @@ def linear_token_kl(
         hidden, weight, bias: (..., H), (V, H), (V,) of the policy, as in `linear_token_logprobs`.
         ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, without gradients; H' may differ.
         direction, temperature, mask: as in `token_kl`.
-        workspace_mb: as in `linear_token_logprobs`.
+        workspace_mb, logits_dtype: as in `linear_token_logprobs`; of both heads' logits.
 
     Returns:
         (...) fp32, 0 where masked, differentiable once with respect to hidden, weight and bias. A loss of any form can
@@ -134,7 +130,7 @@ def linear_token_kl(
 
     # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
-    options = temperature, mask, None, workspace_mb
+    options = temperature, mask, None, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options)
     hidden, weight, bias, _, inv_temperature, _, budget = rows.arguments
@@ -148,5 +144,5 @@ def linear_token_kl(
     # what the reference's rows take is off the workspace too
     taken = reference[0].nbytes if rows.kept is not None else 0
     taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0  # the divergence takes twice as much there
-    budget = max(budget - taken, budget // 2)
+    budget = budget.less(taken)
     return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, inv_temperature, direction, budget))

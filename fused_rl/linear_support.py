@@ -9,7 +9,6 @@ import torch
 
 from fused_rl import tiles
 from fused_rl.backend import backend_of
-from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import KeptSets, RowStatistics
 from fused_rl.shards import gather, scatter
 
@@ -154,12 +153,13 @@ def _tiled(x, hidden, targets, kept, inv_t, weight, bias, softcap, budget):
     backend = backend_of(hidden.device).support
     outputs = RowStatistics(*(torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields))
     step = tiles.forward_rows(hidden, vocab, budget)
-    buffer = in_huge_pages(hidden.new_empty(step * vocab))
+    formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     for rows in tiles.blocks(n, step):
-        logits, t = tiles.logits_tile(hidden[rows], weight, bias, buffer), tiles.at(inv_t, rows)
+        logits, t = formed.tile(hidden[rows]), tiles.at(inv_t, rows)
         sets = kept._replace(begin=kept.begin[rows], end=kept.end[rows])
         found = backend.whole_fwd(logits, targets[rows], sets.begin == sets.end, t, softcap)
         found = backend.kept_fwd(x, sets, targets[rows], None, t, softcap, logits=logits, into=found)
+        found = formed.with_common(found, hidden[rows], t)
         for whole, part in zip(outputs, found, strict=True):
             whole[rows] = part
     return outputs
@@ -171,19 +171,18 @@ def _tiled_gradients(needs, upstream, statistics, x, hidden, targets, kept, inv_
     backend = backend_of(hidden.device).support
     tile = tiles.backward_tile(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
-    buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
+    formed = tiles.Logits(weight, bias, tile[0] * tile[1], budget, softcap)
     for rows in tiles.blocks(n, max(1, tile[0])):
         grads, state = _some(rows, *upstream), _some(rows, *statistics)
         sets = kept._replace(begin=kept.begin[rows], end=kept.end[rows])
         chosen, t = targets[rows], tiles.at(inv_t, rows)
         for columns in tiles.blocks(vocab, tile[1]):
-            head = weight[columns]
-            logits = tiles.logits_tile(hidden[rows], head, tiles.at(bias, columns), buffer)
+            logits = formed.tile(hidden[rows], columns)
             # in their place the gradient: whole rows as these columns see their targets, then the sets' own columns
             dlp, dlse, local = tiles.in_columns(grads[0], grads[2], chosen, columns)
             whole = sets.begin == sets.end
             backend.whole_bwd(dlp, grads[1], dlse, logits, local, whole, *state, t, softcap, out=logits)
             first = columns.start
             backend.kept_bwd(*grads, x, sets, chosen, None, *state, t, softcap, out=logits, first=first)
-            gradients.add(logits, hidden[rows], head, rows, columns)
+            gradients.add(logits, hidden[rows], weight[columns], rows, columns)
     return gradients.take()

@@ -67,12 +67,28 @@ def token_logprobs(
     return TokenLogprobs(chosen if several else chosen[..., 0], entropy * live, lse)
 
 
+def _head(hidden, weight, bias, logits_dtype):
+    """Logits in the inputs' dtype, or in `logits_dtype` where that is wider, of products in it."""
+    dtype = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
+    return torch.nn.functional.linear(*(None if x is None else x.to(dtype) for x in (hidden, weight, bias)))
+
+
 def linear_token_logprobs(
-    hidden, weight, targets, *, bias=None, temperature=1.0, mask=None, softcap=None, workspace_mb=None, support=None
+    hidden,
+    weight,
+    targets,
+    *,
+    bias=None,
+    temperature=1.0,
+    mask=None,
+    softcap=None,
+    workspace_mb=None,
+    logits_dtype=None,
+    support=None,
 ):
-    """As `fused_rl.linear_token_logprobs`, in the inputs' dtype; `workspace_mb` has no effect."""
+    """As `fused_rl.linear_token_logprobs`, in the inputs' dtype on every device; `workspace_mb` has no effect."""
     hidden = hidden if mask is None else torch.where(mask[..., None], hidden, 0)
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = _head(hidden, weight, bias, logits_dtype)
     return token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap, support=support)
 
 
@@ -202,14 +218,23 @@ def _divergence(logp, logq, direction):
 
 
 def linear_token_kl(
-    hidden, weight, ref_hidden, ref_weight, *, bias=None, ref_bias=None, mask=None, workspace_mb=None, **options
+    hidden,
+    weight,
+    ref_hidden,
+    ref_weight,
+    *,
+    bias=None,
+    ref_bias=None,
+    mask=None,
+    workspace_mb=None,
+    logits_dtype=None,
+    **options,
 ):
     """As `fused_rl.linear_token_kl`; `options` as in `token_kl`."""
     kept = torch.ones(hidden.shape[:-1], dtype=torch.bool) if mask is None else mask
     hidden, ref_hidden = (torch.where(kept[..., None], h, 0) for h in (hidden, ref_hidden))
-    logits, ref_logits = (
-        torch.nn.functional.linear(*head) for head in ((hidden, weight, bias), (ref_hidden, ref_weight, ref_bias))
-    )
+    heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
+    logits, ref_logits = (_head(*head, logits_dtype) for head in heads)
     return token_kl(logits, ref_logits, mask=mask, **options)
 
 

@@ -5,7 +5,12 @@ the hidden states and to the weight. Statistics need whole rows, so forward tile
 statistics known, a tile may be any rectangle. Of 16-bit inputs, a block of columns with all rows gives its part of the
 weight's gradient in one GEMM, rounded once, and needs an fp32 sum of the (N, H) gradient alone; blocks of rows need one
 of the (V, H) gradient. `backward_tile` takes the smaller; a single tile needs none.
+
+Logits of 16-bit operands are of these operands' dtype or in fp32; their gradient goes into the products rounded to it.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 
@@ -19,14 +24,42 @@ _ONE_PASS_ROWS = 512
 _PARTIAL_BYTES = 16 << 20  # at most, of one product on its way into an fp32 sum
 _PRODUCT = 2048  # rows and columns of a 16-bit factor that are fp32 at once, where its products are not to be rounded
 CPU_ROWS_BYTES = 16 << 20  # what the row functions of `fused_rl.cpu` take at most for a tile
+# Rows and columns of 16-bit operands that a CPU casts at once.
+_CAST = 512
+# So many products are summed, then about the root of H / _SHORT of these sums, then those: 10 % slower than one sum of
+# all H, and a third of its rounding (H = 896 and 4096).
+_SHORT = 64
+_SAMPLE = 64  # rows of a head that tell what all have in common
+_MOST = 64.0  # of a weight
 
 
-def budget(workspace_mb, hidden, copied):
-    """Bytes for tiles and fp32 sums: without what the row functions take, nor the rows that a mask had copied out."""
-    total = int(workspace_mb * 2**20)
+class Budget(NamedTuple):
+    """Bytes for tiles and fp32 sums, and the dtype of the logits in the tiles."""
+
+    bytes: int
+    dtype: torch.dtype
+
+    def less(self, taken: int) -> "Budget":
+        """What is left beside `taken` bytes: half of it in any case."""
+        return self._replace(bytes=max(self.bytes - taken, self.bytes // 2))
+
+    def per_logit(self, operands: torch.dtype, copies: int = 1) -> int:
+        """Bytes of a logit in `copies` tiles and, where it has another dtype, of its gradient as an operand."""
+        return copies * self.dtype.itemsize + (0 if self.dtype == operands else operands.itemsize)
+
+
+def default_logits_dtype(operands: torch.dtype, device: torch.device) -> torch.dtype:
+    """fp32 where the product of 16-bit operands can return it at no cost, on CUDA and ROCm; else the operands'."""
+    return torch.float32 if device.type == "cuda" else operands
+
+
+def budget(workspace_mb, hidden, copied, logits_dtype=None):
+    """`Budget` without what the row functions take, casts, nor the rows that a mask had copied out."""
+    dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
     taken = 2 * hidden.numel() * hidden.element_size() if copied else 0  # and their gradient on its way back
-    taken += CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
-    return max(total - taken, total // 2)
+    if hidden.device.type == "cpu":
+        taken += CPU_ROWS_BYTES + (0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1]))
+    return Budget(int(workspace_mb * 2**20), dtype).less(taken)
 
 
 def blocks(total: int, size: int):
@@ -38,12 +71,76 @@ def at(values, rows):
     return values[rows] if isinstance(values, torch.Tensor) else values
 
 
-def logits_tile(hidden, weight, bias, buffer):  # (n, H), (v, H), (v,) | None -> (n, v) in the storage of `buffer`
-    n, vocab = hidden.shape[0], weight.shape[0]
-    out = buffer[: n * vocab].view(n, vocab)
-    if bias is None:
-        return torch.mm(hidden, weight.t(), out=out)
-    return torch.addmm(bias, hidden, weight.t(), out=out)
+def product(hidden, weight, out, center=0.0):
+    """out (n, v) fp32 = hidden (n, H) @ (weight (v, H) - center (H,)).T, of 16-bit operands.
+
+    A GPU returns fp32, and has no `center`. A CPU casts: without AMX its fp32 products are faster than 16-bit ones.
+    """
+    if hidden.device.type == "cuda":
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    memory, width = out.new_empty(_CAST * _CAST), max(1, hidden.shape[1])
+    together = _SHORT * math.isqrt(-(-width // _SHORT))
+    for columns in blocks(len(weight), _CAST):
+        head = weight[columns].float().sub_(center)
+        for rows in blocks(len(hidden), _CAST):
+            states, total = hidden[rows].float(), out[rows, columns]
+            part = memory[: total.numel()].view(total.shape)
+            for some in blocks(width, together):
+                _by_short_sums(states[:, some], head[:, some], out=part if some.start else total)
+                if some.start:
+                    total.add_(part)
+    return out
+
+
+def _by_short_sums(a, b, out):  # (n, K) fp32, (v, K) fp32 -> a @ b.T
+    for some in blocks(max(1, a.shape[1]), _SHORT):
+        out.addmm_(a[:, some], b[:, some].t(), beta=1 if some.start else 0)
+
+
+def _center(weight):  # (V, H) -> (H,) fp32
+    """A middle of some rows in every coordinate, so that no single row takes the digits of the others; 0 where it is no
+    weight but a mask, which most of the rows may have."""
+    some = torch.arange(_SAMPLE, device=weight.device) * len(weight) // _SAMPLE
+    center = weight[some].float().median(0).values
+    return torch.where(center.abs() <= _MOST, center, 0.0)
+
+
+class Logits:
+    """Tiles of hidden (n, H) @ weight (V, H).T + bias (V,), one after the other in the same memory.
+
+    fp32 ones of 16-bit operands lack, on a CPU, what all columns of a row have in common, which `with_common` puts
+    back: log-probability, entropy, divergence and every gradient are without it, and a sum that ends at 30 would be
+    rounded at 30 all the way. A soft cap needs the whole logits.
+    """
+
+    def __init__(self, weight, bias, size, budget, softcap=None):
+        self.weight, self.bias, self.center, self.top = weight, bias, 0.0, 0.0
+        self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
+        self.centered = budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
+        if self.centered:
+            self.center = _center(weight)
+            if bias is not None:  # most of it may be a mask of -1e9: what stands at its top is what matters
+                self.top = bias.float().max().nan_to_num_(0, 0, 0)
+
+    def tile(self, hidden, columns=slice(None)):
+        """(n, v): the logits of some rows, in some columns."""
+        weight, bias = self.weight[columns], at(self.bias, columns)
+        n, vocab = hidden.shape[0], weight.shape[0]
+        out = self.buffer[: n * vocab].view(n, vocab)
+        if out.dtype != weight.dtype:
+            product(hidden, weight, out, self.center)
+            return out if bias is None else out.add_(bias.float() - self.top)
+        if bias is None:
+            return torch.mm(hidden, weight.t(), out=out)
+        return torch.addmm(bias, hidden, weight.t(), out=out)
+
+    def with_common(self, statistics, hidden, inv_temperature):
+        """`RowStatistics` of a tile with the lse of its whole logits; m stays what the gradient subtracts."""
+        if not self.centered:
+            return statistics
+        center = self.center.double()
+        common = torch.cat([hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]) + self.top
+        return statistics._replace(lse=(statistics.lse + common * inv_temperature).float())
 
 
 def add_mm(total, a, b, first, unrounded=False):
@@ -114,60 +211,62 @@ def sum_bytes(n, width, size):
     return 4 * n * width + min(_PARTIAL_BYTES, n * width * size) if size < 4 else 0
 
 
-def forward_rows(hidden, vocab, budget):
-    return max(1, min(hidden.shape[0], budget // (vocab * hidden.element_size())))
+def forward_rows(hidden, vocab, budget, copies=1):
+    return max(1, min(hidden.shape[0], budget.bytes // (vocab * copies * budget.dtype.itemsize)))
 
 
 def backward_tile(hidden, vocab, needs, budget, copies=1):
     """(rows, columns) of a tile that recomputes logits, `copies` of it within the budget less the fp32 sum needed."""
     n, width = hidden.shape
-    size = hidden.element_size()
-    # one tile, or blocks of rows
-    if n * vocab * size * copies <= budget or size == 4:
-        # fp32 logits must come out of the product that the statistics came from, else exp(x - m) inherits the
-        # difference; rounding to 16 bits hides it
-        return forward_rows(hidden, vocab, budget // copies), vocab
+    size, per_logit = hidden.element_size(), budget.per_logit(hidden.dtype, copies)
+    if n * vocab * per_logit <= budget.bytes:
+        return n, vocab
+    if size == 4:
+        # logits of fp32 operands must come out of the product that the statistics came from, else exp(x - m) inherits
+        # the difference; rounding to 16 bits, of logits or of their gradient, hides it
+        return forward_rows(hidden, vocab, budget, copies), vocab
 
     # blocks of columns sum the gradient of hidden in fp32, blocks of rows that of the weight: whichever is smaller
     by_columns = sum_bytes(n, width, size) if needs[0] else 0
     by_rows = sum_bytes(vocab, width, size) if needs[1] else 0
-    tile_bytes = max(budget - min(by_columns, by_rows), budget // 4)  # a sum beyond the budget must not starve the GEMM
-    tile_bytes //= copies
+    # a sum beyond the budget must not starve the GEMM
+    tile_bytes = max(budget.bytes - min(by_columns, by_rows), budget.bytes // 4)
     if by_rows < by_columns:
-        return max(1, tile_bytes // (vocab * size)), vocab
-    columns = tile_bytes // (n * size)
+        return max(1, tile_bytes // (vocab * per_logit)), vocab
+    columns = tile_bytes // (n * per_logit)
     columns -= columns % (128 if columns >= 128 else 16)  # whole vectors in every row
     return n, min(vocab, max(16, columns))
 
 
 def one_pass_rows(hidden, vocab, needs, budget):
     """Rows of a tile when the gradient is formed at once; 0 where the fp32 sum of dweight leaves too few."""
-    rows = forward_rows(hidden, vocab, budget)
-    if rows >= hidden.shape[0] or hidden.element_size() == 4 or not needs[1]:
+    n, width = hidden.shape
+    size, row_bytes = hidden.element_size(), vocab * budget.per_logit(hidden.dtype)
+    rows = max(1, min(n, budget.bytes // row_bytes))
+    if rows >= n or size == 4 or not needs[1]:
         return rows
-    size = hidden.element_size()
-    rows = max(0, budget - sum_bytes(vocab, hidden.shape[1], size)) // (vocab * size)
+    rows = max(0, budget.bytes - sum_bytes(vocab, width, size)) // row_bytes
     return rows if rows >= _ONE_PASS_ROWS else 0
 
 
 def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, visit=None):
     """`RowStatistics` of all rows; of targets (N, K) the logprobs are (N, K).
 
-    `visit(rows, logits)` sees every tile, whole rows of it.
+    `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     forward, _ = row_functions(hidden.device, targets)
     per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]  # no views: they are handed out
     outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
     step = forward_rows(hidden, vocab, budget)
-    buffer = in_huge_pages(hidden.new_empty(step * vocab))
+    logits = Logits(weight, bias, step * vocab, budget, softcap)
     for rows in blocks(n, step):
-        logits = logits_tile(hidden[rows], weight, bias, buffer)
-        block = forward(logits, targets[rows], None, at(inv_temperature, rows), softcap)
+        tile, inv_t = logits.tile(hidden[rows]), at(inv_temperature, rows)
+        block = logits.with_common(forward(tile, targets[rows], None, inv_t, softcap), hidden[rows], inv_t)
         for whole, part in zip(outputs, block, strict=True):
             whole[rows] = part
         if visit is not None:
-            visit(rows, logits)
+            visit(rows, tile)
     return RowStatistics(*outputs)
 
 
@@ -201,17 +300,16 @@ def recomputed(
     _, backward = row_functions(hidden.device, targets)
     tile = backward_tile(hidden, vocab, needs, budget)
     gradients = Gradients(needs, hidden, weight, bias, tile, dtypes)
-    buffer = in_huge_pages(hidden.new_empty(tile[0] * tile[1]))
+    formed = Logits(weight, bias, tile[0] * tile[1], budget, softcap)
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
     # each tile: its logits again, in their place their gradient, and from that the parameters'
     for rows in blocks(n, max(1, tile[0])):
         dlogprobs, dentropy, dlse = (at(d, rows) for d in upstream)
         entropy, m, rest = (s[rows] for s in statistics)
         for columns in blocks(vocab, tile[1]):
-            head = weight[columns]
-            logits = logits_tile(hidden[rows], head, at(bias, columns), buffer)
+            logits = formed.tile(hidden[rows], columns)
             d, dl, local = in_columns(dlogprobs, dlse, targets[rows], columns)
             inv_t = at(inv_temperature, rows)
             backward(d, dentropy, dl, logits, local, None, entropy, m, rest, inv_t, softcap, out=logits)
-            gradients.add(logits, hidden[rows], head, rows, columns)
+            gradients.add(logits, hidden[rows], weight[columns], rows, columns)
     return gradients

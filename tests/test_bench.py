@@ -33,7 +33,7 @@ from bench.cases.gae import LONGEST_LOOP, GAECase
 from bench.cases.kl import KLCase
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
-from bench.repro import entropy, kl_table
+from bench.repro import entropy, head_precision, kl_table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -611,6 +611,21 @@ def test_entropy_stays_right_where_common_forms_do_not():
     assert min(r["smallest"] for r in rows if r["form"] == "lse - sum(p x), logits' dtype") <= -0.5
     assert worst["lse - sum(p x), logits' dtype"] > 1
     assert worst["lse - sum(p x), fp32"] > 1e-3
+
+
+def test_an_exact_head_beside_others(monkeypatch):
+    """3e-6 with fp32 logits, thousandths without; what is not installed says so."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    rows = {name: (values, reason) for name, *values, reason in head_precision.measured((16, 64, 2000))}
+    assert rows.keys() == head_precision.FORMS.keys()
+    assert max(rows["fused_rl, logits_dtype=float32"][0]) <= 3e-6
+    assert max(rows["fp32 head, log_softmax"][0]) >= 1e-5 and rows["fp32 head, log_softmax"][0][0] <= 1e-5
+    for name in ("fused_rl, logits_dtype=bfloat16", "TRL chunked head"):
+        assert rows[name][0][0] >= 1e-3
+    for values, reason in rows.values():
+        assert (values[0] is None) == bool(reason)
+    (row,) = head_precision.costs(((16, 64, 4096),), turns=1)
+    assert row[0] == "16x64x4096" and len(row) == 6
 
 
 def test_kl_table_is_the_enumeration():

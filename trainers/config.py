@@ -163,10 +163,18 @@ class ModelConfig(Options):
     """Recompute activations in the backward pass."""
     loss_from: Literal["linear", "logits"] = "linear"
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
+    head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the logits of bfloat16 weights, in sampling and in the loss (loss_from linear): float32, or rounded to
+    bfloat16, by which log-probabilities are off by about 0.01. auto is float32 on a GPU, bfloat16 on a CPU."""
 
     def __post_init__(self):
         super().__post_init__()
         check_revision(self.model, self.revision)
+        if self.loss_from == "logits" and self.head_dtype != "auto":
+            raise InputError(
+                f"head_dtype={self.head_dtype} has no meaning with loss_from=logits, whose logits are the model's own, "
+                "rounded as its weights are; leave it out, or choose --loss_from linear"
+            )
 
 
 @dataclass(kw_only=True)

@@ -140,7 +140,7 @@ class PolicyWithValues(LanguageModel):
     """The policy with a value head on its backbone."""
 
     def __init__(self, policy: LanguageModel):
-        super().__init__(policy.lm, policy.loss_from, lora=policy.lora)
+        super().__init__(policy.lm, policy.loss_from, lora=policy.lora, head_dtype=policy.head_dtype)
         if policy.loss_from != "linear":
             raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
@@ -152,7 +152,7 @@ class PolicyWithValues(LanguageModel):
         lm = self.base
         hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
-        options = {"temperature": temperature, "mask": mask, "bias": head.bias, "softcap": self.softcap}
+        options = {"temperature": temperature, "mask": mask, "bias": head.bias, **self.head_options}
         if support is not None:
             options["support"] = support.spread(mask)
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fused_rl
+from fused_rl import tiles
 from fused_rl.trainers import engine, four_bit, lora
 from fused_rl.trainers.config import InputError, RunConfig, in_a_line
 from fused_rl.trainers.packing import inputs_of
@@ -21,17 +22,26 @@ class LanguageModel(nn.Module):
     The head's weight is read inside this forward, so that ZeRO 3 gathers it there and again in the backward pass.
     """
 
-    def __init__(self, lm: nn.Module, loss_from: str, *, lora: bool = False):
+    def __init__(self, lm: nn.Module, loss_from: str, *, lora: bool = False, head_dtype: torch.dtype | None = None):
         super().__init__()
-        self.lm, self.loss_from, self.lora = lm, loss_from, lora
+        self.lm, self.loss_from, self.lora, self.head_dtype = lm, loss_from, lora, head_dtype
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
             _check_plain_head(self.base)
+            head = self.base.get_output_embeddings()
+            of_logits = head_dtype or tiles.default_logits_dtype(head.weight.dtype, head.weight.device)
+            if of_logits != head.weight.dtype:  # what is drawn, and measured from whole logits, is what is trained
+                self.base.set_output_embeddings(WideHead(head))
 
     @property
     def base(self) -> nn.Module:
         """The transformers model, without the wrapper that LoRA puts around it."""
         return self.lm.get_base_model() if self.lora else self.lm
+
+    @property
+    def head_options(self) -> dict[str, object]:
+        """How the head's logits are formed, as the linear ops take it."""
+        return {"softcap": self.softcap, "logits_dtype": self.head_dtype}
 
     def forward(
         self,
@@ -70,7 +80,7 @@ class LanguageModel(nn.Module):
         # From hidden states: those that predict a token that counts, and only they, meet the head.
         hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, mask, packed)
         head, targets = self.base.get_output_embeddings(), input_ids[:, 1:][mask]
-        options = {"temperature": temperature, "bias": head.bias, "softcap": self.softcap}
+        options = {"temperature": temperature, "bias": head.bias, **self.head_options}
         if token_loss is not None and support is None:
             per_token = [tensor[mask] for tensor in per_token]
             found = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
@@ -105,6 +115,22 @@ class LanguageModel(nn.Module):
         return found.flatten(0, 1)[packed.states]
 
 
+class WideHead(nn.Linear):
+    """An LM head of 16-bit weights whose logits are fp32, for sampling and measuring: it has no gradient."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.weight, self.bias = head.weight, head.bias
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V) fp32."""
+        rows = hidden.reshape(-1, self.in_features)
+        logits = tiles.product(rows, self.weight, rows.new_empty(len(rows), self.out_features, dtype=torch.float32))
+        logits = logits if self.bias is None else logits.add_(self.bias)
+        return logits.view(*hidden.shape[:-1], self.out_features)
+
+
 def _at(mask, values):
     """(N,) values at the True places of (B, T - 1), 0 elsewhere; differentiable."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
@@ -123,7 +149,7 @@ def _check_plain_head(lm) -> None:
         raise InputError(f"{type(lm).__name__}: {what}, so that the linear loss cannot read it; use --loss_from logits")
     text = lm.config.get_text_config()
     scales = [k for k in ("logit_scale", "logits_scaling") if getattr(text, k, None) not in (None, 1, 1.0)]
-    if scales or type(lm.get_output_embeddings()) is not nn.Linear:
+    if scales or type(lm.get_output_embeddings()) not in (nn.Linear, WideHead):
         what = f"config.{scales[0]}" if scales else f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
@@ -216,6 +242,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     # Its weights: where `model` holds adapters, those that they belong to.
+    head_dtype = engine.head_dtype(config)
     adapters = lora.find_adapters(config.model, config.revision)
     lora.check_options(config, adapters)
     four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
@@ -240,7 +267,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     switch_off_dropout(lm)
     if trainable and config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return LanguageModel(lm, config.loss_from, lora=with_adapters)
+    return LanguageModel(lm, config.loss_from, lora=with_adapters, head_dtype=head_dtype)
 
 
 def load_to_sample(

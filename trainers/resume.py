@@ -15,7 +15,7 @@ FIXED = frozenset(
         # The trainer, the weights it trains and starts from, how they are split and rounded.
         *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha", "lora_targets"),
         "load_in_4bit",
-        *("dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
+        *("dtype", "head_dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
         # The rows, and what becomes of them.
         *("dataset", "dataset_config", "dataset_split", "raw_prompt", "system_prompt", "max_prompt_length"),
         "chat_template_kwargs",

@@ -88,11 +88,11 @@ class RewardConfig(RunConfig):
 
 
 MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"
+NO_LOGITS = "has no meaning for a reward model, which never forms logits; leave it out"
 NEEDS = (
     *RUN_NEEDS,
-    Needs(
-        "loss_from", lambda config: False, "has no meaning for a reward model, which never forms logits; leave it out"
-    ),
+    Needs("loss_from", lambda config: False, NO_LOGITS),
+    Needs("head_dtype", lambda config: False, NO_LOGITS),
     Needs("load_in_4bit", lambda config: False, MERGED),
     Needs("save_merged", lambda config: False, MERGED),
     Needs("lora_alpha", lambda config: config.lora_rank > 0, without("--lora_rank")),

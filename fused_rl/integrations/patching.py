@@ -25,6 +25,7 @@ class Patch:
         self.host = host
         self.versions = SpecifierSet(versions)
         self._replacements = replacements
+        self.options: dict[str, object] = {}  # of `apply`, for the replacements to read while they are in force
         self._pairs: list[tuple[object, object]] = []  # (original, ours) of what is replaced now
         self._originals: dict[str, object] = {}  # of the same, by the names in `replacements`
 
@@ -45,9 +46,16 @@ class Patch:
                 f"install {self.host}{self.versions}, or a fused_rl that knows {version}"
             )
 
-    def apply(self) -> "Applied":
-        """Replace everything, or nothing if it is replaced already. The result restores when used in a `with`."""
+    def apply(self, **options: object) -> "Applied":
+        """Replace everything, or nothing if it is replaced already. The result restores when used in a `with`.
+
+        Raises:
+            ImportError: a host that is absent, or of a version that the integration does not know.
+            ValueError: a host that is patched with other options.
+        """
         if self.applied:
+            if options != self.options:
+                raise ValueError(f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first")
             return Applied(self, owner=False)
         self.check_version()
         replacements = self._replacements()
@@ -55,7 +63,7 @@ class Patch:
         pairs = [(originals[name], ours) for name, ours in replacements.items()]
         for original, ours in pairs:
             self._exchange(original, ours)
-        self._pairs, self._originals = pairs, originals
+        self._pairs, self._originals, self.options = pairs, originals, options
         return Applied(self, owner=True)
 
     def original(self, name: str) -> object:
@@ -66,7 +74,7 @@ class Patch:
         """Put back every attribute that was replaced; nothing if the host is not patched."""
         for original, ours in self._pairs:
             self._exchange(ours, original)
-        self._pairs, self._originals = [], {}
+        self._pairs, self._originals, self.options = [], {}, {}
 
     def _read(self, name):
         module, _, attribute = name.rpartition(".")

@@ -72,7 +72,7 @@ def causal_lm_loss(
     return -logprobs.sum() / _count(mask, num_items_in_batch)
 
 
-def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
+def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB, logits_dtype: torch.dtype | None = None) -> Applied:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
@@ -84,6 +84,7 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
             after peft does. Its class, config and weights stay as they are. A model patched twice is patched once.
         workspace_mb: MiB for tiles of logits, as in `fused_rl.linear_token_loss`.
+        logits_dtype: of the logits that the loss is made of, as there; `outputs.logits` are the head's own.
 
     Returns:
         What a `with` statement takes: on leaving it, the model is as before.
@@ -91,8 +92,9 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
     Raises:
         ImportError: a version of transformers that this was not tested with.
         TypeError: not a causal LM of transformers.
-        ValueError: a loss that is not `ForCausalLMLoss`, tensor parallelism, an LM head that is not a plain
-            `nn.Linear` (LoRA on it, quantization), a forward that was replaced.
+        ValueError: a model that is patched with another logits_dtype; a loss that is not `ForCausalLMLoss`, tensor
+            parallelism, an LM head that is not a plain `nn.Linear` (LoRA on it, quantization), a forward that was
+            replaced.
         RuntimeError: later, in a forward that does something else to its logits than scale, cap or cast them.
     """
     _HOST.check_version()
@@ -100,6 +102,11 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
     # once, and only over the model's own forward
     forward = vars(model).get(_ATTRIBUTE)
     if forward is not None:
+        if forward.logits_dtype != logits_dtype:
+            raise ValueError(
+                f"this model is patched with logits_dtype={forward.logits_dtype}, and now with {logits_dtype}; unpatch "
+                "it first"
+            )
         return Applied(forward, owner=False)
     if "forward" in vars(model):
         raise ValueError(
@@ -107,7 +114,7 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB) -> Applied:
             "another patch; call patch(model) before Trainer or accelerate get the model"
         )
     # everything is checked before anything is replaced
-    forward = _FusedForward(model, workspace_mb)
+    forward = _FusedForward(model, workspace_mb, logits_dtype)
     _linears(model)
     setattr(model, _ATTRIBUTE, forward)
     model.forward = forward
@@ -127,9 +134,10 @@ _ATTRIBUTE = "fused_rl_forward"  # by which a patched model is known, also when 
 class _FusedForward:
     """A model's forward with the LM head and the loss function replaced while it runs; pickles with the model."""
 
-    def __init__(self, model: "PreTrainedModel", workspace_mb: float):
+    def __init__(self, model: "PreTrainedModel", workspace_mb: float, logits_dtype: torch.dtype | None):
         self.model = model
         self.workspace_mb = workspace_mb
+        self.logits_dtype = logits_dtype
         self.active = True
         if "labels" not in self.__signature__.parameters:
             raise TypeError(f"{type(model).__name__}.forward takes no labels; patch takes a causal language model")
@@ -149,7 +157,7 @@ class _FusedForward:
         with contextlib.ExitStack() as stack:
             for linear in _linears(self.model):
                 stack.enter_context(_attribute(linear, "forward", functools.partial(UnformedLogits, linear)))
-            loss_function = functools.partial(_loss_function, losses, self.workspace_mb)
+            loss_function = functools.partial(_loss_function, losses, self.workspace_mb, self.logits_dtype)
             stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
             outputs = forward(self.model, *args, **kwargs)
         if not losses:
@@ -248,8 +256,11 @@ class UnformedLogits(Tensor):
             logits = logits.mul_(self.inside).tanh_()
         return logits.mul_(self.scale)
 
-    def negative_logprobs(self, targets: Tensor, mask: Tensor, share: Tensor, workspace_mb: float) -> Tensor:
-        """() fp32: the sum over the mask of -log p(target), times `share` (); `targets` and `mask` (B, T)."""
+    def negative_logprobs(self, targets: Tensor, mask: Tensor, share: Tensor, **options: object) -> Tensor:
+        """() fp32: the sum over the mask of -log p(target), times `share` (); `targets` and `mask` (B, T).
+
+        `options` are those of `linear_token_loss`: workspace_mb, logits_dtype.
+        """
         temperature, softcap = 1 / self.scale, None
         if self.inside is not None:
             # scale * tanh(inside * z) = cap(z) * scale * inside with cap(z) = tanh(inside * z) / inside
@@ -269,7 +280,7 @@ class UnformedLogits(Tensor):
             temperature=temperature,
             mask=mask,
             softcap=softcap,
-            workspace_mb=workspace_mb,
+            **options,
         ).loss
         return loss * share if late else loss
 
@@ -291,6 +302,7 @@ def _weighted(logprobs, _, shares):
 def _loss_function(
     losses,
     workspace_mb,
+    logits_dtype,
     logits,
     labels,
     vocab_size,
@@ -308,7 +320,8 @@ def _loss_function(
     targets = targets.to(logits.device)
     mask = targets != ignore_index
     count = torch.as_tensor(_count(mask, num_items_in_batch), device=logits.device)
-    loss = logits.negative_logprobs(targets, mask, 1 / count, workspace_mb)
+    options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
+    loss = logits.negative_logprobs(targets, mask, 1 / count, **options)
     losses.append(loss)
     return loss
 

@@ -17,7 +17,14 @@ import math
 import torch
 from torch import Tensor
 
-from fused_rl.checks import LEAST_TEMPERATURE, LOGITS_DTYPES, MOST_TEMPERATURE, check_target_values, values_are_checked
+from fused_rl.checks import (
+    LEAST_TEMPERATURE,
+    LOGITS_DTYPES,
+    MOST_TEMPERATURE,
+    check_logits_dtype,
+    check_target_values,
+    values_are_checked,
+)
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.trl_divergence import DIRECTIONS, HeadDivergence, Pair, Scale
 from fused_rl.integrations.trl_head import Head, HeadLogprobs
@@ -32,16 +39,22 @@ _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
 _OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
 
-def patch() -> Applied:
+def patch(*, logits_dtype: torch.dtype | None = None) -> Applied:
     """Put fused_rl's log-probabilities, entropies and divergences into TRL, until `unpatch()`.
 
     Call it before or after importing TRL's trainers, and before training; `with patch():` undoes itself, also when it
     raises. Patching twice is patching once. A function that your own code imported from TRL by name stays what it was.
 
+    Args:
+        logits_dtype: of the head's logits where its products are of 16 bits, as in `fused_rl.linear_token_logprobs`.
+            With TRL's `cast_lm_head_to_fp32` the products themselves are in fp32, and so are the logits. Those of the
+            divergences are in fp32 in any case.
+
     Raises:
         ImportError: TRL is not installed, or is of a version that this integration does not know.
+        ValueError: TRL is patched with another logits_dtype; later, one that the products do not allow.
     """
-    return _PATCH.apply()
+    return _PATCH.apply(logits_dtype=logits_dtype)
 
 
 def unpatch() -> None:
@@ -109,7 +122,9 @@ class ChunkedLogProbFunction:
             check_target_values(targets, None, weight.shape[0])
         # scale * z / T and cap(scale * z) as a temperature and a cap of z
         softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-        head = Head(logit_scale / temperature, softcap, tuple(outputs), _compute_dtype(hidden))
+        dtype, logits_dtype = _compute_dtype(hidden), _PATCH.options.get("logits_dtype")
+        check_logits_dtype(logits_dtype, dtype)
+        head = Head(logit_scale / temperature, softcap, tuple(outputs), dtype, logits_dtype)
         return HeadLogprobs.apply(hidden, weight, bias, targets.long(), head, maybe_gather_lm_head_ctx)
 
 

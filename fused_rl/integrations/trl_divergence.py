@@ -17,7 +17,6 @@ from fused_rl.linear import WORKSPACE_MB
 # TRL's beta -> `fused_rl.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and their even mixture's
 DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
 _TILES = 4  # of one size at once: both heads' logits in fp32, one gradient in fp32 and in the products' dtype
-_COLUMNS = 4096  # of a head that are fp32 at once, on a CPU
 
 
 class Scale(NamedTuple):
@@ -41,12 +40,8 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Scale, b
     out = buffer[: n * vocab].view(n, vocab)
     if hidden.dtype == torch.float32:
         torch.mm(hidden, weight.t(), out=out)
-    elif hidden.device.type == "cuda" and torch.version.hip is None:
-        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     else:
-        wide = hidden.float()
-        for c in tiles.blocks(vocab, _COLUMNS):
-            torch.mm(wide, weight[c].float().t(), out=out[:, c])
+        tiles.product(hidden, weight, out)
     if bias is not None:
         out.add_(bias)
     if scale.scale != 1:
@@ -73,8 +68,8 @@ class _Tiles:
     def __init__(self, student, teacher, pair):
         self.student, self.teacher, self.pair = cast(pair.student, *student), cast(pair.teacher, *teacher), pair
         hidden, weight = student[:2]
-        budget = tiles.budget(WORKSPACE_MB, hidden, copied=False)
-        self.rows = max(1, min(len(hidden), budget // (4 * _TILES * len(weight))))
+        budget = tiles.budget(WORKSPACE_MB, hidden, False, torch.float32)
+        self.rows = tiles.forward_rows(hidden, len(weight), budget, copies=_TILES)
         self.buffers = hidden.new_empty(2, self.rows * len(weight), dtype=torch.float32)
 
     def __iter__(self):

@@ -24,7 +24,8 @@ class Head(NamedTuple):
     inv_temperature: float
     softcap: float | None
     outputs: tuple[str, ...]
-    dtype: torch.dtype  # of the products
+    dtype: torch.dtype  # of the products' factors
+    logits_dtype: torch.dtype | None = None
 
 
 def capped_mean(logits: Tensor, softcap: float) -> Tensor:  # (n, V) -> (n,) fp32
@@ -83,9 +84,10 @@ class HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head, gathered):
         ctx.set_materialize_grads(False)
-        budget = tiles.budget(WORKSPACE_MB, hidden, copied=False)
+        inputs = cast(head.dtype, hidden, weight, bias)
+        budget = tiles.budget(WORKSPACE_MB, inputs[0], False, head.logits_dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # the mean of the logits is one product in fp32
-            found, extra = scored(*cast(head.dtype, hidden, weight, bias), targets, head, budget)
+            found, extra = scored(*inputs, targets, head, budget)
         ctx.options = head, gathered, budget
         ctx.save_for_backward(hidden, weight, bias, targets, found.entropy.clone(), found.m, found.rest)
         entropy = found.entropy if "entropy" in head.outputs else None

@@ -29,13 +29,17 @@ _FUSED_LINEAR = "verl.utils.experimental.torch_functional.FusedLinearForPPOFunct
 _LINEAR = "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy"
 
 
-def patch() -> Applied:
+def patch(*, logits_dtype: torch.dtype | None = None) -> Applied:
     """Replace verl's primitives in this process; nothing if they are replaced. In a `with`, only as long as it lasts.
+
+    Args:
+        logits_dtype: of the fused heads' logits, as in `fused_rl.linear_token_logprobs`.
 
     Raises:
         ImportError: verl is absent, or not 0.9.
+        ValueError: verl is patched with another logits_dtype; later, one that the head's dtype does not allow.
     """
-    return _PATCH.apply()
+    return _PATCH.apply(logits_dtype=logits_dtype)
 
 
 def unpatch() -> None:
@@ -145,6 +149,11 @@ def _takes_head(hidden, weight, labels):
     return is_served(hidden, weight, labels) and fits
 
 
+def _scored(hidden, weight, labels, temperature):
+    options = {"temperature": temperature, "logits_dtype": _PATCH.options.get("logits_dtype")}
+    return linear_token_logprobs(hidden, weight, labels, **options)[:2]
+
+
 class FusedLinearForPPOFunction:
     """In place of verl's autograd function, which `FusedLinearForPPO` calls by `apply`."""
 
@@ -165,8 +174,7 @@ class FusedLinearForPPOFunction:
         if per_row or not _takes_head(hidden_states, vocab_weights, input_ids):
             host = _PATCH.original(_FUSED_LINEAR)
             return host.apply(hidden_states, vocab_weights, input_ids, temperature, chunk_size)
-        logprobs, entropy, _ = linear_token_logprobs(hidden_states, vocab_weights, input_ids, temperature=temperature)
-        return logprobs, entropy
+        return _scored(hidden_states, vocab_weights, input_ids, temperature)
 
 
 def linear_cross_entropy(
@@ -189,7 +197,7 @@ def linear_cross_entropy(
     if split or not is_known or not _takes_head(hidden, weight, labels):
         return _PATCH.original(_LINEAR)(hidden, weight, labels, temperature, reduction, dist_process_group)
     rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    logprobs, entropy, _ = linear_token_logprobs(rows, weight, row_labels, temperature=temperature)
+    logprobs, entropy = _scored(rows, weight, row_labels, temperature)
     return reduce(logprobs), entropy
 
 

@@ -35,6 +35,7 @@ ELSEWHERE = {
     **dict.fromkeys(("lora_alpha", "lora_targets", "save_merged"), "lora.check_options"),
     "load_in_4bit": "models.load_lm",
     "loss_from": "PolicyWithValues",
+    "head_dtype": "engine.head_dtype, ModelConfig.__post_init__",
     **dict.fromkeys(("rollout_correction", "rollout_low", "rollout_high"), "sampling.check_correction"),
     **dict.fromkeys(("ratio_level", "clip_low", "clip_high", "delta"), "policy_config.check_loss_options"),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), "policy_config.check_loss_options"),
@@ -83,6 +84,7 @@ REFUSED = {
     "reward": {
         "--loss_from=logits": "never forms logits",
         "--load_in_4bit": "saved whole",
+        "--head_dtype=float32": "never forms logits",
         "--save_merged": "saved whole",
         "--lora_alpha=3": "without --lora_rank",
         "--lora_targets=q_proj": "without --lora_rank",

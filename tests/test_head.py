@@ -1,0 +1,334 @@
+"""`logits_dtype`: fp32 logits of 16-bit hidden states and heads, in every op that forms logits from them.
+
+Values are held to fp64 of the same operands. Gradients of logits are rounded once to the operands' dtype and then meet
+them in 16-bit products: the expected gradients are made so from fp64's.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import reference, tiles
+from tests.test_linear import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    MORE_ROWS,
+    MORE_TOKENS,
+    ONE_TILE,
+    Work,
+    in_dtype,
+    kl_and_gradients,
+    logprobs_and_gradients,
+    loss_and_gradients,
+    make,
+    peak_bytes,
+    reference_head,
+    upstream_of,
+)
+
+# the interpreter takes 3 s for several tiles
+TILES = [pytest.param(ONE_TILE, id="one"), pytest.param(MORE_TOKENS, id="more tokens", marks=pytest.mark.slow)]
+CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+class Rounded(torch.autograd.Function):
+    """hidden @ weight.T + bias in fp64, with the gradient of the logits rounded to a dtype on its way back."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, dtype):
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype = dtype
+        return torch.nn.functional.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        hidden, weight = ctx.saved_tensors
+        rounded = dlogits.to(ctx.dtype).to(FP64)
+        return rounded @ weight, rounded.t() @ hidden, dlogits.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def check(run, leaves, targets, *args, monkeypatch, **options):
+    """Values within a few fp32 roundings of fp64's; gradients as of logits' gradients that were rounded once."""
+    dtype = leaves[0].dtype
+    results = run(fused_rl, leaves, targets, *args, **options, logits_dtype=FP32)
+    options.pop("workspace_mb", None)
+    exact = run(reference, in_dtype(leaves, FP64), targets, *args, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "_head", lambda h, w, b, _: Rounded.apply(h, w, b, dtype))
+        rounded = run(reference, in_dtype(leaves, FP64), targets, *args, **options)
+    values = len(results) - len(leaves)
+    for result, truth in zip(results[:values], exact[:values], strict=True):
+        error = (result.double() - truth).abs()
+        assert (error <= 4e-6 * truth.abs().clamp(min=1)).all(), f"{error.max():.1e}"
+    ulp = torch.finfo(dtype).eps
+    for result, truth, expected in zip(results[values:], exact[values:], rounded[values:], strict=True):
+        # its own rounding, and on a CPU of each of a few partial products on its way to the fp32 sum
+        allowed = 2 * (expected - truth).abs().max() + ulp * truth.abs().max()
+        assert (result.double() - truth).abs().max() <= allowed
+    return results
+
+
+@pytest.mark.parametrize("workspace", TILES)
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+def test_on_both_backends(backend, monkeypatch, run, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, BF16, backend)
+    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    options = {"mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
+
+
+def test_several_targets(backend, monkeypatch):
+    leaves, targets, mask = make(ONE_TILE[0], BF16, backend)
+    several = torch.stack([targets, (targets + 7) % ONE_TILE[0][2]], 1)
+    upstream = [upstream_of(several)[0], *upstream_of(targets)[1:]]
+    check(logprobs_and_gradients, leaves, several, upstream, monkeypatch=monkeypatch, mask=mask)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, dtype, bias=bias)
+    temperature = torch.linspace(0.5, 2, shape[0])
+    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    options = {"mask": mask, "softcap": softcap, "temperature": temperature, "workspace_mb": workspace_mb}
+    check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
+
+
+@pytest.mark.parametrize("workspace", TILES)
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_divergence(backend, monkeypatch, direction, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, BF16, backend)
+    head = reference_head(shape, BF16, backend)
+    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    check(kl_and_gradients, leaves, targets, head, monkeypatch=monkeypatch, **options)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_divergence_in_tiles(monkeypatch, direction):
+    leaves, targets, mask = make(MORE_TOKENS[0], BF16)
+    options = {"direction": direction, "mask": mask, "workspace_mb": MORE_TOKENS[1]}
+    check(kl_and_gradients, leaves, targets, reference_head(MORE_TOKENS[0], BF16), monkeypatch=monkeypatch, **options)
+
+
+@pytest.mark.parametrize("lengths", [(200,), (0, 3, 131)], ids=["gathered and tiled", "whole rows beside sets"])
+def test_kept_sets(backend, lengths):
+    """Sets that are gathered, that go through tiles, and rows without a set; the values of each against fp64's."""
+    vocab = 1024
+    leaves, targets, _ = make((24, 16, vocab), BF16, backend)
+    sets = []
+    for i, target in enumerate(targets.tolist()):
+        kept = (torch.arange(lengths[i % len(lengths)] * 3, device=backend) * 5 + target) % vocab
+        sets.append(kept.unique()[: lengths[i % len(lengths)]])
+        if len(sets[-1]) and target not in sets[-1]:
+            sets[-1] = torch.cat([sets[-1][1:], targets[i : i + 1]])
+    offsets = torch.tensor([0, *(len(s) for s in sets)], device=backend).cumsum(0)
+    support = fused_rl.TokenSupport(torch.cat(sets).to(torch.int32), offsets)
+    options = {"support": support, "temperature": 0.9}
+    hidden, weight, bias = leaves
+    outputs = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32, **options)
+    exact = in_dtype(leaves, FP64)
+    truth = reference.linear_token_logprobs(*exact[:2], targets, bias=exact[2], **options)
+    for output, expected in zip(outputs, truth, strict=True):
+        error = (output.double() - expected).abs()
+        assert (error <= 4e-6 * expected.abs().clamp(min=1)).all()
+    grads = torch.autograd.grad(outputs.logprobs.sum() + outputs.lse.sum(), leaves)
+    expected = torch.autograd.grad(truth.logprobs.sum() + truth.lse.sum(), exact)
+    for got, right in zip(grads, expected, strict=True):
+        assert (got.double() - right).abs().max() <= 2**-6 * right.abs().max()
+
+
+def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):
+    """Logits of deviation `sigma` about `offset`, which the head's rows have in common, or its bias, or nothing has."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(rows, width, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator) * (sigma / width**0.5)
+    bias = None
+    if where == "weight":
+        hidden[:, 0], weight[:, 0] = 8.0, offset / 8
+    if where == "bias":
+        bias = torch.full((vocab,), float(offset), dtype=BF16)
+        bias[::1000] = -torch.inf
+    targets = torch.randint(1, vocab, (rows,), generator=generator)
+    targets[targets % 1000 == 0] += 1
+    return hidden.to(BF16), weight.to(BF16), bias, targets
+
+
+# Where the offset is of the hidden states' making it is gone before anything is summed; 100 is fp32's 7.6e-6.
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    ("sigma", "offset", "where", "shape"),
+    [
+        (1, 0, "", {}),
+        (3, 0, "", {}),
+        (3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}),  # a sum of so many in one go is off by more
+        (3, 30, "weight", {}),
+        (3, 30, "bias", {}),
+        (3, 100, "weight", {}),
+        (3, 100, "bias", {}),
+    ],
+)
+def test_an_exact_head(sigma, offset, where, shape):
+    """At most 3e-6 from fp64 of the same operands, where bf16 logits are off by 1e-2 and more."""
+    hidden, weight, bias, targets = head_of(sigma, offset, where, **shape)
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    truth = fused_rl.token_logprobs(logits, targets)
+    exact, rounded = (
+        fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=dtype) for dtype in (FP32, BF16)
+    )
+    assert (exact.logprobs - truth.logprobs).abs().max() <= 3e-6
+    assert (exact.entropy - truth.entropy).abs().max() <= 3e-6
+    assert (exact.lse - truth.lse).abs().max() <= 1e-6 * max(3, offset)
+    assert (rounded.logprobs - truth.logprobs).abs().max() >= 2e-3
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_row_of_the_head_beyond_all_others():
+    """One row of 1e30, another of NaN in half of its head: what the rows have in common is not theirs."""
+    hidden, weight, _, targets = head_of(1, 0, "", rows=8, vocab=500)
+    weight[0] = 0
+    clean = fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
+    weight[0] = -1e30 * hidden.sign()[0]
+    spoilt = fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
+    assert spoilt.logprobs[0].isfinite() and (spoilt.logprobs[0] - clean.logprobs[0]).abs() < 0.1
+    weight[:] = torch.nan
+    assert fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32).logprobs.isnan().all()
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("banned", [0.3, 0.6, 0.97])
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(BF16).min])
+@pytest.mark.parametrize("where", ["bias", "weight"])
+def test_masks_in_the_head_take_no_digits(where, value, banned):
+    """Large finite values in place of -inf, on most columns: in the bias, or as the weight of a constant feature."""
+    hidden, weight, _, targets = head_of(3, 0, "", rows=32, width=64, vocab=1000)
+    columns = torch.rand(1000, generator=torch.Generator().manual_seed(1)) < banned
+    targets = (~columns).nonzero()[targets % int((~columns).sum()), 0]
+    bias = torch.zeros(1000, dtype=BF16)
+    hidden[:, 0] = 1
+    (bias if where == "bias" else weight[:, 0])[columns] = value
+    logits = hidden.double() @ weight.double().t() + bias.double()
+    truth = fused_rl.token_logprobs(logits, targets)
+    found = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32)
+    for output, expected in zip(found, truth, strict=True):
+        assert (output - expected).abs().max() <= 5e-6
+
+
+@pytest.mark.usefixtures("cpu")
+def test_the_same_head_twice_has_no_divergence():
+    hidden, weight, bias, _ = head_of(3, 30, "bias")
+    options = {"bias": bias, "ref_bias": bias, "logits_dtype": FP32}
+    assert (fused_rl.linear_token_kl(hidden, weight, hidden, weight, **options) == 0).all()
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_none_is_the_operands_dtype_on_a_cpu(dtype):
+    leaves, targets, _ = make(MORE_TOKENS[0], dtype)
+    options = {"workspace_mb": MORE_TOKENS[1]}
+    results = (
+        logprobs_and_gradients(fused_rl, leaves, targets, upstream_of(targets), logits_dtype=given, **options)
+        for given in (None, dtype)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_none_is_fp32_where_products_return_it(monkeypatch):
+    """CUDA and ROCm: one product of the operands as they are, fp32 out of it; tiles are counted so."""
+    assert tiles.default_logits_dtype(BF16, torch.device("cuda")) == FP32
+    assert tiles.default_logits_dtype(FP32, torch.device("cuda")) == FP32
+    assert tiles.default_logits_dtype(BF16, torch.device("cpu")) == BF16
+    hidden = SimpleNamespace(device=torch.device("cuda"), dtype=BF16)
+    assert tiles.budget(1, hidden, copied=False) == (2**20, FP32)
+    assert tiles.budget(1, hidden, copied=False, logits_dtype=BF16) == (2**20, BF16)
+    weight, out, calls = torch.zeros(5, 3, dtype=BF16), torch.zeros(2, 5), []
+    monkeypatch.setattr(torch, "mm", lambda *args, **options: calls.append((args, options)))
+    tiles.product(hidden, weight, out)
+    ((given, head), options) = calls[0]
+    assert given is hidden and head.shape == (3, 5) and head.data_ptr() == weight.data_ptr()
+    assert options["out_dtype"] == FP32 and options["out"] is out and len(calls) == 1
+
+
+def test_tiles_are_counted_in_fp32():
+    """A logit takes 4 bytes forward, 6 beside its gradient as a 16-bit operand; sums stay as they were."""
+    hidden = torch.empty(1024, 64, dtype=BF16)
+    plain = tiles.Budget(48 << 20, BF16)
+    wide = tiles.Budget(48 << 20, FP32)
+    assert tiles.forward_rows(hidden, 65536, plain) == 384 and tiles.forward_rows(hidden, 65536, wide) == 192
+    assert wide.per_logit(BF16) == 6 and wide.per_logit(FP32) == 4 and plain.per_logit(BF16) == 2
+    n, columns = tiles.backward_tile(hidden, 65536, (True, True), wide)
+    assert n == 1024 and n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
+    rows = (wide.bytes - tiles.sum_bytes(8192, 64, 2)) // (8192 * 6)
+    assert tiles.one_pass_rows(hidden.repeat(4, 1), 8192, (True, True), wide) == rows
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+def test_memory(run):
+    """Outputs, gradients, workspace + 10 %, casts included."""
+    leaves, targets, _ = make((1024, 64, 20480), BF16, bias=False)
+    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    options = {"workspace_mb": 48, "logits_dtype": FP32}
+    most = peak_bytes(lambda: run(fused_rl, leaves, targets, *args, **options))
+    assert 24 * 2**20 < most <= 1.1 * 48 * 2**20 + sum(leaf.nbytes for leaf in leaves)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_work():
+    """As many products as with 16-bit logits: those of logits in fp32, those of gradients in 16 bits."""
+    n, width, vocab = ONE_TILE[0]
+    leaves, targets, _ = make(ONE_TILE[0], BF16)
+    hidden, weight, bias = leaves
+    with Work() as work:
+        outputs = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32)
+    assert work.flop == 2 * n * width * vocab and work.dtypes == {FP32}
+    with Work() as work:
+        outputs.logprobs.sum().backward()
+    assert work.flop == 6 * n * width * vocab and work.dtypes == {FP32, BF16}
+
+
+OPS = {
+    "logprobs": lambda h, w, t, **o: fused_rl.linear_token_logprobs(h, w, t, **o),
+    "loss": lambda h, w, t, **o: fused_rl.linear_token_loss(h, w, t, lambda lp, _: -lp, **o),
+    "divergence": lambda h, w, _, **o: fused_rl.linear_token_kl(h, w, h.detach(), w.detach(), **o),
+}
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize(
+    ("operands", "asked"),
+    [(FP32, BF16), (FP32, FP16), (FP32, FP64), (BF16, FP16), (BF16, FP64), (BF16, torch.int32), (BF16, "float32")],
+)
+def test_other_dtypes_are_refused(op, operands, asked):
+    (hidden, weight), targets, _ = make(ONE_TILE[0], operands, bias=False)
+    with pytest.raises(ValueError, match=r"logits_dtype must be None, torch.float32 or the dtype of hidden and weight"):
+        op(hidden, weight, targets, logits_dtype=asked)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_under_autocast_the_operands_are_as_it_casts():
+    leaves, targets, _ = make(ONE_TILE[0], FP32)
+    with torch.autocast("cpu", BF16):
+        cast = fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, logits_dtype=FP32)
+        with pytest.raises(ValueError, match=r"torch.bfloat16; got torch.float16"):
+            fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, logits_dtype=FP16)
+    low = in_dtype(leaves, BF16)
+    plain = fused_rl.linear_token_logprobs(low[0], low[1], targets, logits_dtype=FP32)
+    assert all(torch.equal(a, b) for a, b in zip(cast, plain, strict=True))

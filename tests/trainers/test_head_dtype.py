@@ -1,0 +1,133 @@
+"""`--head_dtype`: logits of bfloat16 weights in fp32, the same ones in sampling, in measuring and in the loss."""
+
+import json
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl.trainers import data, engine, generate, grpo, models, reward, sft
+from fused_rl.trainers.config import InputError
+from fused_rl.trainers.critic import PolicyWithValues
+from tests.trainers import tiny
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+def load(folder, **options):
+    options = {"model": folder, "dataset": "", "output_dir": "", "dtype": "bfloat16", **options}
+    return models.load_lm(grpo.GRPOConfig(**options), torch.device("cpu"), trainable=False)
+
+
+@pytest.fixture
+def batch():
+    return data.make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
+
+
+def fp64_logits(lm, batch):
+    """Of the head's own operands: hidden states and weights as the model rounds them."""
+    hidden = lm.base.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    hidden = hidden[:, :-1][batch.response_mask]
+    return hidden.double() @ lm.base.get_output_embeddings().weight.double().t()
+
+
+@pytest.mark.parametrize("extended", [False, True], ids=["the policy", "with values"])
+@torch.no_grad()
+def test_scores_and_logits_are_those_of_an_exact_head(folder, batch, extended):
+    mask, targets = batch.response_mask, batch.input_ids[:, 1:][batch.response_mask]
+    for head_dtype, least, most in (("float32", 0, 3e-6), ("bfloat16", 1e-4, 0.1), ("auto", 1e-4, 0.1)):
+        lm = load(folder, head_dtype=head_dtype)
+        lm = PolicyWithValues(lm) if extended else lm
+        rows, logits = lm(batch.input_ids, mask, 0.7, want_logits=True)
+        truth = fused_rl.token_logprobs(fp64_logits(lm, batch), targets, temperature=0.7)
+        assert least <= (rows.logprobs[mask] - truth.logprobs).abs().max() <= most
+        # what the KL is measured from, and what the sampler draws from
+        assert logits.dtype == (FP32 if head_dtype == "float32" else BF16)
+        own = lm.base(input_ids=batch.input_ids, use_cache=False).logits
+        assert torch.equal(own[:, :-1][mask], logits)
+        of_logits = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
+        torch.testing.assert_close(of_logits, rows.logprobs[mask], rtol=0, atol=most)
+        if extended:
+            both, _ = lm(batch.input_ids, mask, 0.7, want_values=True)
+            torch.testing.assert_close(both.logprobs[mask], truth.logprobs.float(), rtol=0, atol=most)
+
+
+def test_what_is_drawn_is_what_is_trained(folder):
+    """The distribution that the sampler sees at each step of a response is that of the loss, to fp32's rounding."""
+    lm = load(folder, head_dtype="float32")
+    seen, scores = [], generate._scores
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "_scores", lambda *a: seen.append(scores(*a)) or seen[-1])
+        sampling = generate.Sampling(0.8, 6, (3,))
+        (response,) = generate.generate(lm.base, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
+    drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]
+    made = data.make_batch([[1, 70, 71]], [response], 0, "cpu")
+    with torch.no_grad():
+        rows = lm(made.input_ids, made.response_mask, 0.8)
+    # the hidden states of a step and of the whole sequence are bf16 sums in another order; the head adds nothing
+    own = fused_rl.token_logprobs(fp64_logits(lm, made), torch.tensor(response), temperature=0.8).logprobs
+    torch.testing.assert_close(rows.logprobs[made.response_mask].double(), own, rtol=0, atol=3e-6)
+    assert seen[0].dtype == FP32 and (drawn - own).abs().max() < 0.1
+
+
+def test_the_head_stays_the_models_own(folder, tmp_path):
+    """Tied weights stay tied, and what is saved has the same names and values."""
+    tied = tiny.model_folder(tmp_path / "tied", tie=True)
+    for name in (folder, tied):
+        plain, wide = load(name), load(name, head_dtype="float32")
+        assert isinstance(wide.base.get_output_embeddings(), models.WideHead)
+        a, b = plain.base.state_dict(), wide.base.state_dict()
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    embedded, head = wide.base.get_input_embeddings(), wide.base.get_output_embeddings()
+    assert embedded.weight is head.weight
+    assert type(load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings()) is torch.nn.Linear
+
+
+def test_gradients_reach_the_head(folder, batch):
+    config = grpo.GRPOConfig(model=folder, dataset="", output_dir="", dtype="bfloat16", head_dtype="float32")
+    lm = models.load_lm(config, torch.device("cpu"))
+    loss = lm(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in lm.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (grpo.GRPOConfig, {"loss_from": "logits", "head_dtype": "float32"}, "no meaning with loss_from=logits"),
+        (sft.SFTConfig, {"loss_from": "logits", "head_dtype": "bfloat16"}, "no meaning with loss_from=logits"),
+        (sft.SFTConfig, {"dtype": "float32", "head_dtype": "bfloat16"}, "would round the logits of float32 weights"),
+        (sft.SFTConfig, {"head_dtype": "bfloat16"}, r"float32 weights \(dtype=auto\); leave it out, or give --dtype"),
+        (reward.RewardConfig, {"head_dtype": "float32"}, "head_dtype has no meaning for a reward model"),
+    ],
+)
+def test_what_contradicts_it_is_refused(config, options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=message):
+        made = config(model="m", dataset="d", output_dir="o", **options)
+        reward.arithmetic(made, 1) if config is reward.RewardConfig else engine.head_dtype(made)
+
+
+def test_runs_with_it(folder, tmp_path, capsys):
+    """GRPO: the first minibatch's ratio is 1 to fp32's rounding, and the head cannot change on resume."""
+    rows = [{"prompt": f"{i}", "completion": f"{i}", "ground_truth": f"{i}"} for i in range(8)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    common = {"model": folder, "dataset": str(path), "eval_size": 2, "steps": 1, "zero_stage": 1, "dtype": "bfloat16"}
+    common |= {"head_dtype": "float32", "raw_prompt": True, "kl_every": 1, "lr": 0.0, "max_new_tokens": 6}
+    drawn = {"prompts_per_step": 2, "group_size": 2, "minibatches": 2, "micro_batch_size": 3}
+    drawn |= {"verifiers": "length(target=4)"}
+    output = tmp_path / "grpo"
+    grpo.train(grpo.GRPOConfig(**common, **drawn, output_dir=str(output)))
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    (ratio,) = [m["val/ratio"] for m in metrics if "val/ratio" in m]
+    assert abs(ratio - 1) < 1e-5
+    assert max(m.get("objective/kl_exact", 0) for m in metrics) == 0
+    again = common | {"head_dtype": "bfloat16", "steps": 2}
+    with pytest.raises(InputError, match="head_dtype float32 -> bfloat16"):
+        grpo.train(grpo.GRPOConfig(**again, **drawn, output_dir=str(output), resume=True))
