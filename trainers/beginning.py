@@ -42,6 +42,11 @@ class Run:
         Raises:
             InputError: on all ranks, where any of it differs; names what, and how to go on.
         """
+        with engine.together():  # a name that is on no Hub has been told by now
+            known = sources.of_run(self.config, hub=False)
+            on_hub = [source for source in sources.of_run(self.config) if source not in known]
+            for name, parts in fingerprints.of_sources(on_hub).items():
+                self.made_of.setdefault(name, {}).update(parts)
         self.made_of |= fingerprints.of_tokenizer(tokenizer)
         self.made_of |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
         fingerprints.check_ranks(self.made_of)
@@ -65,5 +70,5 @@ def begin(config: RunConfig, arithmetic: Callable[[RunConfig, int], dict[str, ob
         arithmetic(config, engine.world_size())
     folder = checkpoint.open_run(config)
     with phase("took the fingerprints of models and functions"), engine.together():
-        made_of = fingerprints.of_sources(sources.of_run(config))
+        made_of = fingerprints.of_sources(sources.of_run(config, hub=False))
     return Run(config, device, folder, made_of)

@@ -49,13 +49,13 @@ class Source(NamedTuple):
         return path if path.exists() else None
 
 
-def of_run(config: RunConfig) -> list[Source]:
-    """All that a run of this config reads."""
+def of_run(config: RunConfig, *, hub: bool = True) -> list[Source]:
+    """All that a run of this config reads; without `hub` nothing that the Hub would have to be asked for."""
     found = []
     for option, kind in MODELS.items():
         name = getattr(config, option, None)
         if name is not None and name != SHARED:
-            found += _of_model(kind, f"{option}={name}", name, config.revision if option == "model" else None)
+            found += _of_model(kind, f"{option}={name}", name, config.revision if option == "model" else None, hub)
     for option in ROWS:
         name = getattr(config, option, None)
         if name is not None:
@@ -65,7 +65,7 @@ def of_run(config: RunConfig) -> list[Source]:
         for part in [] if spelled is None else read(spelled):
             said = f"{option}: {part.name}"
             if part.kind == "reward_model":
-                found += _of_model("reward_model", said, part.detail, None)
+                found += _of_model("reward_model", said, part.detail, None, hub)
             elif part.kind == FUNCTION:
                 found.append(Source("scorer", said, part.detail))
     for option in FUNCTIONS:
@@ -75,8 +75,10 @@ def of_run(config: RunConfig) -> list[Source]:
     return found
 
 
-def _of_model(kind: str, said: str, name: str, revision: str | None) -> Iterator[Source]:
+def _of_model(kind: str, said: str, name: str, revision: str | None, hub: bool) -> Iterator[Source]:
     """A model; of adapters also what they belong to."""
+    if not hub and not Path(name).exists():
+        return
     adapters = lora.find_adapters(name, revision)
     if adapters is None:
         yield Source(kind, said, name, revision)
@@ -84,7 +86,7 @@ def _of_model(kind: str, said: str, name: str, revision: str | None) -> Iterator
     yield Source("adapters" if kind == "model" else kind, said, name, revision)
     base, of_base = adapters.base
     if base != name:
-        yield from _of_model(kind, f"{said}, adapters to {base}", base, of_base)
+        yield from _of_model(kind, f"{said}, adapters to {base}", base, of_base, hub)
 
 
 def module_file(function: str) -> Path | None:

@@ -731,3 +731,19 @@ def test_a_run_that_was_refused_can_be_tried_again_in_the_same_process(files, tm
 def test_the_docs_name_every_option_that_may_change():
     told = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert [name for name in sorted(resume.MAY_CHANGE) if f"`{name}`" not in told] == []
+
+
+def test_a_model_on_the_hub_is_known_by_its_commit(files, tmp_path, monkeypatch):
+    """Asked for when all else has been read: a name that is on no Hub has been told by then."""
+    told, commits = [], iter(["a" * 40, "b" * 40])
+    monkeypatch.setattr(sources.lora, "find_adapters", lambda name, revision: told.append((name, revision)))
+
+    def cached_file(name, file, revision):
+        return f"/cache/models--{name.replace('/', '--')}/snapshots/{next(commits)}/{file}"
+
+    monkeypatch.setattr("transformers.utils.hub.cached_file", cached_file)
+    config = run_config(("org/name", files[1]), tmp_path / "run", revision="main")
+    assert sources.of_run(config, hub=False) == sources.of_run(config)[1:] and told == [("org/name", "main")]
+    found = [fingerprints.of_sources(sources.of_run(config)) for _ in range(2)]
+    assert found == [{"model": {"org/name": "a" * 40}}, {"model": {"org/name": "b" * 40}}]
+    assert fingerprints.differing(*found) == {"model": "org/name"}
