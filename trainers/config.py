@@ -55,6 +55,7 @@ Temperature = restricted_number_type("Temperature", float, [(">=", LEAST_TEMPERA
 PositiveFraction = restricted_number_type("PositiveFraction", float, [(">", 0), ("<=", 1)])
 Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)])
 Smoothing = restricted_number_type("Smoothing", float, [(">=", 0), ("<", 0.5)])
+LARGEST = {int: 2**63 - 1, float: 3.4e38}  # of tensors' int64 and fp32
 RANGES = {
     PositiveInt: "a whole number above 0",
     NonNegativeInt: "a whole number, 0 or more",
@@ -119,9 +120,12 @@ def _checked(name: str, value, kind):
         return value
     plain = int if issubclass(kind, int) else float
     try:
-        return plain(kind(value))  # a restricted type is not YAML
+        number = plain(kind(value))  # a restricted type is not YAML
     except (TypeError, ValueError) as error:
         raise refusal from error
+    if LARGEST[plain] < abs(number) < math.inf:
+        raise InputError(f"{name}={value!r}: the largest number that can be computed with is {LARGEST[plain]:g}")
+    return number
 
 
 def _described(kind) -> str:

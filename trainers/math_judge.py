@@ -23,7 +23,7 @@ KNOWN = [
     ("\\boxed{2\\pi}", "\\frac{4\\pi}{2}", True),
 ]
 
-NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
+NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
 ITEM = r"[-+]?[\d.]+"
 SCIENTIFIC = re.compile(rf"{NUMBER}[eE][-+]?\d{{1,3}}")
 DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d{1,2}:\d\d(:\d\d)?|\d+(-\d+){2}[T ].*")
@@ -31,7 +31,7 @@ DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d{1,2}:\d\d(:\d\d)?|\d
 READ_OTHERWISE = (
     (re.compile(rf"(?:{DATE_OR_TIME.pattern})(?: ?[apAP]\.?[mM]\.?)?"), "a date, a time or a range, not arithmetic"),
     (re.compile(rf"\[(?:\[.*|\s*|{ITEM}|{ITEM},\s+{ITEM}|{ITEM}(?:,\s*{ITEM}){{2,}})\]"), "a list, not an interval"),
-    (re.compile(r"[\[({]*['\"].*", re.DOTALL), "quoted text"),
+    (re.compile(r"[\[({]*'.*|.*\".*", re.DOTALL), "quoted text"),
     (re.compile(r"[^\\]*\d\s+\d[^\\]*"), "several numbers with nothing between them"),
     (re.compile(r".*\d\.\\overline.*"), "a decimal without an end: write it as a fraction"),
     (re.compile(r".*(\*\*|\d_\d{3}|\d\.\d+\.\d).*"), "a program's notation, or a version"),

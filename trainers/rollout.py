@@ -16,6 +16,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers import engine
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.data import Batch, make_batch
+from fused_rl.trainers.guests import own_generators
 from fused_rl.trainers.sampling import NoDistribution, Sampling, check_sampler, first_broken, joined
 from fused_rl.trainers.screen import tell
 
@@ -167,7 +168,8 @@ def roll_out(
         texts = tokenizer.batch_decode([_without_stop(response) for response in responses])
         parts = zip(prompts, responses, texts, strict=True)
         samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in parts]
-        scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+        with own_generators():
+            scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
         rewards = _rewards(scorers, scores, samples)
 
     # The batch to train on.

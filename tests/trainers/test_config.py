@@ -257,6 +257,17 @@ def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
     assert "kl_coef" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("clip_high", "1e39"), ("entropy_coef", "-1e39"), ("top_k", "1" + "0" * 19)]
+)
+def test_a_number_that_no_tensor_holds_is_refused(name, value, capsys):
+    with pytest.raises(SystemExit):
+        made(f"--{name}={value}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fused-rl grpo: error: {name}=") and "the largest number that can be computed with" in line
+    assert made("--clip_high", "inf").clip_high == float("inf")
+
+
 def test_a_path_from_home_is_that_of_a_shell_and_an_empty_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.yaml").write_text("model: ~/m\noutput_dir: ~/o\n")
