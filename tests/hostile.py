@@ -348,14 +348,22 @@ def logprobs_promise(batch, exact):
     logprobs, entropy, lse = exact
     per_row = lse.abs().clamp(min=1)
     scale = (per_row if logprobs.dim() == lse.dim() else per_row[..., None]).maximum(logprobs.abs())
-    return 1e-6 * scale, 2e-6 * entropy + 1e-12, 1e-6 * per_row
+    blur = blurred(batch)
+    return (1e-6 + blur) * scale, (2e-6 + blur) * entropy + 1e-12, (1e-6 + blur) * per_row
+
+
+def blurred(batch):
+    """A capped logit is known to an ulp of the cap, over T."""
+    return 0.0 if batch.softcap is None else 2**-23 * batch.softcap / min(_per_row(batch).tolist(), default=1.0)
 
 
 def loss_promise(batch, exact):
     loss, logprobs, entropy = exact
-    finite = torch.where(logprobs == -torch.inf, 0, logprobs).abs()
-    scale = 1 + finite.sum() + entropy.sum()
-    return 1e-5 * scale, torch.full_like(logprobs, torch.inf), 2e-6 * entropy + 1e-12
+    lse = next(_scaled(batch)).logsumexp(-1)
+    lse = lse.nan_to_num(0, 0, 0) if batch.mask is None else torch.where(batch.mask, lse, 0)
+    of_logprobs, of_entropy, _ = logprobs_promise(batch, (logprobs, entropy, lse))
+    finite = of_logprobs.nan_to_num(0, 0, 0).sum() + of_entropy.sum()
+    return 4 * finite, of_logprobs, of_entropy  # a weight of N(0, 1) each
 
 
 def kl_promise(batch, exact):
@@ -387,20 +395,31 @@ def _scaled(batch):
         yield x / _column(batch)
 
 
+def _per_row(batch):
+    """(n,) temperatures."""
+    return torch.as_tensor(batch.temperature, dtype=torch.float64).expand(len(batch.targets))
+
+
 def _column(batch):
-    """The temperature as it divides (n, V)."""
-    return batch.temperature[:, None] if isinstance(batch.temperature, torch.Tensor) else batch.temperature
+    return _per_row(batch)[:, None]
 
 
 # The sizes of the terms that a gradient is a sum of: (batch, exact gradients, leaves) -> one of each gradient's shape.
 
 
+def _doubt(batch):
+    """Of each side p |log p| (1 - max p) / T: what terms that cancel, as those of equal logits do, are made of."""
+    for x in _scaled(batch):
+        p = x.softmax(-1).nan_to_num(0)
+        yield p * (1 - p.log().clamp(min=-100)) * (1 - p.amax(-1, keepdim=True)) / _column(batch)
+
+
 def sizes_of_logits(batch, gradients, leaves):
-    return [g.abs() for g in gradients]
+    return [g.abs() + terms for g, terms in zip(gradients, _doubt(batch), strict=False)]
 
 
 def sizes_of_pair(batch, gradients, leaves):
-    """Of Jensen-Shannon p (log(p / mean) - JS), which cancels where one token has the mass."""
+    """Of Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass."""
     found = [g.abs() for g in gradients]
     if batch.direction == "jensen-shannon":
         return [g + x.double().softmax(-1).nan_to_num(0) / _column(batch) for g, x in zip(found, leaves, strict=True)]
@@ -410,9 +429,10 @@ def sizes_of_pair(batch, gradients, leaves):
 def sizes_of_head(batch, gradients, leaves):
     """As the hidden states are rows of the identity, the head's gradient is that of the logits."""
     found = []
-    for i in range(0, len(leaves), 3):
+    for i, doubt in zip(range(0, len(leaves), 3), _doubt(batch), strict=False):
         weight, terms = leaves[i + 1], gradients[i + 1].abs()
         terms = terms + torch.finfo(weight.dtype).smallest_normal
+        terms[:, : len(doubt)] += doubt.t()
         found += [terms.t() @ weight.abs().double(), terms, terms.sum(1)]
     return found
 
