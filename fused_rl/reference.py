@@ -85,11 +85,17 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
 
 
 def kl_estimate(logprobs, ref_logprobs, kl_estimator, *, old_logprobs):
-    """As `fused_rl.kl_estimate`, by the definitions: it overflows where they do, and cancels near 0 where they do."""
-    d, r = logprobs - ref_logprobs, (logprobs - old_logprobs).exp()
-    k1, k2, k3 = d, d**2 / 2, torch.exp(-d) - 1 + d
+    """As `fused_rl.kl_estimate`, by the definitions, tangents included: it cancels near 0 where they do."""
+    d, r = logprobs - ref_logprobs, _exp(logprobs - old_logprobs).detach()
+    k1, k2, k3 = d, d**2 / 2, _exp(-d) - 1 + d
     straight_through = {"k1+": k2 + (k1 - k2).detach(), "k3+": k2 + (k3 - k2).detach()}
-    return {"k1": k1, "k2": k2, "k3": k3, "k4": r * k1, "rk3": r * k3, **straight_through}[kl_estimator]
+    weighted = {"k4": r * (k2 + d + (k1 - k2 - d).detach()), "rk3": r * straight_through["k3+"]}
+    return {"k1": k1, "k2": k2, "k3": k3, **straight_through, **weighted}[kl_estimator]
+
+
+def _exp(x):
+    """exp, from 20 nats on its tangent."""
+    return x.clamp(max=20).exp() * (1 + (x - 20).clamp(min=0))
 
 
 def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
