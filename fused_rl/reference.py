@@ -101,11 +101,13 @@ def _exp(x):
 def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
     """The losses of one sequence, (n,) tensors, from the papers' equations (docs/losses.md)."""
     log_r = lp - old
-    if ratio_level == "sequence":
+    if ratio_level == "sequence" and bool((advantages != advantages[0]).any()):  # GSPO-token
+        log_r = log_r.mean().detach() + lp - lp.detach()
+    elif ratio_level == "sequence":
         log_r = log_r.mean() * torch.ones_like(lp)
     elif ratio_level == "sequence-sum":
         log_r = log_r.sum() * torch.ones_like(lp)
-    r, a = log_r.exp(), advantages
+    r, a = _exp(log_r), advantages
     up = a >= 0
     if surrogate == "clip":
         bound = torch.where(up, (1 + clip_high) * a, (1 - clip_low) * a)
@@ -121,7 +123,7 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
         return -(r**k * torch.exp(rate * (1 - r))).detach() * a * lp
     if surrogate == "geo-mean":
         kept = torch.where(up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low))
-        return -a * kept.mean().exp()
+        return -a * _exp(kept.mean())
     if surrogate == "policy-gradient":
         return -a * lp
     raise ValueError(f"surrogate {surrogate!r} has no reference; add its formula here")
