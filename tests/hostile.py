@@ -291,11 +291,11 @@ def of_pair(op, batch, logits, ref_logits):
 
 
 def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bias):
-    options = _given(batch, hidden, *PAIRS) | {"bias": bias, "ref_bias": ref_bias}
-    with torch.no_grad():
-        ref_hidden, ref_weight = ref_hidden.clone(), ref_weight.clone()
-        options["ref_bias"] = ref_bias.clone()
-    return (op(hidden, weight, ref_hidden, ref_weight, **options),)
+    """The reference is a constant: ours gives it no gradient, and the definition is told to give none."""
+    options = _given(batch, hidden, *PAIRS) | {"bias": bias}
+    if op is not fused_rl.linear_token_kl:
+        ref_hidden, ref_weight, ref_bias = ref_hidden.detach(), ref_weight.detach(), ref_bias.detach()
+    return (op(hidden, weight, ref_hidden, ref_weight, ref_bias=ref_bias, **options),)
 
 
 def of_top_ids(op, batch, logits, ref_logits):
