@@ -60,12 +60,14 @@ def kl_estimate(
     | k2 | d^2 / 2 | d | biased value, the KL's gradient on-policy |
     | k3 | expm1(-d) + d | -expm1(-d) | unbiased value on-policy, the gradient of KL(reference, policy) |
     | k4 | r d | r (1 + d) | unbiased value and gradient, on- and off-policy; a token can be negative |
-    | rk3 | r (expm1(-d) + d) | r k3 - r expm1(-d) | unbiased value and gradient, every token >= 0: the one to use |
+    | rk3 | r (expm1(-d) + d) | r d | unbiased value and gradient, every token >= 0: the one to use |
     | k1+ | k1 | d | straight-through: k1's value, k2's gradient |
     | k3+ | k3 | d | straight-through: k3's value, k2's gradient |
 
-    Overflow: beyond 20 nats exp(-d) and r continue as their tangents (linear, C1). Values and gradients stay finite,
-    and the gradient never switches off, as it would under a clamp, when the policy has all but dropped a token.
+    Overflow: beyond 20 nats exp(-d) and r continue as their tangents (linear, C1), as values and where the table has
+    them in a gradient; the gradients of k4 and rk3 are the table's, r a factor. Values and gradients stay finite, and
+    the gradient never switches off, as it would under a clamp, nor turns round, as that of the product r k3 would where
+    its two halves, r k3 - r expm1(-d), no longer cancel.
 
     Args:
         logprobs: (...) of the policy, floating point.
@@ -100,4 +102,6 @@ def kl_estimate(
     if kl_estimator in ("k1+", "k3+"):
         return k2 + (value - k2).detach()  # the value of one, the gradient of the other
     old_logprobs = logprobs if old_logprobs is None else old_logprobs
-    return tangent_exp(logprobs - old_logprobs.detach()) * value
+    ratio = tangent_exp((logprobs - old_logprobs).detach())
+    slope = k2 if kl_estimator == "rk3" else k2 + d  # d, or 1 + d: what the product rule leaves, in one term
+    return ratio * (value.detach() + (slope - slope.detach()))

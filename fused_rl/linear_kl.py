@@ -87,6 +87,10 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     return gradients
 
 
+def _constant(x):
+    return x.detach() if x is not None and x.requires_grad else x
+
+
 def linear_token_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -107,7 +111,8 @@ def linear_token_kl(
 
     Args:
         hidden, weight, bias: (..., H), (V, H), (V,) of the policy, as in `linear_token_logprobs`.
-        ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, without gradients; H' may differ.
+        ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, constants: whether or not they
+            require a gradient, they get none. H' may differ. For gradients on both sides use `token_kl`.
         direction, temperature, mask: as in `token_kl`.
         workspace_mb, logits_dtype: as in `linear_token_logprobs`; of both heads' logits.
 
@@ -116,7 +121,7 @@ def linear_token_kl(
         follow, and a retained graph can be used again.
 
     Raises:
-        ValueError: a direction, shape, dtype or device that does not fit; a reference that requires a gradient.
+        ValueError: a direction, shape, dtype or device that does not fit.
     """
     check_choice("direction", direction, DIRECTIONS)
     if ref_hidden.shape[:-1] != hidden.shape[:-1] or ref_weight.shape[0] != weight.shape[0]:
@@ -124,9 +129,7 @@ def linear_token_kl(
             f"both must have the same tokens and vocabulary, got hidden {tuple(hidden.shape)} and "
             f"{tuple(ref_hidden.shape)}, weight {tuple(weight.shape)} and {tuple(ref_weight.shape)}"
         )
-    for name, x in (("ref_hidden", ref_hidden), ("ref_weight", ref_weight), ("ref_bias", ref_bias)):
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, which linear_token_kl does not give; pass it detached")
+    ref_hidden, ref_weight, ref_bias = (_constant(x) for x in (ref_hidden, ref_weight, ref_bias))
 
     # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at

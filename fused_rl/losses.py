@@ -16,7 +16,16 @@ from fused_rl.aggregation import Batch, aggregate, possible
 from fused_rl.checks import check_choice
 from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import check_token_level, resolve_options, surrogate_of
-from fused_rl.surrogates import RATIO_LEVELS, NoSequences, entropy_gate, off_policy_gate, rollout_weights
+from fused_rl.surrogates import (
+    CLIPPED,
+    RATIO_LEVELS,
+    NoSequences,
+    applied,
+    by_token,
+    entropy_gate,
+    off_policy_gate,
+    rollout_weights,
+)
 
 __all__ = [
     "entropy_bonus",
@@ -87,7 +96,8 @@ def policy_loss(
         logprobs: (B, T) floating point, nats, of the policy.
         old_logprobs: (B, T) of the policy that sampled, or None: `logprobs` themselves, detached. This and all that
             follows but `entropy` is a constant.
-        advantages: (B,) per sequence or (B, T) per token.
+        advantages: (B,) per sequence or (B, T) per token. With ratio_level="sequence" and (B, T) the gradient is that
+            of GSPO-token (arXiv:2507.18071, eq. 13): each token's own advantage weighs it, as in the value.
         mask: (B, T) bool, True where a response token counts.
         preset: a row of `PRESETS`; `options` override it.
         num_tokens: tokens that count in the whole optimizer step, over all micro-batches and ranks (token-mean).
@@ -107,14 +117,17 @@ def policy_loss(
         mean is a sum over the tokens that count / num_tokens:
 
         - `loss`, the whole; `policy_loss`, the surrogate alone, by the loss's aggregation;
-        - `approx_kl`, token mean of (logprobs - old_logprobs)^2 / 2, nats; `clipfrac`, of whether the clip bounds bind;
+        - `approx_kl`, token mean of (logprobs - old_logprobs)^2 / 2, nats;
+        - `clipfrac`, of what the surrogate clips, and only where it clips: for "clip" ratios beyond the bound on the
+          side of the advantage, and beyond `delta`; for "cispo" weights; for "geo-mean" log-ratios, before their mean;
         - `ratio_minus_1`, `ratio_minus_1_square`, fp64: token means of r - 1 and (r - 1)^2, r at the ratio level, from
           which the ratio's mean and variance follow: E[(r - 1)^2] - E[r - 1]^2;
         - `entropy`, token mean, where it is given;
         - with `ref_logprobs`, sums over a sequence's tokens / num_sequences: `kl` by `kl_estimator`; `kl1` to `kl4`.
 
     Raises:
-        ValueError: shapes or options that do not fit.
+        ValueError: shapes or options that do not fit; a surrogate of yours that takes other arguments, or does not
+            return the loss of each token in their shape and dtype.
     """
     chosen = resolve_options(preset, options)
     _check_needs(chosen, ref_logprobs, entropy)
@@ -125,14 +138,16 @@ def policy_loss(
     batch = Batch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
     logprobs, entropy = batch.tokens("logprobs", logprobs), batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
-    advantages = batch.constant("advantages", advantages)
+    per_token, advantages = advantages.dim() == 2, batch.constant("advantages", advantages)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
     # the surrogate of each token, weighted
     log_ratio = logprobs - old
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
-    surrogate = surrogate_of(chosen)(level, advantages, logprobs, batch.sequences, chosen)
+    if chosen.ratio_level == "sequence" and per_token:
+        level = by_token(level, log_ratio)
+    surrogate = applied(surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen)
     behaviour = old if rollout is None else rollout
     weights = rollout_weights(old, rollout, batch.sequences, chosen)
     weights = weights * off_policy_gate(logprobs, behaviour, advantages, batch.sequences, chosen)
@@ -171,17 +186,15 @@ def _regularisers(logprobs, old, ref, entropy, chosen):
 
 
 def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
-    ratio = tangent_exp(level)
-    above = (advantages > 0) & (ratio > 1 + chosen.clip_high)
-    below = (advantages < 0) & (ratio < 1 - chosen.clip_low)
     # fp64, and less 1: a variance of 1e-8 around a mean of 1 would drown in E[r^2] - E[r]^2
     ratio_minus_1 = tangent_expm1(level.double())
     metrics = {
         "approx_kl": log_ratio.square() / 2,
-        "clipfrac": (above | below).to(ratio.dtype),
         "ratio_minus_1": ratio_minus_1,
         "ratio_minus_1_square": ratio_minus_1.square(),
     }
+    if not callable(chosen.surrogate) and chosen.surrogate in CLIPPED:
+        metrics["clipfrac"] = CLIPPED[chosen.surrogate](level, advantages, chosen).to(level.dtype)
     if entropy is not None:
         metrics["entropy"] = entropy
     return {name: batch.aggregate(values, "token-mean") for name, values in metrics.items()}
@@ -259,7 +272,7 @@ def policy_token_loss(
             kept = logprobs.detach() != -torch.inf
             logprobs, given["shares"] = torch.where(kept, logprobs, 0), torch.where(kept, given["shares"], 0)
         old = given.get("old", logprobs.detach())
-        surrogate = surrogate_of(chosen)(logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
+        surrogate = applied(surrogate_of(chosen), logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
         surrogate = surrogate * given.get("weights", 1) * entropy_gate(entropy, None, chosen)
         losses = surrogate + _regularisers(logprobs, old, given.get("ref"), entropy, chosen)
         return given["shares"] * losses

@@ -66,6 +66,8 @@ def whiten(
 ) -> Tensor:
     """Scale `values` to variance 1, and to mean 0 unless `shift_mean=False`, over the elements where `mask` is True.
 
+    The variance is the unbiased one, over n - 1, as `torch.var`'s; 0 where fewer than two elements count.
+
     Args:
         values: (...) floating point.
         mask: same shape, bool.

@@ -101,21 +101,29 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
 
 
 def kl_estimate(logprobs, ref_logprobs, kl_estimator, *, old_logprobs):
-    """As `fused_rl.kl_estimate`, by the definitions: it overflows where they do, and cancels near 0 where they do."""
-    d, r = logprobs - ref_logprobs, (logprobs - old_logprobs).exp()
-    k1, k2, k3 = d, d**2 / 2, torch.exp(-d) - 1 + d
+    """As `fused_rl.kl_estimate`, by the definitions, tangents included: it cancels near 0 where they do."""
+    d, r = logprobs - ref_logprobs, _exp(logprobs - old_logprobs).detach()
+    k1, k2, k3 = d, d**2 / 2, _exp(-d) - 1 + d
     straight_through = {"k1+": k2 + (k1 - k2).detach(), "k3+": k2 + (k3 - k2).detach()}
-    return {"k1": k1, "k2": k2, "k3": k3, "k4": r * k1, "rk3": r * k3, **straight_through}[kl_estimator]
+    weighted = {"k4": r * (k2 + d + (k1 - k2 - d).detach()), "rk3": r * straight_through["k3+"]}
+    return {"k1": k1, "k2": k2, "k3": k3, **straight_through, **weighted}[kl_estimator]
+
+
+def _exp(x):
+    """exp, from 20 nats on its tangent."""
+    return x.clamp(max=20).exp() * (1 + (x - 20).clamp(min=0))
 
 
 def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
     """The losses of one sequence, (n,) tensors, from the papers' equations (docs/losses.md)."""
     log_r = lp - old
-    if ratio_level == "sequence":
+    if ratio_level == "sequence" and bool((advantages != advantages[0]).any()):  # GSPO-token
+        log_r = log_r.mean().detach() + lp - lp.detach()
+    elif ratio_level == "sequence":
         log_r = log_r.mean() * torch.ones_like(lp)
     elif ratio_level == "sequence-sum":
         log_r = log_r.sum() * torch.ones_like(lp)
-    r, a = log_r.exp(), advantages
+    r, a = _exp(log_r), advantages
     up = a >= 0
     if surrogate == "clip":
         bound = torch.where(up, (1 + clip_high) * a, (1 - clip_low) * a)
@@ -131,7 +139,7 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
         return -(r**k * torch.exp(rate * (1 - r))).detach() * a * lp
     if surrogate == "geo-mean":
         kept = torch.where(up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low))
-        return -a * kept.mean().exp()
+        return -a * _exp(kept.mean())
     if surrogate == "policy-gradient":
         return -a * lp
     raise ValueError(f"surrogate {surrogate!r} has no reference; add its formula here")

@@ -3,17 +3,24 @@
 docs/losses.md shows a surrogate of your own in five lines.
 """
 
+import inspect
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from fused_rl.checks import described
 from fused_rl.estimators import tangent_exp
 
 __all__ = [
+    "CLIPPED",
     "RATIO_LEVELS",
     "READS",
     "SURROGATES",
     "NoSequences",
+    "applied",
+    "by_token",
     "entropy_gate",
     "needs_sequences",
     "off_policy_gate",
@@ -39,6 +46,15 @@ def _sequence_sum(log_ratio, sequences):
 
 
 RATIO_LEVELS = {"token": _token, "sequence": _sequence, "sequence-sum": _sequence_sum}
+
+
+def by_token(level, log_ratio):
+    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): a sequence's ratio, whose gradient is that of the token's alone.
+
+    Advantages that are a token's own then weigh that token, as they do in the value. Where all tokens of a sequence
+    have one advantage the gradient of the loss is GSPO's.
+    """
+    return level.detach() + (log_ratio - log_ratio.detach())
 
 
 # Surrogate: (log_ratio, advantages, logprobs, sequences, options), tensors (B, T) -> (B, T) loss, lower is better.
@@ -116,6 +132,28 @@ SURROGATES = {
     "geo-mean": _geo_mean,
     "policy-gradient": _policy_gradient,
 }
+# Which tokens a surrogate's bounds change: (log_ratio, advantages, options) -> (B, T) bool. Others clip nothing.
+
+
+def _beyond_the_minimum(log_ratio, advantages, options):
+    ratio = tangent_exp(log_ratio)
+    below = ratio < 1 - options.clip_low
+    if options.delta is not None:
+        below = below | (ratio > options.delta)
+    return torch.where(advantages > 0, ratio > 1 + options.clip_high, (advantages < 0) & below)
+
+
+def _beyond_the_bounds(log_ratio, advantages, options):
+    ratio = tangent_exp(log_ratio)
+    return (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)
+
+
+def _beyond_in_nats(log_ratio, advantages, options):
+    above, below = log_ratio > options.clip_high, log_ratio < -options.clip_low
+    return torch.where(advantages > 0, above, (advantages < 0) & below)
+
+
+CLIPPED = {"clip": _beyond_the_minimum, "cispo": _beyond_the_bounds, "geo-mean": _beyond_in_nats}
 _RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
 _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 # The options that each reads: those of the others have no meaning beside it. A function of yours may read any.
@@ -127,6 +165,33 @@ READS = {
     "geo-mean": _RATIO_AND_BOUNDS,
     "policy-gradient": (),
 }
+
+
+def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, options) -> Tensor:
+    """The loss of each token; of a surrogate of the user's nothing is known, so what it is and returns is looked at.
+
+    Raises:
+        ValueError: it does not take five arguments, or does not return a loss of each token.
+    """
+    arguments = log_ratio, advantages, logprobs, sequences, options
+    name, wanted = getattr(surrogate, "__name__", repr(surrogate)), tuple(logprobs.shape)
+    try:
+        if inspect.isclass(surrogate):
+            raise TypeError("it is a class; pass a function")
+        inspect.signature(surrogate).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"the surrogate {name} is called with (log_ratio, advantages, logprobs, sequences, options), tensors "
+            f"{wanted}, but does not take these: {error}"
+        ) from None
+    losses = surrogate(*arguments)
+    if not isinstance(losses, Tensor) or tuple(losses.shape) != wanted or losses.dtype != logprobs.dtype:
+        raise ValueError(
+            f"the surrogate {name} must return the loss of each token, {logprobs.dtype} {wanted} as its arguments; got "
+            f"{described(losses) if isinstance(losses, Tensor) else type(losses).__name__}. Leave sums and means to "
+            "loss_agg"
+        )
+    return losses
 
 
 # What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 where it is not asked for.

@@ -118,14 +118,16 @@ def targets_bwd_kernel(
     dentropy, dlse = upstream(dentropy_ptr, row, True), upstream(dlse_ptr, row, True)
     x_row, first = x_ptr + shift + row * x_stride, row * count
 
-    # S, and the part of it that belongs to tokens below the maximum: where that has nearly all the mass, S less its
-    # own share would have lost them. Sums of thousands of terms are held in fp64
+    # S, and the part of it that belongs to tokens below a maximum with most of the mass, beside which S less its own
+    # share would have lost them; of two at the maximum (rest >= 1) neither has most, and each is the other's other.
+    # Sums of thousands of terms are held in fp64
+    top = tl.where(rest < 1.0, m, float("inf"))
     total, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in tl.range(0, count, BLOCK, num_stages=1):
         k = begin + tl.arange(0, BLOCK)
         _id, d, x, _known = load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab)
         total += d
-        below += tl.where(cap(x, softcap) < m, d, 0.0)
+        below += tl.where(cap(x, softcap) < top, d, 0.0)
     total, below = tl.sum(total, 0), tl.sum(below, 0)
     tl.store(dtotal_ptr + row, (dlse - total).to(tl.float32))
 
@@ -141,7 +143,7 @@ def targets_bwd_kernel(
             order = tl.load(order_ptr + first + ahead, mask=same, other=0)
             own += tl.load(dlogprob_ptr + first + order, mask=same, other=0.0).to(tl.float64)
             ahead += 1
-        others = tl.where(cap(x, softcap) < m, total - own, below)
+        others = tl.where(cap(x, softcap) < top, total - own, below)
         dothers = (dlse - others).to(tl.float32)
         g = target_gradient(x, m, rest, entropy, own.to(tl.float32), dentropy, dothers, inv_t, softcap)
         tl.store(dtarget_ptr + first + k, g, mask=head)

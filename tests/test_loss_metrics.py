@@ -81,6 +81,44 @@ def test_policy_metrics_add_up_to_their_definitions(batch, ratio_level):
     close(variance, ratio[mask].var(unbiased=False))
 
 
+@pytest.mark.parametrize("preset", fused_rl.PRESETS)
+def test_clipfrac_is_what_the_surrogate_clips(batch, preset):
+    """A token is clipped where the loss with bounds is not the loss without them; what has no bounds has no metric."""
+    mask, advantages, logprobs, old, *_ = batch
+    chosen = fused_rl.PolicyLossOptions(**fused_rl.PRESETS[preset].options)
+    low, high = (0.01, 0.02) if chosen.ratio_level == "sequence" else (0.1, 0.2)
+    options = {"clip_low": low, "clip_high": high} if chosen.surrogate in ("clip", "cispo", "geo-mean") else {}
+    _, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset, **options)
+    if not options:
+        assert "clipfrac" not in metrics
+        return
+    log_ratio, a = torch.where(mask, logprobs - old, 0).double(), advantages.double()[:, None]
+    if chosen.ratio_level == "sequence":
+        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand(B, T)
+    ratio = log_ratio.exp()
+    clipped = {
+        "clip": torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a) != ratio * a,
+        "cispo": ratio.clamp(1 - low, 1 + high) != ratio,
+        "geo-mean": torch.minimum(log_ratio * a, log_ratio.clamp(-low, high) * a) != log_ratio * a,
+    }[chosen.surrogate]
+    assert 0 < clipped[mask].double().mean() < 1
+    close(metrics["clipfrac"], clipped[mask].double().mean())
+
+
+def test_clipfrac_counts_the_dual_clip(batch):
+    mask, _, logprobs, old, *_ = batch
+    negative = -torch.ones(B)
+    _, metrics = fused_rl.policy_loss(logprobs, old, negative, mask, preset="ppo", clip_high=0.05, delta=1.1)
+    ratio = torch.where(mask, logprobs - old, 0).double().exp()
+    close(metrics["clipfrac"], ((ratio < 0.8) | (ratio > 1.1))[mask].double().mean())
+
+
+def test_a_surrogate_of_ones_own_has_no_clipfrac(batch):
+    mask, advantages, logprobs, old, *_ = batch
+    options = {"preset": "grpo", "surrogate": lambda log_ratio, advantages, *_: -log_ratio.exp() * advantages}
+    assert "clipfrac" not in fused_rl.policy_loss(logprobs, old, advantages, mask, **options)[1]
+
+
 def test_the_ratio_keeps_its_variance_next_to_1():
     """Log-ratios of 1e-6: of a variance of 1e-12, E[r^2] - E[r]^2 has no digit in fp32 and four in fp64."""
     generator = torch.Generator().manual_seed(0)

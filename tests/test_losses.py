@@ -628,3 +628,56 @@ def test_the_losses_of_the_documentation_run(monkeypatch):
     loss, advantages, ratio = (namespace[name] for name in ("loss", "advantages", "ratio"))
     want = (torch.tanh(ratio - 1) * -advantages[:, None])[namespace["mask"]].mean()
     torch.testing.assert_close(loss, want)
+
+
+BAD_SURROGATES = {
+    "a sum": lambda r, a, lp, s, o: -(r.exp() * a).sum(),
+    "a mean of sequences": lambda r, a, lp, s, o: -(r.exp() * a).mean(1),
+    "a column": lambda r, a, lp, s, o: -(r.exp() * a).sum(1, keepdim=True),
+    "another dtype": lambda r, a, lp, s, o: -(r.exp() * a).bfloat16(),
+    "complex": lambda r, a, lp, s, o: -(r.exp() * a).to(torch.complex64),
+    "a tuple": lambda r, a, lp, s, o: (-(r.exp() * a), {}),
+    "nothing": lambda r, a, lp, s, o: None,
+    "another signature": lambda r, a: -(r.exp() * a),
+    "a class": torch.nn.Linear,
+}
+
+
+@pytest.mark.parametrize("surrogate", BAD_SURROGATES.values(), ids=BAD_SURROGATES)
+def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
+    """Each would broadcast into a loss of B T times the size, or end somewhere inside."""
+    mask, logprobs = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, requires_grad=True)
+    options = {"preset": "grpo", "surrogate": surrogate}
+    with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(2, 3\)[^\n]*$"):
+        fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, **options)
+
+
+@pytest.mark.parametrize("name", ["a sum", "another dtype", "nothing", "another signature"])
+def test_and_so_it_is_token_by_token(name):
+    mask, options = torch.ones(2, 3, dtype=torch.bool), {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
+    token_loss, per_token = fused_rl.policy_token_loss(None, torch.ones(2), mask, **options)
+    with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(6,\)[^\n]*$"):
+        token_loss(torch.zeros(6, requires_grad=True), torch.zeros(6), *(x.flatten() for x in per_token))
+
+
+def test_gspo_with_an_advantage_per_token_is_gspo_token():
+    """arXiv:2507.18071, eq. 13 and 14: s_it = sg(s_i) p_it / sg(p_it), so that token t's gradient has its own A_t."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (torch.randn(3, 5, dtype=F64, generator=generator) - 3).requires_grad_()
+    old = logprobs.detach() + 1e-4 * torch.randn(3, 5, dtype=F64, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 1, 0, 1, 1]]).bool()
+    advantages = torch.randn(3, 5, dtype=F64, generator=generator)
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset="gspo")
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    counts = mask.sum(1, keepdim=True)
+    ratio = (((logprobs - old).detach() * mask).sum(1, keepdim=True) / counts).exp()
+    free = torch.where(advantages > 0, ratio <= 1 + 4e-4, ratio >= 1 - 3e-4)
+    torch.testing.assert_close(gradient, torch.where(mask & free, -ratio * advantages / counts / 3, 0.0))
+
+    # one advantage for all tokens of a sequence, in either shape: one loss and one gradient
+    same = advantages[:, :1].expand(3, 5)
+    for given in (advantages[:, 0], same):
+        loss, _ = fused_rl.policy_loss(logprobs, old, given, mask, preset="gspo")
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        free = torch.where(same > 0, ratio <= 1 + 4e-4, ratio >= 1 - 3e-4)
+        torch.testing.assert_close(gradient, torch.where(mask & free, -ratio * same / counts / 3, 0.0))

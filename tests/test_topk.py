@@ -148,6 +148,16 @@ def test_gradient_keeps_its_digits_next_to_certainty(backend):
     torch.testing.assert_close(gradient.double(), expected, rtol=5e-6, atol=0)
 
 
+def test_targets_that_tie_at_the_maximum(backend):
+    """Each is the other's other: of [3, 3] and both as targets nothing remains; one that comes again counts twice."""
+    logits = torch.tensor([[3.0, 3.0, 0.0], [3.0, 3.0, -torch.inf]], device=backend)
+    targets = torch.tensor([[0, 1, 1], [0, 1, 1]], device=backend)
+    upstream = {"logprobs": torch.tensor([[1.0, 0.25, 0.75], [1.0, 0.25, 0.75]], device=backend)}
+    for dtype in FLOATS:
+        _, gradient = check(logits.to(dtype), targets, upstream)
+        assert gradient[1].abs().max() <= 1e-7
+
+
 def test_banned_tokens_and_rows(backend):
     logits, targets = random_rows(4, 900, 5, torch.float32, backend)
     logits[0, targets[0, 1]] = -torch.inf

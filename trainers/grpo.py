@@ -225,7 +225,20 @@ def accumulate(
         sums.add(metrics | {"again_minus_1": again / counted["num_tokens"]}, part.where)
         if own:
             measured.old_logprobs[index, :width] = logprobs.detach()
-    return sums.over_ranks()
+    return _per_trained_response(sums.over_ranks(), drawn, left_out, torch.cat(parts), counted["num_sequences"])
+
+
+_KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
+
+
+def _per_trained_response(
+    sums: dict[str, float], drawn: Drawn, left_out: torch.Tensor | None, index: torch.Tensor, num_sequences: int
+) -> dict[str, float]:
+    """The KL estimates over the responses of which tokens count: one that is left out is no response with a KL of 0."""
+    if left_out is None:
+        return sums
+    trained = engine.global_sum((~left_out)[index].sum().cpu()).clamp(min=1).item()
+    return sums | {name: sums[name] * num_sequences / trained for name in _KLS if name in sums}
 
 
 def _options(config: GRPOConfig) -> dict[str, object]:

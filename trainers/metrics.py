@@ -79,7 +79,7 @@ POLICY = {
     "episode": Metric("responses", "responses sampled so far", "whole"),
     "time/rollout": Metric("s", "sampling", "whole"),
     "time/score": Metric("s", "the scorers", "whole"),
-    "objective/kl": Metric("nats", "KL to the reference by the estimator in use (kl_estimator)", "sum", "kl"),
+    "objective/kl": Metric("nats", "KL to the reference by kl_estimator, over the responses trained on", "sum", "kl"),
     "objective/kl1_avg": Metric("nats", "KL estimate k1: log-ratio to the reference", "sum", "kl1"),
     "objective/kl2_avg": Metric("nats", "KL estimate k2: half the square of k1's terms", "sum", "kl2"),
     "objective/kl3_avg": Metric("nats", "KL estimate k3: expm1(-d) + d of k1's terms d", "sum", "kl3"),
@@ -91,7 +91,9 @@ POLICY = {
     "objective/scores": Metric("1", "reward from the scorers: weighted sum of their scores", "sum"),
     "objective/kl_coef": Metric("1", "weight of the KL", "whole"),
     "policy/approxkl_avg": Metric("nats", "half the squared log-ratio to the sampling policy", "sum", "approx_kl"),
-    "policy/clipfrac_avg": Metric("1", "fraction of tokens whose ratio is clipped", "sum", "clipfrac"),
+    "policy/clipfrac_avg": Metric(
+        "1", "fraction of tokens that the surrogate clips; none where it clips nothing", "sum", "clipfrac"
+    ),
     "policy/entropy_avg": Metric("nats", "true entropy per token, of the distribution sampled from", "sum", "entropy"),
     "loss/policy_avg": Metric("1", "policy surrogate alone, without KL and entropy terms", "sum", "policy_loss"),
     "loss/total_avg": Metric("1", "what is differentiated: surrogate, KL and entropy terms", "sum", "loss"),

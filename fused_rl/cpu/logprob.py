@@ -97,7 +97,7 @@ def _chunked_statistics(x, rows, inv_t, softcap):
 
     Every pass writes to memory that is warm already.
     """
-    step = max(1, compiled.CHUNK // x[0].numel())
+    step = max(1, compiled.CHUNK // x.shape[1:].numel())
     every = rows.numel() == x.shape[0]
     found = torch.empty(4, rows.numel(), x.shape[1])
     work = torch.empty(3, min(step, rows.numel()), *x.shape[1:])

@@ -59,9 +59,11 @@ def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
 
 def _gradient(x, own, d, total, dentropy, dlse, entropy, m, rest, inv_t, softcap):
     """The gradient of targets' logits as that of a single one: (n, K) fp64 capped logits, (n, 1) fp64 per row."""
-    # at a maximum with nearly all the mass, the total less its own share would have lost the others
-    below = torch.where(x < m, d, 0.0).sum(1, keepdim=True, dtype=torch.float64)
-    others = torch.where(x < m, total - own, below)
+    # of the total its own share leaves that of the others, but at a maximum with most of the mass, where these would be
+    # lost: they are summed alone. Of two at the maximum (rest >= 1) neither has most, and each is the other's other
+    top = torch.where(rest < 1, m, torch.inf)
+    below = torch.where(x < top, d, 0.0).sum(1, keepdim=True, dtype=torch.float64)
+    others = torch.where(x < top, total - own, below)
     log1p = rest.log1p()
     s = ((x - m) * inv_t).clamp_(_FLAT, 0)
     logp = s - log1p

