@@ -253,7 +253,7 @@ def merge_kl(kl, state, mask, inv_t, group):
     value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), a + (s / w).log()).clamp(min=0)
     value = torch.where(some, value, 0)
     distance = c_all.abs()
-    unknown = (some & (distance > TOO_FAR) & (value < 0.01 * distance)) | (torch.maximum(m_all, n_all) > MOST)
+    value = torch.where(some & (distance > TOO_FAR) & (value < 0.01 * distance), torch.nan, value)
 
     # the state that a row of all columns would leave
     allowed = torch.where(infinite > 0, (w / w_all).log(), 0)
@@ -261,7 +261,8 @@ def merge_kl(kl, state, mask, inv_t, group):
     offset = torch.where(some, (c_all + a) / inv_t, 0).float()
     c = torch.where(some, c_all + a, 0) - offset.double() * inv_t
     merged = KLState(m_all, w, w_all, offset.double(), c, n_all, f, s, k)
-    nan = torch.where(unknown, torch.nan, 0 * (f + w_all))  # also where a logit is NaN or inf
+    nan = 0 * (s + w_all)  # 0, or NaN where a logit is NaN or inf
+    nan = torch.where(torch.maximum(m_all, n_all) > MOST, torch.nan, nan)
     divergence = torch.where(infinite > 0, torch.inf, value) + nan
     return divergence.float(), torch.stack(merged).float()
 

@@ -179,7 +179,8 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     nan = (w_all - w_all) + (n_row - n_row)  # 0, or NaN where a logit is NaN or inf
     nan = torch.where((m_row > MOST) | (n_row > MOST), torch.nan, nan)
     distance = (m_row - n_row).abs() * t
-    nan = torch.where(some_row & (distance > TOO_FAR) & (kl < 0.01 * distance), torch.nan, nan)
+    unknown = some_row & (distance > TOO_FAR) & (kl < 0.01 * distance)
+    kl, k = (torch.where(unknown, torch.nan, z) for z in (kl, k))
     kl = torch.where(lone, torch.inf, kl) + nan
     state = KLState(
         m=m_row,
