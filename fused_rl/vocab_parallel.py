@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fused_rl.backend import backend_of, row_functions
 from fused_rl.checks import check_choice, check_temperature_values, split_temperature, values_are_checked
-from fused_rl.kernels.states import JensenShannonSums, KeptSets, KLState, RowStatistics
+from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
+from fused_rl.kernels.states import JensenShannonSums, KeptSets, KLState, RowStatistics, bounded
 from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
 from fused_rl.logprobs import check_row_arguments, unit_stride
 from fused_rl.outputs import TokenLogprobs
@@ -22,7 +23,7 @@ from fused_rl.token_support import TokenSupport, check_kept_values, check_suppor
 
 __all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
 
-_NONE = -1e10  # as in the kernels: log(p / q) where P has no mass
+_NEAR = 20.0  # nats by which fp64 moves sums of terms >= 0, and takes them off each other
 
 
 def vocab_parallel_token_logprobs(
@@ -228,45 +229,40 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def merge_kl(kl, state, mask, inv_t, group):
     """The backend's KL and state for the local columns -> those for all columns, (N,) and (9, N) fp32.
 
-    Every rank moves its sums to one c, the largest: `fused_rl.kernels.kl` has the formulas. There, unlike at the mean,
-    a = sum(p (d - c)) is not 0 and KL = a + log1p(F / W - a), which fp64 can afford to subtract.
+    Every rank moves its sums to one c, the difference of the maxima: `fused_rl.kernels.kl` has the formulas. Unlike at
+    the mean a = sum(p (d / T - c)) is not 0 there, and KL = a + log1p(F / W - a), which fp64 can afford to subtract.
     """
     state = state.double() if mask is None else torch.where(mask, state, 0).double()
-    m, w, w_all, offset, c, n, f, *_ = KLState(*state)
-    c = offset * inv_t + c
-    rows = [m, n, torch.where(w > 0, c, -torch.inf), (kl == torch.inf).double()]
-    rows = [r.nan_to_num(0, 0, -torch.inf) for r in rows]
-    m_all, n_all, c_all, infinite = _reduced(rows, dist.ReduceOp.MAX, group)
-    c_all = torch.where(c_all == -torch.inf, 0, c_all)
+    m, w, w_all, offset, c, n, f, s, _ = KLState(*state)
+    rows = [r.nan_to_num(0, 0, -torch.inf) for r in (m, n, (kl == torch.inf).double())]
+    m_all, n_all, infinite = _reduced(rows, dist.ReduceOp.MAX, group)
+    c_all = (m_all - n_all) * inv_t
 
-    # the local sums, moved by h to the common mean
-    share = ((m - m_all) * inv_t).exp()
-    scale = ((m_all - n_all) * inv_t - c_all).exp()
-    own = torch.where(w > 0, w * ((m - n_all) * inv_t - c).exp(), 0)
-    h = c_all - c
-    weight = w * share
-    near = weight * scale * (torch.expm1(h) - h)
-    moved = torch.where(h < 1, near, own - weight * scale * (1 + h))
-    moved = torch.where(w > 0, moved, 0)
-    rows = [weight, w_all * share, -weight * h, f * ((n - n_all) * inv_t).exp() + moved]
-    w, w_all, a, f = _reduced(rows, dist.ReduceOp.SUM, group)
+    # the local sums, moved there by h; from q itself where x - y has no digits for it, as between a mask and a logit
+    share, q_share = ((m - m_all) * inv_t).exp(), ((n - n_all) * inv_t).exp()
+    weight, h = w * share, c_all - (offset * inv_t + c)
+    moved = f * q_share + weight * (torch.expm1(h) - h)
+    f = torch.where(h.abs() < _NEAR, moved, s * q_share - weight * (1 + h))
+    f = torch.where(w > 0, f, s * q_share)
+    rows = [weight, w_all * share, torch.where(w > 0, -weight * h, 0), f, s * q_share]
+    w, w_all, a, f, s = _reduced(rows, dist.ReduceOp.SUM, group)
 
     # the divergence of all columns
     some = w > 0
-    s = f + torch.where(some, scale * (w - a), 0)
     a, r = torch.where(some, a / w, 0), torch.where(some, f / w, 1)
-    z = (n_all - m_all) * inv_t + c_all
-    exact = a + torch.log1p(r * z.clamp(max=600).exp() - a)
-    value = torch.where(z > 600, a + z + r.log(), exact).clamp(min=0)
+    value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), a + (s / w).log()).clamp(min=0)
     value = torch.where(some, value, 0)
+    distance = c_all.abs()
+    value = torch.where(some & (distance > TOO_FAR) & (value < 0.01 * distance), torch.nan, value)
 
     # the state that a row of all columns would leave
     allowed = torch.where(infinite > 0, (w / w_all).log(), 0)
-    k = torch.where(some, value + allowed, _NONE)
+    k = torch.where(some, value + allowed, NONE)
     offset = torch.where(some, (c_all + a) / inv_t, 0).float()
     c = torch.where(some, c_all + a, 0) - offset.double() * inv_t
     merged = KLState(m_all, w, w_all, offset.double(), c, n_all, f, s, k)
-    nan = 0 * (f + w_all)  # 0, or NaN where a logit is NaN or inf
+    nan = 0 * (s + w_all)  # 0, or NaN where a logit is NaN or inf
+    nan = torch.where(torch.maximum(m_all, n_all) > MOST, torch.nan, nan)
     divergence = torch.where(infinite > 0, torch.inf, value) + nan
     return divergence.float(), torch.stack(merged).float()
 
@@ -280,7 +276,7 @@ class _VocabParallelKL(torch.autograd.Function):
         if js:
             sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state)
             dist.all_reduce(sums, group=group)
-            divergence = JensenShannonSums(*sums).divergence
+            divergence = JensenShannonSums(*bounded(sums)).divergence
         divergence = divergence if mask is None else torch.where(mask, divergence, 0)
         ctx.save_for_backward(x, y, mask, divergence, state, sums)
         ctx.inv_t = inv_t

@@ -30,7 +30,7 @@ from fused_rl.kernels.pair import (
     row_offset,
     warps,
 )
-from fused_rl.kernels.states import JensenShannonSums
+from fused_rl.kernels.states import JensenShannonSums, bounded
 
 # The row of each number in `sums`, (3, N) fp32.
 AT_DIVERGENCE = tl.constexpr(JensenShannonSums._fields.index("divergence"))
@@ -162,6 +162,4 @@ def js_fwd(x, y, mask, inv_t, state):
     sums = parts[0]
     for part in parts[1:]:  # in this order in any batch
         sums = sums + part
-    divergence = sums[JensenShannonSums._fields.index("divergence")]
-    divergence.masked_fill_(divergence < 0, 0.0)  # NaN is not
-    return sums
+    return bounded(sums)

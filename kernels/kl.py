@@ -33,6 +33,7 @@ import triton.language as tl
 from fused_rl.kernels.kl_gradient import kl_bwd
 from fused_rl.kernels.kl_lanes import (
     FLOOR,
+    KNOWN,
     NOWHERE,
     NUMBERS,
     careful,
@@ -43,6 +44,7 @@ from fused_rl.kernels.kl_lanes import (
     settled,
     start,
     step,
+    within,
 )
 from fused_rl.kernels.logprob import launch_options, multiprocessors
 from fused_rl.kernels.online import log1p, valid
@@ -80,15 +82,30 @@ SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in
 
 
 @triton.jit
-def _offset(x_ptr, y_ptr, V):
-    """x - y at one of the first columns that both allow: a constant between the rows then costs c and u no bits."""
+def _offset(x_ptr, y_ptr, V, inv_t):
+    """x - y at one of the first columns that both allow: a constant between the rows then costs c and u no bits.
+
+    Of these, at the one whose smaller probability is largest. Where x and y are far apart there, it may be a mask's,
+    and says nothing of the other columns: then the difference of the rows' maxima, from one more look at each column.
+    """
     offset = -float("inf")
     begin = 0
     while (offset == -float("inf")) & (begin < V):
         x, y = load(x_ptr, y_ptr, begin + tl.arange(0, 32), V)
-        offset = tl.max(tl.where((x > BANNED) & (y > BANNED), x - y, -float("inf")), 0)
+        both = (x > BANNED) & (y > BANNED)
+        likely = tl.minimum(x - tl.max(x, 0), y - tl.max(y, 0))
+        likely = tl.where(both, likely, -float("inf"))
+        offset = tl.max(tl.where(both & (likely == tl.max(likely, 0)), x - y, -float("inf")), 0)
         begin += 32
-    return tl.where(offset == -float("inf"), 0.0, offset)
+    offset = tl.where(offset == -float("inf"), 0.0, offset)
+    if tl.abs(offset) * inv_t > KNOWN:
+        COLUMNS: tl.constexpr = 1024
+        m, n = tl.full((COLUMNS,), FLOOR, tl.float32), tl.full((COLUMNS,), FLOOR, tl.float32)
+        for begin in tl.range(0, V, COLUMNS, num_stages=1):
+            x, y = load(x_ptr, y_ptr, begin + tl.arange(0, COLUMNS), V)
+            m, n = tl.maximum(m, x), tl.maximum(n, y)
+        offset = tl.max(m, 0) - tl.max(n, 0)
+    return offset
 
 
 @triton.jit
@@ -96,6 +113,7 @@ def _divergence(m, w, c, left, n, f, offset, inv_t):
     """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none.
 
     F is about c, which fp32 leaves h = `left` short of the mean: about the mean, F / W is e^h (F / W + 1 - h) - 1.
+    Where the row is apart (`kl_lanes.py`), f is the sum of q, and KL = log(sum q / W) about the mean.
     """
     z = -exponent(m, c, n, offset, inv_t)
     r = tl.where(w > 0, f / w, 1.0)
@@ -105,7 +123,8 @@ def _divergence(m, w, c, left, n, f, offset, inv_t):
     short = tl.where(tl.abs(left) < 0.1, series, tl.exp(left) * (1 - left) - 1)
     a += short
     near = log1p(tl.where(a < 0, 0.0, a))  # NaN is not < 0
-    return tl.where(w > 0, tl.where(z > 28, far, near), 0.0)
+    far = tl.where(far < 0, 0.0, far)
+    return tl.where(w > 0, tl.where((z > 28) | (within(c) == 0), far, near), 0.0)
 
 
 @triton.jit
@@ -162,23 +181,26 @@ def _segment(
             inside = inside + (mask,)
         m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
     right = held(m, w, a, f, far, k)
-    m, w, w_all, c, left, n, s, f, d_max = settled(m, w, c, a, f, offset, k, inv_t)
+    if not EXACT:  # x - y as it rounds
+        right = right & (tl.abs(offset) * inv_t <= KNOWN)
+    m, w, w_all, c, left, n, s, f, lone = settled(m, w, c, a, f, offset, k, inv_t)
     if right == 0:
-        m, w, w_all, c, left, n, s, f, d_max = careful(x_row, y_row, first * TILE, stop, offset, inv_t, EXACT, THREADS)
-    return m, w, w_all, c, left, n, s, f, d_max
+        m, w, w_all, c, left, n, s, f, lone = careful(x_row, y_row, first * TILE, stop, offset, inv_t, THREADS)
+    return m, w, w_all, c, left, n, s, f, lone
 
 
 @triton.jit
 def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     """Reduce the lanes of a row and store its divergence and its `KLState`."""
-    m, w, w_all, c, left, n, s, f, d_max = reduce_lanes(lanes, offset, inv_t)
+    m, w, w_all, c, left, n, s, f, lone = reduce_lanes(lanes, offset, inv_t)
     kl = _divergence(m, w, c, left, n, f, offset, inv_t)
     distance = tl.abs(m - n) * inv_t
     kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
-    lone = d_max > -0.5 * BANNED  # Q bans a column that P does not, however little its mass
+    lone = lone > 0  # however little P's mass there
     nan = (w_all - w_all) + (s - s)  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
     nan += tl.where(tl.maximum(m, n) > MOST, float("nan"), 0.0)
     tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
+    f = tl.where(within(c), f, s * (1 - tl.exp(-kl)))  # F about the mean, which KL is log1p of
     # c / inv_t goes into the offset, so that c + left is small and keeps its bits for the gradient
     mean = offset + c / inv_t
     moved = offset - mean
@@ -240,7 +262,7 @@ def kl_fwd_kernel(
     y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
     x_row, x_wide = x_ptr + x_at, x_ptr + x_at // VEC * VEC
     y_row, y_wide = y_ptr + y_at, y_ptr + y_at // VEC * VEC
-    offset = _offset(x_row, y_row, V)
+    offset = _offset(x_row, y_row, V, inv_t)
     if lanes_ptr is not None:
         segment = tl.program_id(1)
         part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
@@ -248,12 +270,12 @@ def kl_fwd_kernel(
         for i in tl.static_range(NUMBERS):
             tl.store(lanes_ptr + at + i * THREADS, part[i])
     else:
-        m, w, w_all, c, left, n, s, f, d_max = _nothing(THREADS)
+        m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
         for segment in tl.range(0, tl.cdiv(V, SEGMENT * K * VEC * THREADS), num_stages=1):
             part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
-            lanes = (m, w, w_all, c, left, n, s, f, d_max)
-            m, w, w_all, c, left, n, s, f, d_max = merge(lanes, part, offset, inv_t)
-        _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, d_max), offset, inv_t)
+            lanes = (m, w, w_all, c, left, n, s, f, lone)
+            m, w, w_all, c, left, n, s, f, lone = merge(lanes, part, offset, inv_t)
+        _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
 
 
 @triton.jit(do_not_specialize=[*RUNTIME, "segments"])
@@ -287,16 +309,16 @@ def kl_merge_kernel(
         inv_t = valid(tl.load(inv_t_ptr + row))
     x_row = x_ptr + row_offset(row, T, stride_xb, stride_xt, x_shift)
     y_row = y_ptr + row_offset(row, T, stride_yb, stride_yt, y_shift)
-    offset = _offset(x_row, y_row, V)
-    m, w, w_all, c, left, n, s, f, d_max = _nothing(THREADS)
+    offset = _offset(x_row, y_row, V, inv_t)
+    m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
         at = lanes_ptr + (row.to(tl.int64) * segments + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
         part = ()
         for i in tl.static_range(NUMBERS):
             part = part + (tl.load(at + i * THREADS),)
-        lanes = (m, w, w_all, c, left, n, s, f, d_max)
-        m, w, w_all, c, left, n, s, f, d_max = merge(lanes, part, offset, inv_t)
-    _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, d_max), offset, inv_t)
+        lanes = (m, w, w_all, c, left, n, s, f, lone)
+        m, w, w_all, c, left, n, s, f, lone = merge(lanes, part, offset, inv_t)
+    _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
 
 
 def kl_fwd(x, y, mask, inv_t):

@@ -34,7 +34,8 @@ def _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS: tl.constexpr, EXACT: t
     if JS:
         a, b = js_logs(delta)
         return 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
-    return g * p * u, g * tl.where(tl.abs(delta) < 1, p * expm1, q - p)
+    near = tl.where(k > 8, 0.0, 1.0)  # where KL is large its digits, and those of delta, are not for p - q
+    return g * p * u, g * tl.where(tl.abs(delta) < near, p * expm1, q - p)
 
 
 @triton.jit

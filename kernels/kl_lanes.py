@@ -9,9 +9,14 @@ A lane carries `Lane`, each (lanes,) fp32. Two ways lead there from some columns
 sum q is W + F + A ln 2 and is not added up, nor is there an exponent or a maximum of y: 2^t is q / p. A tile of columns
 is kept in registers: p and the mean of t first, then A and F about it, so that only what the lane had before is moved.
 The centre may be any number near the mean, as A holds the rest. This is right while q / p and its inverse stay below
-2^FARTHEST and no column is banned; `held` tells, because whatever it does not cover leaves inf, NaN or a large |t|.
+2^FARTHEST, the centre within it, and no column is banned; `held` tells, because whatever it does not cover leaves inf,
+NaN, a large |t| or a large centre.
 
 `careful`: any logits, from three looks at each column: maxima, mean, sums about it, with p and q scaled for themselves.
+
+q is p 2^t as long as x - y - offset has digits for it. Where a lane's mean is beyond KNOWN it has not: where x alone is
+a mask of -1e9, x - y knows nothing of y. Such a lane is apart: its f is the sum of q itself, and stays so as lanes
+merge, until the mean of all is within KNOWN, where F = sum q - W (1 + h - left) cancels nothing, as h is large.
 """
 
 import triton
@@ -19,13 +24,15 @@ import triton.language as tl
 
 from fused_rl.kernels.pair import BANNED, LN2, LOG2E, difference, excess, load
 
-FLOOR = tl.constexpr(-5e19)  # the maximum of nothing: exp2(BANNED - FLOOR) is 0
+FLOOR = tl.constexpr(-9.999999e19)  # the maximum of nothing, next to BANNED: exp2(BANNED - FLOOR) is 0
 TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
 FARTHEST = tl.constexpr(60.0)  # log2 units
+KNOWN = tl.constexpr(42.0)  # nats from the offset, a little more than FARTHEST: x - y is right to 2e-6 there
 LARGEST = tl.constexpr(16777216.0)  # log2 units from 0: a reference there is off by 1 at most
 NOWHERE = tl.constexpr(-1e30)  # stands in fast sums for a column past the row's end
 
-# The numbers of a lane: m, w, w_all, c, left, n, s, f as in `KLState` (left: the mean beyond c), and max(x - y).
+# The numbers of a lane: m, w, w_all, c, left, n, s, f as in `KLState` (left: the mean beyond c; f: the sum of q where
+# the lane is apart), and `lone`, above 0 where Q bans a column that P does not.
 NUMBERS = tl.constexpr(9)
 
 
@@ -91,7 +98,8 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
     g = tl.where(tl.abs(h) < 1, excess2(h), tl.fma(h, -LN2, tl.exp2(h) - 1))
     f_old += tl.fma(tl.fma(h, LN2, g), tl.fma(a_old, LN2, f_old), w_old * g)
     a = tl.fma(h, w_old, a_old) + tl.sum(a_tile, 1)
-    return m, w, centre, a, f_old + tl.sum(f_tile, 1), tl.maximum(far, tl.max(most, 1))
+    far = tl.maximum(far, tl.maximum(tl.max(most, 1), tl.abs(centre)))
+    return m, w, centre, a, f_old + tl.sum(f_tile, 1), far
 
 
 @triton.jit
@@ -133,13 +141,13 @@ def _times(a, b):
 
 
 @triton.jit
-def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, EXACT: tl.constexpr, LANES: tl.constexpr):
+def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, LANES: tl.constexpr):
     """`Lane` of the columns from `begin` to `stop`."""
     COLUMNS: tl.constexpr = 8
     cols = tl.arange(0, LANES)[:, None] + tl.arange(0, COLUMNS)[None, :] * LANES
     zero = tl.zeros((LANES,), tl.float32)
     k = inv_t * LOG2E
-    m, n, d_max = zero + FLOOR, zero + FLOOR, zero
+    m, n, lone = zero + FLOOR, zero + FLOOR, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
         x, y = load(x_ptr, y_ptr, at + cols, stop)
         m = tl.maximum(m, tl.max(x, 1))
@@ -153,28 +161,28 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, EXACT: tl.constexpr, LANES
         w_all += tl.sum(p, 1)
         p = tl.where(y > BANNED, p, 0.0)
         w += tl.sum(p, 1)
-        d = difference(x, y, offset, EXACT)
-        c += tl.sum(p * d, 1)
-        d_max = tl.maximum(d_max, tl.max(d, 1))
+        c += tl.sum(p * difference(x, y, offset, True), 1)
+        lone = tl.maximum(lone, tl.max(tl.where(y > BANNED, 0.0, x - y), 1))
     some = w > TINY
     c = tl.where(some, c / w * inv_t, 0.0)
-    w = tl.where(some, w, 0.0)  # NaN in f tells that this was NaN
+    w = tl.where(some, w, 0.0)  # NaN in w_all or s tells that this was NaN
 
     # f about it
+    together = some & within(c)
     left, s, f, f_q = zero, zero, zero, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
         x, y = load(x_ptr, y_ptr, at + cols, stop)
         p = tl.where(y > BANNED, tl.exp2((x - m[:, None]) * k), 0.0)
         q = tl.exp2((y - n[:, None]) * k)
-        u = tl.fma(difference(x, y, offset, EXACT), inv_t, -c[:, None])
-        near = tl.abs(u) < tl.where(some, 1.0, -1.0)[:, None]
+        u = tl.fma(difference(x, y, offset, True), inv_t, -c[:, None])
+        near = tl.abs(u) < tl.where(together, 1.0, -1.0)[:, None]
         s += tl.sum(q, 1)
         left += tl.sum(p * u, 1)
         f += tl.sum(p * tl.where(near, excess(u), u - 1), 1)
         f_q += tl.sum(tl.where(near, 0.0, q), 1)
     left = tl.where(some, left / w, 0.0)
-    f = f_q + scale(w, m, c, n, offset, inv_t) * f
-    return m, w, w_all, c, left, n, s, f, d_max
+    f = tl.where(together, f_q + scale(w, m, c, n, offset, inv_t) * f, s)
+    return m, w, w_all, c, left, n, s, f, lone
 
 
 # --------------------------------------------------------------------------------------------------------- together
@@ -199,6 +207,12 @@ def scale(w, m, c, n, offset, inv_t):
 
 
 @triton.jit
+def within(c):
+    """Whether F is known about c, else a lane is apart. NaN is not."""
+    return tl.abs(c) <= KNOWN
+
+
+@triton.jit
 def _moved(own, w, unit, h, left, some):
     """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
 
@@ -212,12 +226,13 @@ def _moved(own, w, unit, h, left, some):
 @triton.jit
 def merge(one, other, offset, inv_t):
     """Lane by lane, of the columns of both."""
-    m, w, w_all, c, left, n, s, f, d_max = one
-    m2, w2, w_all2, c2, left2, n2, s2, f2, d_max2 = other
+    m, w, w_all, c, left, n, s, f, lone = one
+    m2, w2, w_all2, c2, left2, n2, s2, f2, lone2 = other
     k = inv_t * LOG2E
     m_new, n_new = tl.maximum(m, m2), tl.maximum(n, n2)
-    own = w * scale(w, m, c, n_new, offset, inv_t)
-    own2 = w2 * scale(w2, m2, c2, n_new, offset, inv_t)
+    known, known2 = within(c), within(c2)
+    own = tl.where(known, w * scale(w, m, c, n_new, offset, inv_t), 0.0)
+    own2 = tl.where(known2, w2 * scale(w2, m2, c2, n_new, offset, inv_t), 0.0)
     x_unit, x_unit2 = tl.exp2((m - m_new) * k), tl.exp2((m2 - m_new) * k)
     y_unit, y_unit2 = tl.exp2((n - n_new) * k), tl.exp2((n2 - n_new) * k)
     w, w2 = w * x_unit, w2 * x_unit2
@@ -228,22 +243,24 @@ def merge(one, other, offset, inv_t):
     w_new = tl.where(some, w_new, 0.0)
     unit = scale(w_new, m_new, c_new, n_new, offset, inv_t)
     f = f * y_unit + f2 * y_unit2
-    f += _moved(own, w, unit, c_new - c, left, some)
-    f += _moved(own2, w2, unit, c_new - c2, left2, some)
+    f += _moved(own, w, unit, c_new - c, left, some & known)
+    f += _moved(own2, w2, unit, c_new - c2, left2, some & known2)
     w_all = w_all * x_unit + w_all2 * x_unit2
     s = s * y_unit + s2 * y_unit2
-    return m_new, w_new, w_all, c_new, left_new, n_new, s, f, tl.maximum(d_max, d_max2)
+    f = tl.where(within(c_new), f, s)
+    return m_new, w_new, w_all, c_new, left_new, n_new, s, f, tl.maximum(lone, lone2)
 
 
 @triton.jit
 def reduce_lanes(lanes, offset, inv_t):
     """`Lane` of the row, scalars."""
-    m, w, w_all, c, left, n, s, f, d_max = lanes
+    m, w, w_all, c, left, n, s, f, lone = lanes
     k = inv_t * LOG2E
     m_row = tl.max(m, 0)
     n_row = tl.max(n, 0)
     x_unit, y_unit = tl.exp2((m - m_row) * k), tl.exp2((n - n_row) * k)
-    own = w * scale(w, m, c, n_row, offset, inv_t)
+    known = within(c)
+    own = tl.where(known, w * scale(w, m, c, n_row, offset, inv_t), 0.0)
     w = w * x_unit
     w_row = tl.sum(w, 0)
     some = w_row > TINY
@@ -251,7 +268,7 @@ def reduce_lanes(lanes, offset, inv_t):
     left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
     w_row = tl.where(some, w_row, 0.0)
     unit = scale(w_row, m_row, c_row, n_row, offset, inv_t)
-    f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, some), 0)
+    f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, some & known), 0)
     w_all = tl.sum(w_all * x_unit, 0)
     s = tl.sum(s * y_unit, 0)
-    return m_row, w_row, w_all, c_row, left_row, n_row, s, f, tl.max(d_max, 0)
+    return m_row, w_row, w_all, c_row, left_row, n_row, s, tl.where(within(c_row), f, s), tl.max(lone, 0)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+LOG_2 = 0.69314712  # the largest fp32 number that is not above log 2
+
 
 class RowStatistics(NamedTuple):
     """Of `logprob_fwd`, (N,) fp32 each, nats; with x the capped logits and s = (x - max x) / temperature."""
@@ -54,6 +56,13 @@ class JensenShannonSums(NamedTuple):
     """sum of p a."""
     q_b: Tensor
     """sum of q b."""
+
+
+def bounded(sums: Tensor) -> Tensor:
+    """`JensenShannonSums` (3, N), in place: what rounding took out of 0 to log 2, a mean above it, is at the bound."""
+    sums[0].clamp_(0, LOG_2)
+    sums[1:].clamp_(max=LOG_2)
+    return sums
 
 
 class KeptSets(NamedTuple):

@@ -186,4 +186,4 @@ def count(rank, world):
 
 def test_communication():
     n = 8
-    assert run_distributed(count, 2) == [[(True, n), (False, 5 * n), (True, 4 * n), (False, 4 * n)]] * 2
+    assert run_distributed(count, 2) == [[(True, n), (False, 5 * n), (True, 3 * n), (False, 5 * n)]] * 2

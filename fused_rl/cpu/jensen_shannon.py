@@ -3,7 +3,7 @@
 import torch
 
 from fused_rl.cpu.pair import distributions, exp, load, over_blocks, p_q_delta, selected_rows
-from fused_rl.kernels.states import JensenShannonSums, KLState
+from fused_rl.kernels.states import JensenShannonSums, KLState, bounded
 
 
 def js_fwd(x, y, mask, inv_t, state):
@@ -14,7 +14,7 @@ def js_fwd(x, y, mask, inv_t, state):
     blocks = over_blocks(_js_sums, x, y, *per_row)
     totals = [part.sum(1, dtype=torch.float64) for part in blocks]
     sums[:, rows] = torch.stack(totals).float()
-    return sums
+    return bounded(sums)
 
 
 def js_logs(delta, expm1):

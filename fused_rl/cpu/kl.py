@@ -26,7 +26,7 @@ from fused_rl.cpu.pair import (
 from fused_rl.kernels.states import JensenShannonSums, KLState
 
 # As in the kernels: the maximum of nothing, a mass that is none, log(p / q) where P has no mass.
-FLOOR, TINY, NONE = -5e19, 1e-30, -1e10
+FLOOR, TINY, NONE = -9.999999e19, 1e-30, -1e10
 MOST = 1e19  # of a logit
 FARTHEST = 40.0  # nats: with p at least 1e-38, no q that counts goes with a p of 0
 TOO_FAR = 1e7  # nats, as in the kernels
@@ -88,6 +88,9 @@ def _near_sums(x, x_at, y, y_at, t):
     f = (p * torch.where(u.abs() < 1, excess(u), exp(-u) - 1 + u)).sum(-1, True)
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
     held = (u.abs().amax(-1, True) < FARTHEST) & (f < torch.inf) & (c * c * w <= 1e7 * f)
+    held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
+    if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
+        held = held & (first.abs() * t < FARTHEST)
     n = m - first - c / t  # where p and q are alike
     none = torch.zeros_like(m)
     found = held, m, n, w, w, first, a, s, f, none, none
@@ -96,15 +99,15 @@ def _near_sums(x, x_at, y, y_at, t):
 
 def _block_sums(x, x_at, y, y_at, t):
     """(M, blocks, width) and an index of its blocks, twice, t (K, 1) -> K of each number that `_merge` takes."""
-    dtype = x.dtype
     x, y = load(x, x_at, y, y_at)
     m, n = x.amax(-1, True), y.amax(-1, True)
     d, allowed = x - y, y > BANNED
 
     # x - y where P is largest: a constant between the rows, or one token's mass, then costs u no bits
     at_top = torch.where(allowed & (x == m), d, -torch.inf).amax(-1, True)
-    found = at_top > BANNED
-    e = difference(x, y, torch.where(found, at_top, 0.0), dtype) * t
+    found = (at_top > -torch.inf) & (m > BANNED)
+    at_top = torch.where(found, at_top, 0.0)
+    e = difference(x, y, at_top, torch.float32) * t
 
     # the condition changes nothing but the order: w_all waits, and is summed in one pass with w and a
     top = torch.where(found, m, m.clamp(min=FLOOR))
@@ -112,15 +115,18 @@ def _block_sums(x, x_at, y, y_at, t):
     p = torch.where(allowed, p_all, 0.0)
     w_all, w, a = (z.sum(-1, True) for z in (p_all, p, p * e))
     some = w > TINY
-    u = e - torch.where(some, a / w, 0.0)
+    c = torch.where(some, a / w, 0.0)
+    u = e - c
 
-    # F about the block's own mean; what P all but lacks is Q's alone, with another scale
-    near = (u.abs() < 1) & some
+    # F about the block's own mean; what P all but lacks is Q's alone, with another scale, and so is all of a block of
+    # which the mean says nothing
+    near = (u.abs() < 1) & some & (c.abs() < FARTHEST)
     q = exp((y - n.clamp(min=FLOOR)) * t)
     s = (p * u).sum(-1, True)
     f = (p * torch.where(near, excess(u), u - 1)).sum(-1, True)
     f_y = torch.where(near, 0.0, q).sum(-1, True)
-    found = m, n, w_all, w, at_top, a, s, f, f_y, d.amax(-1, True)
+    lone = torch.where(allowed, 0.0, d).amax(-1, True)  # above 0: Q bans a column that P does not
+    found = m, n, w_all, w, at_top, a, s, f, f_y, lone
     return tuple(z.squeeze(-1) for z in found)
 
 
@@ -132,13 +138,14 @@ def _moved(h):
     return torch.where(h.abs() < 1e-2, series * h.square(), torch.expm1(h) - h)
 
 
-def _merge(m, n, w_all, w, at_top, a, s, f, f_y, most, t):
+def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     """Sums of `_block_sums`, t (R, 1) fp64 -> KL (R,), state (9, R)."""
     some = w > TINY
-    c = torch.where(some, a / w, 0.0).double()  # in fp32, as the blocks had it
-    c += torch.where(at_top > BANNED, at_top, 0.0).double() * t
+    c = torch.where(some, a / w, 0.0)  # in fp32, as the blocks had it
+    about_mean = c.abs() < FARTHEST
     m, n = m.clamp(min=FLOOR), n.clamp(min=FLOOR)
-    m, n, w_all, w, s, f, f_y = (z.double() for z in (m, n, w_all, w, s, f, f_y))
+    m, n, w_all, w, at_top, c, s, f, f_y = (z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y))
+    apart, c = (m - at_top) * t - c, c + at_top * t  # a mask of -1e15 that both have cancels before c is taken off
 
     # all about the row's maxima and its mean
     m_row, n_row = m.amax(1, True), n.amax(1, True)
@@ -146,32 +153,34 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, most, t):
     weight, s_weight = (torch.where(some, z * share, 0.0) for z in (w, s))
     w_row, w_all = weight.sum(1, True), (w_all * share).sum(1, True)
     some_row = w_row > TINY
-    # the mean, from one of the references: equal ones then give exactly it
-    first = torch.where(some, c, -torch.inf).amax(1, True)
-    first = torch.where(some_row, first, 0.0)
+    # the mean, from that of the block with most mass: equal ones then give exactly it
+    first = torch.where(some_row, c.gather(1, weight.argmax(1, True)), 0.0)
     beyond = (weight * (c - first) + s_weight).sum(1, True) / w_row
     mean = first + torch.where(some_row, beyond, 0.0)
 
     # F moved there, by h
     h = mean - c
-    own = ((m - n_row) * t - c).exp()
+    own = torch.where(about_mean, (apart - n_row * t).exp(), 0.0)
     scale = ((m_row - n_row) * t - mean).exp()
     scale = torch.where(some_row, scale, 0.0)
     near = scale * (weight * _moved(h) - torch.expm1(h) * s_weight)
     far = own * (w - s) - scale * (weight * (1 + h) - s_weight)
-    moved = torch.where((h < 1) & some_row, near, far)  # far, without a mean: all that is Q's
-    f = torch.where(some, own * f + moved, 0.0) + f_y * ((n - n_row) * t).exp()
-    f = f.sum(1, True).clamp_(min=0)
+    moved = torch.where((h < 1) & about_mean & some_row, near, far)  # far, without a mean: all that is Q's
+    f_y = f_y * ((n - n_row) * t).exp()
+    q = torch.where(some, own * (f + w - s), 0.0) + f_y
+    f = torch.where(some, own * f + moved, 0.0) + f_y
+    q, f = q.sum(1, True), f.sum(1, True).clamp_(min=0)
     w_row = torch.where(some_row, w_row, 0.0)
 
-    lone = (most > -BANNED / 2).any(1, True)  # Q bans a column that P does not, however little its mass
+    lone = (lone > 0).any(1, True)  # however little P's mass there
     kl, k = _divergence(w_row, w_all, (n_row - m_row) * t + mean, f, lone)
     # mean / t goes into the offset, so that c is small and keeps its bits for the gradient
     offset = (mean / t).float().double()
     nan = (w_all - w_all) + (n_row - n_row)  # 0, or NaN where a logit is NaN or inf
     nan = torch.where((m_row > MOST) | (n_row > MOST), torch.nan, nan)
     distance = (m_row - n_row).abs() * t
-    nan = torch.where(some_row & (distance > TOO_FAR) & (kl < 0.01 * distance), torch.nan, nan)
+    unknown = some_row & (distance > TOO_FAR) & (kl < 0.01 * distance)
+    kl, k = (torch.where(unknown, torch.nan, z) for z in (kl, k))
     kl = torch.where(lone, torch.inf, kl) + nan
     state = KLState(
         m=m_row,
@@ -181,7 +190,7 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, most, t):
         c=mean - offset * t,
         n=n_row,
         f=f,
-        s=f + scale * w_row,
+        s=q,
         k=k,
     )
     return kl[:, 0].float(), torch.cat(state, 1).T.float()
