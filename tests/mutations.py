@@ -105,9 +105,18 @@ MUTATIONS = {
     ),
     "k4's ratio is upside down": Mutation(
         "fused_rl/estimators.py",
-        "return tangent_exp(logprobs - old_logprobs.detach()) * value",
-        "return tangent_exp(old_logprobs.detach() - logprobs) * value",
+        "tangent_exp((logprobs - old_logprobs).detach())",
+        "tangent_exp((old_logprobs - logprobs).detach())",
         "tests/test_kl_estimate.py",
+    ),
+    "rk3 pushes as k4 does": Mutation(
+        "fused_rl/estimators.py",
+        'k2 if kl_estimator == "rk3" else k2 + d',
+        "k2 + d",
+        "tests/test_kl_estimate.py",
+    ),
+    "K targets that tie leave the others out": Mutation(
+        "fused_rl/cpu/targets.py", "torch.where(rest < 1, m, torch.inf)", "m", "tests/test_topk.py -k tie"
     ),
     "the clip is optimistic": Mutation(
         "fused_rl/surrogates.py", "-torch.minimum(ratio * adv", "-torch.maximum(ratio * adv", LOSSES
@@ -324,7 +333,7 @@ MUTATIONS = {
         "trainers/credit.py", "shift_mean=False", "shift_mean=True", PPO_PARTS
     ),
     "the controller pulls the other way": Mutation(
-        "trainers/credit.py", "min(max(kl / target - 1, -0.2), 0.2)", "min(max(1 - kl / target, -0.2), 0.2)", PPO_PARTS
+        "trainers/credit.py", "max(kl / target - 1, -LARGEST_ERROR)", "max(1 - kl / target, -LARGEST_ERROR)", PPO_PARTS
     ),
     "values after a response are fitted": Mutation(
         "trainers/critic.py",
