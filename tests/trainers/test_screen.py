@@ -64,8 +64,8 @@ def test_a_run_whose_screen_has_gone_goes_on_into_its_files(files, tmp_path, mon
 def test_a_second_run_in_a_process_is_a_run(files, tmp_path, capsys):
     """After a command, after one that was refused, and after a run without a command."""
     sft.main(argv(files, tmp_path / "a"))
-    with pytest.raises(SystemExit, match="model='nobody'"):
-        sft.main(argv(("nobody", files[1]), tmp_path / "b"))
+    with pytest.raises(SystemExit, match="none.jsonl does not exist"):
+        sft.main(argv((files[0], "none.jsonl"), tmp_path / "b"))
     sft.main(argv(files, tmp_path / "b", "--zero_stage=2"))
     options = dict(word.removeprefix("--").split("=", 1) for word in argv(files, tmp_path / "c"))
     sft.train(sft.SFTConfig(**{name: int(value) if value.isdigit() else value for name, value in options.items()}))
