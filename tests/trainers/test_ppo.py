@@ -24,7 +24,7 @@ def folders(tmp_path_factory):
 
 
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
-    settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
+    settings = {"model": folders[0], "critic": folders[1], "dataset": "d", "output_dir": "o", "zero_stage": 0}
     return ppo.PPOConfig(**(settings | options))
 
 
