@@ -402,7 +402,7 @@ def preference_loss(
     right, wrong = torch.nn.functional.logsigmoid(lead), torch.nn.functional.logsigmoid(-lead)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
     losses = losses + centering * (chosen + rejected).square()
-    num_sequences = chosen.numel() if num_sequences is None else num_sequences
+    num_sequences = max(chosen.numel(), 1) if num_sequences is None else num_sequences
     loss = losses.sum() / num_sequences
     return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach(), num_sequences)
 
@@ -416,8 +416,9 @@ def _preference_metrics(loss, chosen, rejected, num_sequences):
         "mean_reward": (chosen + rejected) / 2,
     }
     sums = {name: values.sum() / num_sequences for name, values in per_pair.items()}
-    extremes = {
-        "min_reward": torch.minimum(chosen, rejected).min(),
-        "max_reward": torch.maximum(chosen, rejected).max(),
+    both = torch.cat([chosen, rejected])
+    extremes = {  # of no pair what changes no minimum and no maximum
+        "min_reward": both.amin() if len(both) else both.new_tensor(torch.inf),
+        "max_reward": both.amax() if len(both) else both.new_tensor(-torch.inf),
     }
     return {"loss": loss, **sums, **extremes}

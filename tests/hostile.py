@@ -476,6 +476,6 @@ OPS = {
     "vocab_parallel_token_logprobs, support": Op(*SPLIT, of_support, logprobs_promise, 1e-6),
     "token_kl": Op(fused_rl.token_kl, divergence, two, of_pair, kl_promise, 1e-6, sizes_of_pair),
     "linear_token_kl": Op(*LINEAR_KL, of_two_heads, kl_promise, 1e-6, **HEAD),
-    "vocab_parallel_token_kl": Op(*SPLIT_KL, of_pair, kl_promise, 1e-6, sizes_of_pair),
+    "vocab_parallel_token_kl": Op(*SPLIT_KL, of_pair, kl_promise, 1e-5, sizes_of_pair),
     "topk_kl, of token_logprobs": Op(*CHAIN, of_top_ids, topk_promise, 2e-5),
 }

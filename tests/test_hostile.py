@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+import fused_rl
+from bench import interpreter
+from tests import hostile_tokens
 from tests.hostile import OPS, blurred, build, cases, sizes_of_head
 
 SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -88,23 +91,66 @@ def test_ops(backend, name):
     settings(max_examples=12, **SETTINGS)(given(cases_of(name))(lambda case: check(OPS[name], case)))()
 
 
+def check_tokens(function, case):
+    """fp32 arithmetic: 2e-5 of each element, and four times the error of the definition in fp32."""
+    case = case._replace(dtype=torch.float32) if function.single else case
+    batch, ran = hostile_tokens.build(case), []
+    plain = hostile_tokens.numbers(batch)
+    for call, inputs, dtype in (
+        (function.ours, batch, case.dtype),
+        (function.definition, plain, torch.float64),
+        (function.definition, plain, torch.promote_types(case.dtype, torch.float32)),
+    ):
+        floats = [name for name in batch._fields if name != "mask"]
+        inputs = inputs._replace(**{name: getattr(inputs, name).to(dtype) for name in floats})
+        leaf = getattr(inputs, function.leaf).requires_grad_()
+        outputs = call(leaf, inputs)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
+        total = sum(o.sum() for o in outputs)
+        (gradient,) = torch.autograd.grad(total, leaf) if total.requires_grad else (torch.zeros_like(leaf),)
+        ran.append([o.detach() for o in outputs] + [gradient])
+    for i, (ours, exact, naive) in enumerate(zip(*ran, strict=True)):
+        error = (naive.double() - exact).abs().amax() if exact.numel() else 0
+        rounding = 2e-5 + 2 * torch.finfo(ours.dtype).eps
+        assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
+
+
+@pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
+def test_functions_of_tokens(name):
+    function = hostile_tokens.FUNCTIONS[name]
+    settings(max_examples=40, **SETTINGS)(given(hostile_tokens.cases())(lambda case: check_tokens(function, case)))()
+
+
+# Names that are no functions of logits, hidden states or tokens.
+OTHERS = {"ADVANTAGES", "PRESETS", "LinearTokenLoss", "PolicyLossOptions", "Preset", "TokenLogprobs", "TokenSupport"}
+OTHERS |= {"tf_adam_epsilon"}  # of an optimizer
+
+
+def test_every_public_op_is_listed():
+    """A new name of `fused_rl.__all__` needs a row of OPS (tests/hostile.py) or FUNCTIONS (tests/hostile_tokens.py)."""
+    listed = {name.partition(",")[0] for name in (*OPS, *hostile_tokens.FUNCTIONS)}
+    assert listed | OTHERS == set(fused_rl.__all__)
+
+
 def draws_until_wrong(name, count):
     """How many cases it takes, the last of them, and what was wrong; None where `count` are right."""
-    drawn = []
+    of_rows, drawn = name in OPS, []
 
     def each(case):
         drawn.append(case)
-        check(OPS[name], case)
+        check(OPS[name], case) if of_rows else check_tokens(hostile_tokens.FUNCTIONS[name], case)
 
     try:
-        settings(max_examples=count, **SETTINGS)(given(cases())(each))()
+        settings(max_examples=count, **SETTINGS)(given(cases() if of_rows else hostile_tokens.cases())(each))()
     except AssertionError as error:
-        return len(drawn), drawn[-1], error
+        return len(drawn), drawn[-1], str(error).partition("\n")[0]
     return None
 
 
 if __name__ == "__main__":
-    # python -m tests.test_hostile 500 [NAME ...]: the CPU path; with TRITON_INTERPRET=1 the kernels
-    for name in sys.argv[2:] or OPS:
+    # TRITON_INTERPRET=1 python -m tests.test_hostile 500 [NAME ...]: draws until something is wrong on the kernels;
+    # without the variable, on the CPU path
+    interpreter.fix_numerics()
+    for name in sys.argv[2:] or (*OPS, *hostile_tokens.FUNCTIONS):
         found = draws_until_wrong(name, int(sys.argv[1]))
         print(name, "right in all draws" if found is None else "wrong at draw {}: {}\n  {}".format(*found), sep=": ")
