@@ -40,13 +40,14 @@ def token_kl(
     negative; equal logits give exactly 0, and so do logits that differ by a constant when that difference is exact.
     Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats. A divergence that is small beside
     the distance D = |max logits - max ref_logits| / temperature is right to 1e-7 D, and NaN where D is above 1e7 and it
-    is below D / 100: nothing of it is known.
+    is below D / 100: nothing of it is known. (Jensen-Shannon is NaN where its KL(pi || ref) is.)
 
     A column where both logits are -inf adds nothing. Where the second distribution of a KL is -inf and the first is
     not, that KL is inf, however small the probability; such a row gets a gradient of exactly 0, as no step along it
     would make the KL finite. A row that is -inf throughout is no distribution: KL(it || other) is 0, KL(other || it)
     inf, without gradient. NaN or +inf in an unmasked row makes it NaN, and so does a logit above 1e19, which is more
-    than differences can tell from a ban. Logits of -1e20 and below count as -inf.
+    than differences can tell from a ban. Logits of -1e20 and below count as -inf, every other one as what it is: a mask
+    of -1e9 in one of the rows costs no digits.
 
     Args:
         logits: (..., V), bf16, fp16 or fp32, of the policy. Any strides; copied only when a stride of the last

@@ -7,6 +7,7 @@ import fused_rl
 from bench import machine
 from fused_rl.cpu import compiled as cpu
 from fused_rl.cpu import pair as rows_of_two
+from tests.test_extremes import assert_divergence, masked_pairs
 from tests.test_kl import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
 
 VOCAB = 4 * cpu.BLOCK + 77  # blocks and a tail
@@ -181,3 +182,12 @@ def test_without_a_compiler_large_inputs_stay_eager(monkeypatch):
     monkeypatch.setattr(cpu, "WORTH_COMPILING", 1)
     x, y = pair(64, VOCAB)
     fused_rl.token_kl(x.requires_grad_(), y).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("dtype", "fill"), [(torch.float32, -1e15), (torch.bfloat16, -1e9)])
+def test_compiled_with_finite_masks(compiled, dtype, fill, direction):
+    """Blocks of which one row is masked throughout go to the careful sums, and so do those masked in part."""
+    assert_divergence(*masked_pairs(dtype, fill), direction)
+    assert "_near_sums" in compiled

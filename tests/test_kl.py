@@ -314,6 +314,19 @@ def test_a_row_in_several_programs_has_the_bits_of_one(direction, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")
+@pytest.mark.parametrize(("first", "reads"), [(-1e9, 2), (0.0, 1)])
+def test_an_offset_of_masked_columns_is_looked_for_once_more(first, reads):
+    """Where the first columns say that x and y are 1e9 apart, the maxima of the rows are read, and tell better."""
+    x, y = pair(1, 32768)
+    x[:, :64] = first
+    with interpreter.count_traffic() as launches:
+        value = fused_rl.token_kl(x, y)
+    again = 3 * 16384 if first else 0  # the segment of the masked columns
+    assert round(launches[0].bytes()[0] / (2 * 4), -3) == round(reads * 32768 + again, -3)
+    torch.testing.assert_close(value.double(), reference.token_kl(x.double(), y.double()), rtol=2e-6, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")
 def test_only_segments_that_need_it_are_read_again():
     """Three times more: a banned column, or one 80 nats off in one row, in one segment of three."""
     vocab, segment = 2 * 32768 + 77, 32768

@@ -10,6 +10,7 @@ import fused_rl
 from bench import interpreter
 from fused_rl import reference, vocab_parallel
 from tests.distributed import run_distributed
+from tests.test_extremes import by_definition, masked_pairs
 
 VOCAB = 2003
 STARTS = {2: [0, 500, VOCAB], 3: [0, 7, 1100, VOCAB]}  # the columns of rank i are [starts[i], starts[i + 1])
@@ -140,6 +141,22 @@ def check_edges(rank, world):
     torch.testing.assert_close(js[0], torch.full((4,), math.log(2)))
 
 
+def check_finite_masks(rank, world):
+    """Masks of -1e9 on the first 512 columns, or the last 60 %: all that a rank has, in one row or in both."""
+    x, y = (z[12:20, :VOCAB] for z in masked_pairs(torch.float32, -1e9))
+    for direction in DIRECTIONS:
+        leaves = [shard(z, rank, world).clone().requires_grad_() for z in (x, y)]
+        value = vocab_parallel.vocab_parallel_token_kl(*leaves, direction=direction)
+        got = torch.autograd.grad(value.sum(), leaves)
+        exact, *best = by_definition(x, y, direction)
+        distance = (x.amax(-1) - y.amax(-1)).abs()
+        assert ((value - exact).abs() <= 3e-6 * exact + 1e-7 * distance + 1e-12).all(), (direction, value, exact)
+        scale = 1e-6 + 2e-7 * (exact if direction != "jensen-shannon" else 0) + 2e-7 * distance
+        for ours, whole in zip(got, best, strict=True):
+            allowed = 5e-6 * whole.abs().amax(-1) + scale
+            assert ((ours - shard(whole, rank, world)).abs() <= allowed[:, None]).all(), direction
+
+
 def run_all(rank, world):
     """Every case in one process group: starting processes is what costs."""
     interpreter.fix_numerics()
@@ -151,6 +168,7 @@ def run_all(rank, world):
         check_logprobs(rank, world, torch.bfloat16, {}, [0, 1, 2])
         check_kl(rank, world, torch.bfloat16, "reverse", {})
         check_kl(rank, world, torch.float32, "reverse", {})
+        check_finite_masks(rank, world)
         if interpret == "1" and world == 3:
             continue  # the rest of the kernels' cases with two ranks
         for which in ([0], [1], [2]):
