@@ -96,9 +96,9 @@ class Case(NamedTuple):
     seed: int
 
 
-def cases(fills=FILLS):
+def cases():
     choice = st.sampled_from
-    rows = st.builds(Row, choice([*LOOKS]), choice([*OTHERS]), choice([*PLACES]), choice(fills), choice(SIDES))
+    rows = st.builds(Row, choice([*LOOKS]), choice([*OTHERS]), choice([*PLACES]), choice(FILLS), choice(SIDES))
     return st.builds(
         Case,
         rows=st.lists(rows, max_size=4).map(tuple),
@@ -428,8 +428,9 @@ def sizes_of_pair(batch, gradients, leaves):
 
 def sizes_of_head(batch, gradients, leaves):
     """As the hidden states are rows of the identity, the head's gradient is that of the logits."""
-    found = []
-    for i, doubt in zip(range(0, len(leaves), 3), _doubt(batch), strict=False):
+    found, mixed = [], len(leaves) > 3 and batch.direction == "jensen-shannon"
+    doubts = (x.softmax(-1).nan_to_num(0) / _column(batch) for x in _scaled(batch)) if mixed else _doubt(batch)
+    for i, doubt in zip(range(0, len(leaves), 3), doubts, strict=False):
         weight, terms = leaves[i + 1], gradients[i + 1].abs()
         terms = terms + torch.finfo(weight.dtype).smallest_normal
         terms[:, : len(doubt)] += doubt.t()
