@@ -419,11 +419,17 @@ def sizes_of_logits(batch, gradients, leaves):
 
 
 def sizes_of_pair(batch, gradients, leaves):
-    """Of Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass."""
-    found = [g.abs() for g in gradients]
+    """Of Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass; of a KL
+    p (log(p / q) - KL), where a KL of 1e9 nats leaves 1e-7 of it."""
     if batch.direction == "jensen-shannon":
-        return [g + x.double().softmax(-1).nan_to_num(0) / _column(batch) for g, x in zip(found, leaves, strict=True)]
-    return found
+        terms = 1.0
+    else:
+        value = divergence(
+            batch.logits.double(), batch.ref_logits.double(), **_given(batch, leaves[0].double(), *PAIRS)
+        )
+        terms = 0.1 * value.nan_to_num(0, 0)[:, None]
+    probabilities = [x.double().softmax(-1).nan_to_num(0) / _column(batch) for x in leaves]
+    return [g.abs() + terms * p for g, p in zip(gradients, probabilities, strict=True)]
 
 
 def sizes_of_head(batch, gradients, leaves):
