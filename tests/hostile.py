@@ -418,24 +418,28 @@ def sizes_of_logits(batch, gradients, leaves):
     return [g.abs() + terms for g, terms in zip(gradients, _doubt(batch), strict=False)]
 
 
-def sizes_of_pair(batch, gradients, leaves):
-    """Of Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass; of a KL
+def _doubt_of_divergence(batch):
+    """Of each side's Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass; of its KL
     p (log(p / q) - KL), where a KL of 1e9 nats leaves 1e-7 of it."""
-    if batch.direction == "jensen-shannon":
-        terms = 1.0
-    else:
-        value = divergence(
-            batch.logits.double(), batch.ref_logits.double(), **_given(batch, leaves[0].double(), *PAIRS)
-        )
+    options = {"temperature": batch.temperature, "direction": batch.direction, "mask": None}
+    terms = 1.0
+    if batch.direction != "jensen-shannon":
+        value = divergence(batch.logits.double(), batch.ref_logits.double(), **options)
         terms = 0.1 * value.nan_to_num(0, 0)[:, None]
-    probabilities = [x.double().softmax(-1).nan_to_num(0) / _column(batch) for x in leaves]
-    return [g.abs() + terms * p for g, p in zip(gradients, probabilities, strict=True)]
+    for x in (batch.logits, batch.ref_logits):
+        yield terms * (x.double() / _column(batch)).softmax(-1).nan_to_num(0) / _column(batch)
+
+
+def sizes_of_pair(batch, gradients, leaves):
+    return [g.abs() + terms for g, terms in zip(gradients, _doubt_of_divergence(batch), strict=True)]
 
 
 def sizes_of_head(batch, gradients, leaves):
     """As the hidden states are rows of the identity, the head's gradient is that of the logits."""
-    found, mixed = [], len(leaves) > 3 and batch.direction == "jensen-shannon"
-    doubts = (x.softmax(-1).nan_to_num(0) / _column(batch) for x in _scaled(batch)) if mixed else _doubt(batch)
+    doubts = [*_doubt(batch)]
+    if len(leaves) > 3:
+        doubts = [a + b for a, b in zip(doubts, _doubt_of_divergence(batch), strict=True)]
+    found = []
     for i, doubt in zip(range(0, len(leaves), 3), doubts, strict=False):
         weight, terms = leaves[i + 1], gradients[i + 1].abs()
         terms = terms + torch.finfo(weight.dtype).smallest_normal
