@@ -128,7 +128,7 @@ def test_fp16_gradients_survive_a_large_batch():
         if dtype == torch.float64:
             loss = torch.nn.functional.cross_entropy(made(x), targets, reduction="sum") * share.double()
         else:
-            loss = UnformedLogits(made, x).negative_logprobs(targets, targets >= 0, share, 64.0)
+            loss = UnformedLogits(made, x).negative_logprobs(targets, targets >= 0, share, workspace_mb=64.0)
         (loss * scale).backward()
         return made.weight.grad.double()
 

@@ -103,7 +103,7 @@ def test_gradients_reach_the_head(folder, batch):
         (sft.SFTConfig, {"loss_from": "logits", "head_dtype": "bfloat16"}, "no meaning with loss_from=logits"),
         (sft.SFTConfig, {"dtype": "float32", "head_dtype": "bfloat16"}, "would round the logits of float32 weights"),
         (sft.SFTConfig, {"head_dtype": "bfloat16"}, r"float32 weights \(dtype=auto\); leave it out, or give --dtype"),
-        (reward.RewardConfig, {"head_dtype": "float32"}, "head_dtype has no meaning for a reward model"),
+        (reward.RewardConfig, {"head_dtype": "float32"}, "head_dtype=float32 has no meaning for a reward model"),
     ],
 )
 def test_what_contradicts_it_is_refused(config, options, message, monkeypatch):

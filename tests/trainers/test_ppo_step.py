@@ -227,6 +227,7 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
     near = old + (v - old).clamp(-o["value_clip"], o["value_clip"])
     unclipped, held = (v - target) ** 2, (near - target) ** 2
     high, low = (advantage > 0) & (ratio > 1 + o["clip_high"]), (advantage < 0) & (ratio < 1 - 0.2)
+    beyond = (advantage < 0) & (ratio > o["delta"])
     return t | {
         "policy_loss": surrogate.mean(),
         "loss": total.mean(),
@@ -236,7 +237,7 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
         "d": d,
         "k3": k3,
         "log_ratio": log_ratio,
-        "clipped": (high | low).double(),
+        "clipped": (high | low | beyond).double(),
     }
 
 
