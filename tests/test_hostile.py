@@ -84,12 +84,6 @@ def test_ops(backend, name):
     settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPS)
-def test_ops_at_length(backend, name):
-    settings(max_examples=120, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
-
-
 def check_tokens(function, case):
     """fp32 arithmetic: 2e-5 of each element, and four times the error of the definition in fp32."""
     case = case._replace(dtype=torch.float32) if function.single else case
