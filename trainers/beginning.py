@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fused_rl.trainers import checkpoint, engine, fingerprints, sources
-from fused_rl.trainers.config import RunConfig
+from fused_rl.trainers.config import InputError, RunConfig
 from fused_rl.trainers.fingerprints import Fingerprints
 from fused_rl.trainers.metrics import phase
 from fused_rl.trainers.screen import tell
@@ -64,6 +64,10 @@ def begin(config: RunConfig, arithmetic: Callable[[RunConfig, int], dict[str, ob
         config: of the run.
         arithmetic: (config, number of processes) -> how the batch divides; raises InputError on what does not.
     """
+    if config.dry_run:
+        raise InputError(
+            f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
+        )
     device = engine.setup(config.seed)
     fingerprints.check_options(config)
     with engine.together():

@@ -39,6 +39,8 @@ from fused_rl.trainers.fingerprints import Fingerprints
 from fused_rl.trainers.metrics import require_trackers
 from fused_rl.trainers.screen import tell
 
+OF_A_RUN = "# fused-rl "  # how the config.yaml of a run begins
+
 # The folder of a run.
 
 
@@ -100,9 +102,11 @@ def check_overwrite(config: RunConfig, folder: Path, names: list[str]) -> None:
 
 
 def check_config_files(config: RunConfig, files: list[Path]) -> None:
-    """Refuse to overwrite a run in whose folder the config file lies that says so."""
+    """Refuse to overwrite a run in whose folder the config file lies that says so; its own is written anew."""
     folder = Path(config.output_dir)
     for path in files if config.overwrite else []:
+        if path.resolve() == (folder / "config.yaml").resolve() and _wrote(path):
+            continue
         sources.refuse_if_inside(path, f"--config {path}", [folder / name for name in written.there(folder)])
 
 
@@ -136,7 +140,11 @@ def _forget_after(folder: Path, step: int) -> None:
 
 
 def _described(config: RunConfig) -> str:
-    return f"# fused-rl {config.command} --config <this file>\n{to_yaml(config)}"
+    return f"{OF_A_RUN}{config.command} --config <this file>\n{to_yaml(config)}"
+
+
+def _wrote(config_file: Path) -> bool:
+    return config_file.read_bytes().startswith(OF_A_RUN.encode())
 
 
 # Writing.
@@ -301,7 +309,7 @@ def _check_resume(config: RunConfig, folder: Path) -> None:
         raise InputError(f"resume: {problem}{_offer(folder, besides=tag)}")
     state = json.loads((folder / tag / "state.json").read_text())
     recorded = yaml.safe_load((folder / tag / "config.yaml").read_text(encoding="utf-8")) | state["facts"]
-    changed = resume.changes(config, facts(config), recorded, folder / tag)
+    changed = resume.changes(config, facts(config), recorded, folder / tag, summed="made_of" in state)
     if config.steps is not None:
         refuse_fewer_steps(config, state["step"])
     if rank() == 0:

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 
 import fused_rl
+from fused_rl.trainers import screen
 
 COMMANDS = {
     "sft": "fused_rl.trainers.sft",
@@ -32,6 +33,7 @@ def lacking(command: str) -> tuple[list[str], list[str]]:
     return packages, extras
 
 
+@screen.kept_up()
 def main() -> None:
     """Entry point of the `fused-rl` command."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import re
 import typing
 from dataclasses import dataclass
@@ -112,10 +113,12 @@ def _checked(name: str, value, kind):
         if value not in typing.get_args(kind):
             raise refusal
         return value
+    if kind in (str, str | list[str]):
+        return _text(value, kind, refusal)
+    if kind is bool and not isinstance(value, bool):
+        raise refusal
     if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise refusal
-    if kind is str and isinstance(value, str) and re.fullmatch(r"~/\S*", value):
-        return str(Path(value).expanduser())  # as a shell does, which sees neither YAML nor --option=~/...
     if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
         return value
     plain = int if issubclass(kind, int) else float
@@ -126,6 +129,19 @@ def _checked(name: str, value, kind):
     if LARGEST[plain] < abs(number) < math.inf:
         raise InputError(f"{name}={value!r}: the largest number that can be computed with is {LARGEST[plain]:g}")
     return number
+
+
+def _text(value, kind, refusal: InputError):
+    """Text, of a path too, or where the option takes them a list of texts; raises `refusal` on everything else."""
+    if kind is not str and isinstance(value, list):
+        return [_text(one, str, refusal) for one in value]
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        raise refusal
+    if kind is str and re.fullmatch(r"~/\S*", value):
+        return str(Path(value).expanduser())  # as a shell does, which sees neither YAML nor --option=~/...
+    return value
 
 
 def _described(kind) -> str:

@@ -10,6 +10,7 @@ ZeRO (a model must fit on one device), an inference server, several turns.
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from fused_rl.trainers.config import (
     check_revision,
     in_a_line,
 )
-from fused_rl.trainers.eval_report import summarize, table, write
+from fused_rl.trainers.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.evaluation import share_of_rank
 from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.metrics import phase
@@ -149,7 +150,8 @@ NEEDS = (
 def as_its_run(config: EvalConfig) -> EvalConfig:
     """The config for a model of a run: the model in the run's folder, and the run's options where none are given."""
     folder = Path(config.model)
-    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not is_model and (folder / "config.yaml").is_file() and (folder / "model").is_dir():
         folder = folder / "model"
         config = dataclasses.replace(config, model=str(folder))
         _say(f"model: {folder}")
@@ -182,9 +184,15 @@ def _check_folder(config: EvalConfig) -> None:
         (folder / "summary.json.tmp").unlink()
     except OSError as error:
         raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
-    found = [name for name in LEFT if (folder / name).exists()]
+    found = [folder / name for name in LEFT if os.path.lexists(folder / name)]
     if found and not config.overwrite:
-        raise InputError(f"output_dir={folder} already holds {', '.join(found)}; replace them with --overwrite")
+        names = ", ".join(path.name for path in found)
+        raise InputError(f"output_dir={folder} already holds {names}; replace them with --overwrite")
+    if found:
+        sources.refuse_to_delete(config, found)
+    for path in found:
+        if not is_of_an_evaluation(path):
+            raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What `fused-rl eval` tells of the responses that it has drawn: figures (docs/evaluation.md), a table, files."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -84,6 +85,17 @@ def _cell(value: float | None, *, fraction: bool = False) -> str:
     if value is None:
         return ""
     return f"{100 * value:.1f} %" if fraction else f"{value:.4g}"
+
+
+def is_of_an_evaluation(path: Path) -> bool:
+    """Whether `write` made this `responses.jsonl` or `summary.json`, by what is in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return (
+            "drawn" in json.loads(text.partition("\n")[0]) if path.suffix == ".jsonl" else "options" in json.loads(text)
+        )
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def write(folder: Path, drawn: dict[str, list[dict]], figures: dict[str, object], options: dict[str, object]) -> None:

@@ -19,19 +19,20 @@ from fused_rl.trainers.config import in_a_line
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """Leave Python's, numpy's and torch's generators as they were.
+    """Leave Python's, numpy's and torch's generators as they were, and the type of new tensors.
 
     Inside, torch goes on from where it is, and the others are seeded from there: at each step with another number,
     and after a resume with the same ones.
     """
     python, arrays, tensors = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    seed = int(torch.randint(2**31, ()))
+    floats, seed = torch.get_default_dtype(), int(torch.randint(2**31, ()))
     random.seed(seed)
     numpy.random.seed(seed)
     try:
         yield
     finally:
+        torch.set_default_dtype(floats)
         random.setstate(python)
         numpy.random.set_state(arrays)
         torch.set_rng_state(tensors)

@@ -27,6 +27,7 @@ NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
 ITEM = r"[-+]?[\d.]+"
 SCIENTIFIC = re.compile(rf"{NUMBER}[eE][-+]?\d{{1,3}}")
 DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d{1,2}:\d\d(:\d\d)?|\d+(-\d+){2}[T ].*")
+DOLLARS = re.compile(r"^([-+]?)\$(?=[\d.]+[^$]*$)")  # money, and no formula between two signs
 # Forms of an answer that math-verify reads otherwise than they are meant.
 READ_OTHERWISE = (
     (re.compile(rf"(?:{DATE_OR_TIME.pattern})(?: ?[apAP]\.?[mM]\.?)?"), "a date, a time or a range, not arithmetic"),
@@ -135,6 +136,7 @@ def load():
             return False
         if SCIENTIFIC.fullmatch(answer):
             answer = f"{Decimal(answer.replace(',', '')):f}"
+        answer = DOLLARS.sub(r"\1", answer)
         try:
             return equal(response, answer)
         except MemoryError:

@@ -8,6 +8,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from fused_rl.trainers import sources
 from fused_rl.trainers.config import ACTIONS, InputError, RunConfig
 
 FIXED = frozenset(
@@ -57,7 +58,9 @@ MAY_CHANGE = frozenset(
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone
 
 
-def changes(config: RunConfig, facts: dict[str, object], recorded: dict[str, object], where: Path) -> list[str]:
+def changes(
+    config: RunConfig, facts: dict[str, object], recorded: dict[str, object], where: Path, *, summed: bool = False
+) -> list[str]:
     """What differs between a run and the checkpoint that it continues, one `option old -> new` each.
 
     Args:
@@ -65,6 +68,7 @@ def changes(config: RunConfig, facts: dict[str, object], recorded: dict[str, obj
         facts: what else must be as it was: command, processes, precision, …
         recorded: both, of the checkpoint.
         where: the checkpoint, for the message.
+        summed: the checkpoint has the fingerprints of rows and models, so that their files may lie elsewhere now.
 
     Raises:
         InputError: something differs that must not; names every such option with both values.
@@ -76,7 +80,8 @@ def changes(config: RunConfig, facts: dict[str, object], recorded: dict[str, obj
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new):
             continue
-        (taken if _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
+        moved = summed and name in (*sources.MODELS, *sources.ROWS) and new is not None and os.path.exists(new)
+        (taken if moved or _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
     if refused:
         raise InputError(
             f"resume: {where} was made with other options: {', '.join(refused)}; give the first value of each again "

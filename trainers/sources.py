@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fused_rl.trainers import lora
-from fused_rl.trainers.config import InputError, RunConfig
+from fused_rl.trainers.config import InputError, Options
 from fused_rl.trainers.spelling import FUNCTION, read
 
 MODELS = {"model": "model", "critic": "critic"}  # option -> under which name it is known
@@ -49,7 +49,7 @@ class Source(NamedTuple):
         return path if path.exists() else None
 
 
-def of_run(config: RunConfig, *, hub: bool = True) -> list[Source]:
+def of_run(config: Options, *, hub: bool = True) -> list[Source]:
     """All that a run of this config reads; without `hub` nothing that the Hub would have to be asked for."""
     found = []
     for option, kind in MODELS.items():
@@ -106,8 +106,8 @@ def module_file(function: str) -> Path | None:
     return places[0] if places else None
 
 
-def refuse_to_delete(config: RunConfig, doomed: Iterable[Path]) -> None:
-    """Refuse to delete paths of which the run reads something, or which lie in a folder that it reads.
+def refuse_to_delete(config: Options, doomed: Iterable[Path]) -> None:
+    """Refuse to delete paths of which the run reads something, or which lie in a folder of rows.
 
     Raises:
         InputError: names what would be deleted, and by which option it is read.
@@ -115,16 +115,17 @@ def refuse_to_delete(config: RunConfig, doomed: Iterable[Path]) -> None:
     for source in of_run(config):
         path = source.path()
         if path is not None:
-            refuse_if_inside(path, source.said, doomed)
+            # Of a model's folder its own files are read, and what a run in that folder writes is none of them.
+            refuse_if_inside(path, source.said, doomed, below=source.kind == "rows")
 
 
-def refuse_if_inside(path: Path, said: str, doomed: Iterable[Path]) -> None:
-    """Refuse where one of `doomed` is, holds or lies in `path`, links followed or not."""
+def refuse_if_inside(path: Path, said: str, doomed: Iterable[Path], *, below: bool = False) -> None:
+    """Refuse where one of `doomed` is or holds `path`, links followed or not; with `below` also where it lies in it."""
     for target in doomed:
         for one, other in ((_named(path), _named(target)), (path.resolve(), target.resolve())):
             if one == other or other in one.parents:
                 raise InputError(f"overwrite would delete {target}, and {said} lies there; choose another folder")
-            if one in other.parents:
+            if below and one in other.parents:
                 raise InputError(f"overwrite would delete {target}, which lies in {said}; choose another folder")
 
 

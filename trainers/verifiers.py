@@ -24,7 +24,7 @@ from fused_rl.trainers.spelling import FUNCTION, KINDS, Spelled, read
 from fused_rl.trainers.workers import Pool, WorkerError
 
 MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.02 to 0.3, or never end
-OTHER_JUDGES = "name what can with --verifiers: exact_match, regex('…') or a function of yours"
+OTHER_JUDGES = "leave out the row, or name what can with --verifiers: exact_match, regex('…') or a function of yours"
 
 
 def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None) -> list[Scorer]:

@@ -926,6 +926,12 @@ def hold_notes(folder: Path) -> None:
     (folder / "run" / "model" / "notes.txt").write_text("mine")
 
 
+def be_in_a_model(folder: Path) -> None:
+    """The run lies in the folder of the model that it trains, which keeps the run's deletions out of nothing."""
+    shutil.copytree(folder / "model", folder / "run", dirs_exist_ok=True)
+    (folder / "run" / "checkpoints" / "notes.txt").write_text("mine")
+
+
 def hold_a_link(folder: Path) -> None:
     (folder / "run" / "checkpoints" / "linked").symlink_to(folder / "model")
 
@@ -990,12 +996,19 @@ PLACES = [
         commands="reward",
     ),
     *place("holds the config", hold_a_config, "overwrite would delete .*--config run/c", "--config", "run/config.yaml"),
+    *place(
+        "is a model's and holds others'",
+        be_in_a_model,
+        "no run wrote checkpoints/notes.txt",
+        *("--model", "run"),
+        commands=TRAINERS,
+    ),
     *place("is read", unchanged, "overwrite would delete .*which lies in dataset=run;", "--dataset", "run"),
     *place("holds notes", hold_notes, "no run wrote model/notes.txt", commands=TRAINERS),
     *place("holds a link of others", hold_a_link, "no run wrote checkpoints/linked"),
     *place("was no run", be_no_run, "holds checkpoints, .*no written.json that says what", commands=TRAINERS),
     *place("has a damaged list", be_told_of_wrongly, "written.json is not what was written"),
-    *place("accepts", unchanged, "accept_changes .* add --resume", "--accept_changes", "rows"),
+    *place("accepts", unchanged, "accept_changes=.* add --resume", "--accept_changes", "rows"),
     *place("accepts nonsense", unchanged, "'ros, modl' is none of rows,", *GO_ON, "--accept_changes", "ros", "modl"),
     *place("has no checkpoint", lose_checkpoints, "resume: there is no checkpoint in", *GO_ON, commands=TRAINERS),
     *place("is new to resume", unchanged, "resume: there is no checkpoint in", *GO_ON, "--output_dir", "new"),

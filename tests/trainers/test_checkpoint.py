@@ -747,3 +747,38 @@ def test_a_model_on_the_hub_is_known_by_its_commit(files, tmp_path, monkeypatch)
     found = [fingerprints.of_sources(sources.of_run(config)) for _ in range(2)]
     assert found == [{"model": {"org/name": "a" * 40}}, {"model": {"org/name": "b" * 40}}]
     assert fingerprints.differing(*found) == {"model": "org/name"}
+
+
+def test_a_run_in_the_folder_of_its_model_starts_anew_and_leaves_the_model(files, run):
+    model, dataset = files
+    shutil.copytree(model, run, dirs_exist_ok=True)
+    for _ in range(2):
+        sft.train(run_config((str(run), dataset), run, steps=1, overwrite=True))
+    assert (run / "model.safetensors").read_bytes() == (Path(model) / "model.safetensors").read_bytes()
+    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1]
+
+
+def test_a_run_starts_anew_from_its_own_config_and_from_no_other_in_its_folder(files, run):
+    own, options = run / "config.yaml", ["--overwrite", "--steps", "1"]
+    for _ in range(2):
+        sft.main(["--config", str(own), "--output_dir", str(run), *options])
+    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1]
+    kept = run / "checkpoints" / "step-1" / "config.yaml"
+    with pytest.raises(SystemExit, match="overwrite would delete .*--config .*step-1"):
+        sft.main(["--config", str(kept), "--output_dir", str(run), *options])
+
+
+def test_rows_and_models_that_lie_elsewhere_now_are_the_same_and_others_are_not(files, run, tmp_path, capsys):
+    model, dataset = files
+    moved = shutil.copytree(model, tmp_path / "moved"), shutil.copy(dataset, tmp_path / "moved.jsonl")
+    sft.train(run_config(map(str, moved), run, resume=True, steps=5))
+    told = capsys.readouterr().out
+    assert f"dataset {dataset} -> {moved[1]}" in told and f"model {model} -> {moved[0]}" in told
+    tiny.jsonl(moved[1], tiny.sums(21)[1:])
+    refused(run_config(map(str, moved), run, resume=True, steps=6), "--accept_changes rows")
+    refused(run_config((model, "other.jsonl"), run, resume=True, steps=6), "dataset .* -> other.jsonl")
+
+
+def test_a_dry_run_is_the_commands_and_no_training(files, tmp_path):
+    refused(run_config(files, tmp_path / "run", dry_run=True), "dry_run.* fused-rl sft … --dry_run")
+    assert not (tmp_path / "run").exists()

@@ -268,6 +268,27 @@ def test_a_number_that_no_tensor_holds_is_refused(name, value, capsys):
     assert made("--clip_high", "inf").clip_high == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"verifiers": len}, r"verifiers=<built-in function len>: expected text, or a list of texts"),
+        ({"verifiers": ["math", len]}, r"verifiers=\['math', <built-in function len>\]: expected text, or a list"),
+        ({"model": object}, "model=<class 'object'>: expected text"),
+        ({"overwrite": "false"}, "overwrite='false': expected true or false"),
+        ({"resume": 1}, "resume=1: expected true or false"),
+    ],
+)
+def test_python_gives_options_of_the_types_that_the_command_gives(options, expected):
+    with pytest.raises(InputError, match=expected):
+        grpo.GRPOConfig(**{"model": "m", "dataset": "d.jsonl", "output_dir": "o"} | options)
+
+
+def test_a_path_is_text():
+    config = grpo.GRPOConfig(model=Path("m"), dataset=Path("d.jsonl"), output_dir=Path("~/o"))
+    assert (config.model, config.dataset, config.output_dir) == ("m", "d.jsonl", str(Path.home() / "o"))
+    to_yaml(config)
+
+
 def test_a_path_from_home_is_that_of_a_shell_and_an_empty_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.yaml").write_text("model: ~/m\noutput_dir: ~/o\n")

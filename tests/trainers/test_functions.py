@@ -248,6 +248,15 @@ def test_a_function_moves_no_generator_of_the_run_and_draws_other_numbers_at_eac
         drawn.clear()
 
 
+def test_a_function_changes_no_type_of_the_runs_tensors():
+    def function(responses, rows):
+        torch.set_default_dtype(torch.float64)
+        return [1.0 for _ in responses]
+
+    called(function, "a", "b")
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_a_module_that_seeds_when_it_is_imported_moves_no_generator(tmp_path, monkeypatch):
     (tmp_path / "seeding_module.py").write_text(
         "import torch\ntorch.manual_seed(0)\ndef f(responses, rows): return []\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fused_rl.trainers import cli, screen, sft
 from fused_rl.trainers import eval as evaluation
-from fused_rl.trainers import screen, sft
 from fused_rl.trainers.command import around
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.curves import Against, draw_curves
@@ -102,6 +102,13 @@ def test_a_command_whose_screen_has_gone_ends_as_it_should(files, tmp_path, scre
         os.close(writing)
     assert done.returncode == 0 and done.stderr.endswith("after\n") and "Traceback" not in done.stderr, done.stderr
     assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_help_whose_reader_has_gone_ends_as_it_should(word, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fused-rl", word])
+    monkeypatch.setattr(sys, "stdout", Gone(errno.EPIPE, 0))
+    cli.main()
 
 
 def test_what_an_encoding_cannot_show_is_replaced(monkeypatch):
