@@ -268,7 +268,8 @@ def reduce_lanes(lanes, offset, inv_t):
     left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
     w_row = tl.where(some, w_row, 0.0)
     unit = scale(w_row, m_row, c_row, n_row, offset, inv_t)
-    f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, some & known), 0)
+    near = tl.where(known, tl.where(some, 1, 0), 0) > 0  # Triton's own interpreter takes no scalar truth beside others
+    f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, near), 0)
     w_all = tl.sum(w_all * x_unit, 0)
     s = tl.sum(s * y_unit, 0)
     return m_row, w_row, w_all, c_row, left_row, n_row, s, tl.where(within(c_row), f, s), tl.max(lone, 0)

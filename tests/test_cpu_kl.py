@@ -7,7 +7,7 @@ import fused_rl
 from bench import machine
 from fused_rl.cpu import compiled as cpu
 from fused_rl.cpu import pair as rows_of_two
-from tests.test_extremes import assert_divergence, masked_pairs
+from tests.test_extremes import assert_divergence, by_definition, masked_pairs
 from tests.test_kl import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
 
 VOCAB = 4 * cpu.BLOCK + 77  # blocks and a tail
@@ -191,3 +191,14 @@ def test_compiled_with_finite_masks(compiled, dtype, fill, direction):
     """Blocks of which one row is masked throughout go to the careful sums, and so do those masked in part."""
     assert_divergence(*masked_pairs(dtype, fill), direction)
     assert "_near_sums" in compiled
+
+
+@pytest.mark.parametrize("fill", [-60.0, -65504.0, -1e9])
+def test_a_mask_on_whole_blocks_takes_no_digits(fill):
+    """Where P is a mask throughout, u is y's distance from its mean, 35 nats, and Q's mass there is most of the KL."""
+    y = 6 * torch.randn(256, 4 * cpu.BLOCK)
+    x = y + 1e-3 * torch.randn(y.shape)
+    x[:, 2 * cpu.BLOCK :] = fill
+    value = fused_rl.token_kl(x, y, temperature=0.7)
+    wanted, *_ = by_definition(x.double() / 0.7, y.double() / 0.7, "reverse")
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=0)

@@ -89,6 +89,7 @@ def _near_sums(x, x_at, y, y_at, t):
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
     held = (u.abs().amax(-1, True) < FARTHEST) & (f < torch.inf) & (c * c * w <= 1e7 * f)
     held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
+    held = held & (x.amin(-1, True) < m)  # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
     if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
         held = held & (first.abs() * t < FARTHEST)
     n = m - first - c / t  # where p and q are alike
