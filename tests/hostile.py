@@ -419,15 +419,16 @@ def sizes_of_logits(batch, gradients, leaves):
 
 
 def _doubt_of_divergence(batch):
-    """Of each side's Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass; of its KL
-    p (log(p / q) - KL), where a KL of 1e9 nats leaves 1e-7 of it."""
+    """Of each side's Jensen-Shannon p (log(p / mean) - JS), which cancels also where one token has the mass; of a KL's
+    first side p (log(p / q) - KL), where a KL of 1e9 nats leaves 1e-7 of it, and of the second nothing: q - p."""
     options = {"temperature": batch.temperature, "direction": batch.direction, "mask": None}
-    terms = 1.0
+    terms = [1.0, 1.0]
     if batch.direction != "jensen-shannon":
         value = divergence(batch.logits.double(), batch.ref_logits.double(), **options)
-        terms = 0.1 * value.nan_to_num(0, 0)[:, None]
-    for x in (batch.logits, batch.ref_logits):
-        yield terms * (x.double() / _column(batch)).softmax(-1).nan_to_num(0) / _column(batch)
+        of_first = 0.1 * value.nan_to_num(0, 0)[:, None]
+        terms = [0.0, of_first] if batch.direction == "forward" else [of_first, 0.0]
+    for x, term in zip((batch.logits, batch.ref_logits), terms, strict=True):
+        yield term * (x.double() / _column(batch)).softmax(-1).nan_to_num(0) / _column(batch)
 
 
 def sizes_of_pair(batch, gradients, leaves):
