@@ -282,8 +282,8 @@ MUTATIONS = {
     ),
     "GRPO counts its own tokens alone": Mutation(
         "trainers/grpo.py",
-        "found = engine.global_sum(torch.stack([num_tokens.cpu(), num_sequences])).clamp(min=1)",
-        "found = torch.stack([num_tokens.cpu(), num_sequences]).clamp(min=1)",
+        "engine.global_sum(torch.stack(counts)).clamp(min=1)",
+        "torch.stack(counts).clamp(min=1)",
         DEFINITIONS,
     ),
     "GRPO's minibatches are never shuffled": Mutation(
@@ -294,9 +294,15 @@ MUTATIONS = {
     ),
     "dropped groups keep their place in the denominator": Mutation(
         "trainers/grpo.py",
-        "num_tokens, num_sequences = mask[index].sum(), drawn.counts[index.cpu()].sum()",
-        "num_tokens, num_sequences = mask[index].sum(), torch.tensor(len(index))",
+        "drawn.counts[index.cpu()].sum(), trained",
+        "torch.tensor(len(index)), trained",
         "tests/trainers/test_grpo.py -k dropped_group",
+    ),
+    "ranks that leave nothing out meet once less": Mutation(
+        "trainers/grpo.py",
+        "    found = sums.over_ranks()\n",
+        "    found = sums.over_ranks()\n    _ = left_out is None or engine.global_sum(left_out.sum())\n",
+        "tests/trainers/test_grpo.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(
         "trainers/grpo.py",

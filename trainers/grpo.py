@@ -200,7 +200,7 @@ def accumulate(
     own = on_policy and rollout_logprobs is None
     in_one_pass = rollout_logprobs is None and _is_token_level(options)
     left_out = _left_out(policy, drawn)
-    counted = _counted(policy, drawn, left_out, parts)
+    counted, per_trained = _counted(policy, drawn, left_out, parts)
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
@@ -225,20 +225,12 @@ def accumulate(
         sums.add(metrics | {"again_minus_1": again / counted["num_tokens"]}, part.where)
         if own:
             measured.old_logprobs[index, :width] = logprobs.detach()
-    return _per_trained_response(sums.over_ranks(), drawn, left_out, torch.cat(parts), counted["num_sequences"])
+    found = sums.over_ranks()
+    # Of the responses trained on: one that is left out is no response with a KL of 0.
+    return found | {name: found[name] * per_trained for name in _KLS if name in found}
 
 
 _KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
-
-
-def _per_trained_response(
-    sums: dict[str, float], drawn: Drawn, left_out: torch.Tensor | None, index: torch.Tensor, num_sequences: int
-) -> dict[str, float]:
-    """The KL estimates over the responses of which tokens count: one that is left out is no response with a KL of 0."""
-    if left_out is None:
-        return sums
-    trained = engine.global_sum((~left_out)[index].sum().cpu()).clamp(min=1).item()
-    return sums | {name: sums[name] * num_sequences / trained for name in _KLS if name in sums}
 
 
 def _options(config: GRPOConfig) -> dict[str, object]:
@@ -255,14 +247,19 @@ def _left_out(policy: Policy, drawn: Drawn) -> torch.Tensor | None:
     return left_out.to(policy.device) if left_out.any() else None
 
 
-def _counted(policy: Policy, drawn: Drawn, left_out: torch.Tensor | None, parts: list[torch.Tensor]) -> dict[str, int]:
-    """Denominators of the whole minibatch, over all ranks: then no split of it changes the gradient."""
+def _counted(
+    policy: Policy, drawn: Drawn, left_out: torch.Tensor | None, parts: list[torch.Tensor]
+) -> tuple[dict[str, int], float]:
+    """Denominators of the whole minibatch, over all ranks: then no split of it changes the gradient; and how many
+    sequences there are for each of which tokens count. One sum on every rank, whatever it leaves out."""
     index, mask = torch.cat(parts), drawn.rollout.batch.response_mask
+    trained = torch.tensor(len(index))
     if left_out is not None:
-        mask = mask & ~left_out[:, None]
-    num_tokens, num_sequences = mask[index].sum(), drawn.counts[index.cpu()].sum()
-    found = engine.global_sum(torch.stack([num_tokens.cpu(), num_sequences])).clamp(min=1)
-    return {"num_tokens": found[0].item(), "num_sequences": found[1].item(), "max_length": policy.config.max_new_tokens}
+        mask, trained = mask & ~left_out[:, None], (~left_out)[index].sum().cpu()
+    counts = mask[index].sum().cpu(), drawn.counts[index.cpu()].sum(), trained
+    num_tokens, num_sequences, trained = engine.global_sum(torch.stack(counts)).clamp(min=1).tolist()
+    denominators = {"num_tokens": num_tokens, "num_sequences": num_sequences}
+    return denominators | {"max_length": policy.config.max_new_tokens}, num_sequences / trained
 
 
 def _again(logprobs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from fused_rl import reference as exact_ops
-from fused_rl.trainers import data, drawing, groups, grpo, models, policy, reference
+from fused_rl.trainers import data, drawing, engine, groups, grpo, models, policy, reference
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.rollout import Prompt, Response
 from tests.distributed import run_distributed
@@ -298,6 +298,18 @@ def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
     kept = there & (entropy >= threshold)
     assert 0 < kept.sum() < there.sum()
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
+
+
+def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact, monkeypatch):
+    """One that meets once more waits for the others for ever."""
+    meetings, global_sum = [], engine.global_sum
+    monkeypatch.setattr(engine, "global_sum", lambda values: meetings.append(values) or global_sum(values))
+    times = []
+    for mask_truncated in (False, True):
+        meetings.clear()
+        accumulated(folder, exact, mask_truncated=mask_truncated)
+        times.append(len(meetings))
+    assert times[0] == times[1] > 1
 
 
 @pytest.mark.parametrize("minibatches", [2, 4])  # of whole groups; and more than there are groups: of responses
