@@ -56,7 +56,7 @@ test-slow: $(VENV)/installed  ## the tests marked slow
 
 # Not in CI: it says what the tests see, not whether the code is right.
 .PHONY: test-mutations
-test-mutations: $(VENV)/installed  ## change the code in 70 ways, one at a time: the tests must see each
+test-mutations: $(VENV)/installed  ## change the code by one slip at a time (tests/mutations.py): the tests must see each
 	$(BIN)/python -m pytest -q -n 2 -m mutations tests/test_mutations.py
 
 # What compilers make of a kernel differs between Triton's releases; 3.6.0 comes with torch 2.11.

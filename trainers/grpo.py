@@ -43,6 +43,7 @@ from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_
 from fused_rl.trainers.rollout import Prompt
 from fused_rl.trainers.scorers import check_scorers, load_scorers
 
+KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 COLUMNS = {
     "reward": "reward",
     "KL": "objective/kl_exact",
@@ -227,10 +228,7 @@ def accumulate(
             measured.old_logprobs[index, :width] = logprobs.detach()
     found = sums.over_ranks()
     # Of the responses trained on: one that is left out is no response with a KL of 0.
-    return found | {name: found[name] * per_trained for name in _KLS if name in found}
-
-
-_KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
+    return found | {name: found[name] * per_trained for name in KLS if name in found}
 
 
 def _options(config: GRPOConfig) -> dict[str, object]:
