@@ -1,21 +1,14 @@
 """Packaging.
 
-`kernels/` and `trainers/` stand at the top level of the repository but are imported as `fused_rl.kernels` and
-`fused_rl.trainers`: a top-level package `kernels` would shadow the Hugging Face package that transformers imports.
+`kernels/`, `trainers/` and `recipes/` stand at the top level of the repository but are imported as `fused_rl.kernels`, …:
+a top-level package `kernels` would shadow the Hugging Face package that transformers imports. So `fused_rl/` holds
+symbolic links to them, which Python, editors, type checkers and setuptools follow alike.
 """
 
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 
 setup(
-    packages=[
-        "fused_rl",
-        "fused_rl.cpu",
-        "fused_rl.integrations",
-        "fused_rl.kernels",
-        "fused_rl.recipes",
-        "fused_rl.trainers",
-    ],
-    package_dir={"fused_rl.kernels": "kernels", "fused_rl.recipes": "recipes", "fused_rl.trainers": "trainers"},
+    packages=find_namespace_packages(include=["fused_rl", "fused_rl.*"], exclude=["*.__pycache__"]),
     package_data={
         "fused_rl": ["py.typed"],
         "fused_rl.cpu": ["*.c"],

@@ -1,11 +1,5 @@
 """Log-probabilities, entropy and KL straight from vocabulary logits, and the RL losses on top."""
 
-from pathlib import Path as _Path
-
-# In a checkout `kernels/` and `trainers/` stand beside this package; setup.py maps them into it when installed.
-if not (_Path(__path__[0]) / "kernels").is_dir():
-    __path__.append(str(_Path(__path__[0]).parent))
-
 from fused_rl.advantages import ADVANTAGES, gae, group_advantages, response_advantages
 from fused_rl.estimators import kl_estimate
 from fused_rl.kl import token_kl

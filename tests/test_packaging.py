@@ -65,7 +65,10 @@ def sources(tmp_path_factory):
     copy = tmp_path_factory.mktemp("sources")
     for name in (*PARTS, "recipes", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+        if source.is_dir():
+            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
     return copy
 
 
@@ -84,6 +87,12 @@ def environment(tmp_path):
     return python
 
 
+def sdist(sources, folder):
+    """The source distribution of a checkout: the links are folders in it."""
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
+    return folder / run_python(code, cwd=sources).splitlines()[-1]
+
+
 def pip_install(python, *arguments):
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
@@ -91,22 +100,25 @@ def pip_install(python, *arguments):
 
 
 @pytest.mark.parametrize(
-    "editable_mode",
+    "way",
     [
-        pytest.param(None, id="wheel"),
+        "wheel",
+        pytest.param("sdist", marks=pytest.mark.slow),
         pytest.param("lenient", id="editable", marks=pytest.mark.slow),
         pytest.param("strict", id="editable-strict", marks=pytest.mark.slow),
     ],
 )
-def test_installed_package_works_from_another_folder(editable_mode, sources, environment, tmp_path):
+def test_installed_package_works_from_another_folder(way, sources, environment, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    if editable_mode is None:
+    if way == "wheel":
         pip_install(environment, sources)
+    elif way == "sdist":
+        pip_install(environment, sdist(sources, tmp_path))
     else:
-        pip_install(environment, "-e", sources, "--config-settings", f"editable_mode={editable_mode}")
+        pip_install(environment, "-e", sources, "--config-settings", f"editable_mode={way}")
     files = run_python(USE, cwd=elsewhere, python=environment, TRITON_INTERPRET="1").splitlines()
-    home = sources if editable_mode else environment.parent.parent
+    home = sources if way in ("lenient", "strict") else environment.parent.parent
     assert all(Path(f).is_relative_to(home) for f in files), files
     help_text = run_python(
         "from fused_rl.trainers.cli import main; import sys; sys.argv = ['fused-rl', '--help']\n"
@@ -115,6 +127,14 @@ def test_installed_package_works_from_another_folder(editable_mode, sources, env
         python=environment,
     )
     assert "grpo" in help_text
+
+
+def test_in_a_checkout_the_trainers_are_files_of_the_package(tmp_path):
+    """So that an editor, a type checker and coverage find them: by links, and no entry in `__path__`."""
+    code = "import fused_rl; from fused_rl.trainers import grpo; print(len(fused_rl.__path__), grpo.__file__)"
+    count, path = run_python(code, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
+    assert count == "1" and Path(path) == ROOT / "fused_rl" / "trainers" / "grpo.py"
+    assert Path(path).resolve() == ROOT / "trainers" / "grpo.py"
 
 
 def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
@@ -134,11 +154,7 @@ def without_extras(tmp_path_factory):
     for path in installed.iterdir():
         if path.name.split(".")[0].split("-")[0] not in (*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"):
             (places / path.name).symlink_to(path)
-    (places / "fused_rl").mkdir()
-    for path in (ROOT / "fused_rl").iterdir():
-        (places / "fused_rl" / path.name).symlink_to(path)
-    for name in ("kernels", "trainers", "recipes"):
-        (places / "fused_rl" / name).symlink_to(ROOT / name)
+    (places / "fused_rl").symlink_to(ROOT / "fused_rl")
     return places
 
 
