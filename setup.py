@@ -1,7 +1,7 @@
 """Packaging.
 
-`kernels/`, `trainers/` and `recipes/` stand at the top level of the repository but are imported as `fused_rl.kernels`, …:
-a top-level package `kernels` would shadow the Hugging Face package that transformers imports. So `fused_rl/` holds
+`kernels/`, `trainers/` and `recipes/` stand at the top level of the repository but are imported as `fused_rl.kernels`,
+…: a top-level package `kernels` would shadow the Hugging Face package that transformers imports. So `fused_rl/` holds
 symbolic links to them, which Python, editors, type checkers and setuptools follow alike.
 """
 

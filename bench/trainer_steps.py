@@ -10,14 +10,16 @@ from unittest import mock
 
 import torch
 
-from fused_rl.trainers import data, engine, grpo
-from fused_rl.trainers.data import pad
-from fused_rl.trainers.generate import TransformersSampler
-from fused_rl.trainers.metrics import Logger
-from fused_rl.trainers.packing import inputs_of
-from fused_rl.trainers.policy import load_policy, load_prompts
-from fused_rl.trainers.rollout import Sampling, roll_out
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers import grpo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.encode import pad
+from fused_rl.trainers.models.packing import inputs_of
+from fused_rl.trainers.policy.policy import load_policy, load_prompts
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.rollout import Sampling, roll_out
+from fused_rl.trainers.run.metrics import Logger
+from fused_rl.trainers.scorers.load import load_scorers
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
 NEEDED = ("rollout", "measure", "update")
@@ -68,7 +70,7 @@ class Ours:
     def __init__(self, config: grpo.GRPOConfig):
         device = engine.setup(config.seed)
         self.config, self.number, self.watch, self.seen = config, 0, Watch(), None
-        tokenizer = data.load_tokenizer(config.model)
+        tokenizer = encode.load_tokenizer(config.model)
         scorers = load_scorers(config, tokenizer, device)
         self.prompts, self.held_out = load_prompts(config, tokenizer, scorers)
         updates = config.steps * config.minibatches * config.epochs

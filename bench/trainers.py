@@ -22,10 +22,10 @@ import torch
 
 from bench import machine, options, peers, results, trainer_peers
 from bench.trainer_steps import NEEDED, PARTS, Ours
-from fused_rl.trainers import engine
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.files import write_rows
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.grpo import GRPOConfig
+from fused_rl.trainers.options.config import InputError
 
 SECONDS = 240  # of both tasks together, unless --budget says otherwise; a first demo takes 80 more to warm up
 WARM_UP = 1  # step of each that is not counted: it touches memory for the first time

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers import engine, grpo, sft, verifiers
-from fused_rl.trainers.command import LOST, around
-from fused_rl.trainers.config import parse
-from fused_rl.trainers.files import write_rows
-from fused_rl.trainers.metrics import read_metrics
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import write_rows
+from fused_rl.trainers.options.config import parse
+from fused_rl.trainers.run.command import LOST, around
+from fused_rl.trainers.run.metrics import read_metrics
+from fused_rl.trainers.scorers import verifiers
 
 RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from fused_rl.recipes import demo, demo_reward
-from fused_rl.trainers import engine, ppo, reward, sft
-from fused_rl.trainers.command import LOST, around
-from fused_rl.trainers.config import parse
-from fused_rl.trainers.files import write_rows
-from fused_rl.trainers.metrics import read_metrics
+from fused_rl.trainers import ppo, reward, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import write_rows
+from fused_rl.trainers.options.config import parse
+from fused_rl.trainers.run.command import LOST, around
+from fused_rl.trainers.run.metrics import read_metrics
 
 PROXY, TRUTH = "objective/scores", "rewards/reasoning_gym/mean"
 

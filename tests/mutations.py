@@ -195,83 +195,89 @@ MUTATIONS = {
     ),
     # What all trainers share.
     "the last row of an epoch is left out": Mutation(
-        "trainers/data.py",
+        "trainers/data/encode.py",
         "divmod(self.position, self.size)",
         "divmod(self.position, max(1, self.size - 1))",
         "tests/trainers/test_data.py -k order",
     ),
     "a completion does not end": Mutation(
-        "trainers/data.py",
+        "trainers/data/encode.py",
         "add_special_tokens=False).input_ids, eos]",
         "add_special_tokens=False).input_ids]",
         "tests/trainers/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
     ),
     "the response begins a token late": Mutation(
-        "trainers/data.py",
+        "trainers/data/encode.py",
         "mask = (position >= start)",
         "mask = (position > start)",
         "tests/trainers/test_rollout.py tests/trainers/test_packing.py",
     ),
     "a stop token of the model is not one": Mutation(
-        "trainers/data.py",
+        "trainers/data/encode.py",
         "sorted({tokenizer.eos_token_id, *(",
         "sorted({tokenizer.eos_token_id} or {*(",
         "tests/trainers/test_data.py -k stop_token",
     ),
     "the learning rate is that of the next update": Mutation(
-        "trainers/engine.py",
+        "trainers/base/engine.py",
         'return {"lr": last.lr, "optim/grad_norm": norm}',
         'return {"lr": engine.get_lr()[0], "optim/grad_norm": norm}',
         "tests/trainers/test_checkpoint.py -k 'new_options or longer_run'",
     ),
     "a gradient that is not finite is trained on": Mutation(
-        "trainers/engine.py",
+        "trainers/base/engine.py",
         "    if not math.isfinite(norm):",
         "    if math.isinf(norm) and norm < 0:",
         "tests/trainers/test_not_finite.py",
     ),
     "ranks draw the same responses": Mutation(
-        "trainers/engine.py",
+        "trainers/base/engine.py",
         "set_seed(seed + rank() * 100_003)",
         "set_seed(seed)",
         "tests/trainers/test_runs.py -k every_rank_draws",
     ),
     "a checkpoint forgets the generators": Mutation(
-        "trainers/checkpoint.py",
+        "trainers/run/checkpoint.py",
         '    torch.set_rng_state(state["torch"])',
         '    _ = state["torch"]',
         "tests/trainers/test_runs.py -k 'resumed_run_equals and not ranks'",
     ),
     "packed responses see each other": Mutation(
-        "trainers/packing.py",
+        "trainers/models/packing.py",
         "segments[:, None, :]) | (segments[:, None, :] == 0)",
         "segments[:, None, :]) | (segments[:, None, :] >= 0)",
         "tests/trainers/test_packing.py",
     ),
     "packed tokens count positions through the row": Mutation(
-        "trainers/packing.py",
+        "trainers/models/packing.py",
         "    positions.view(-1)[place] = token\n",
         "    positions.view(-1)[place] = place % width\n",
         "tests/trainers/test_packing.py",
     ),
     # Sampling and measuring.
     "log-probabilities are at temperature 1": Mutation(
-        "trainers/policy.py",
+        "trainers/policy/policy.py",
         '"temperature": self.config.temperature}',
         '"temperature": 1.0}',
         "tests/trainers/test_truncated.py tests/trainers/test_rollout.py",
     ),
     "the sets of a minibatch are its neighbours'": Mutation(
-        "trainers/data.py",
+        "trainers/data/encode.py",
         "support = self.support.select(number[index][mask])",
         "support = self.support.select(number[index][mask].flip(0))",
         "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
     ),
     "a response loses its stop token": Mutation(
-        "trainers/generate.py", "return response[: end + 1]", "return response[:end]", "tests/trainers/test_rollout.py"
+        "trainers/rollouts/generate.py",
+        "return response[: end + 1]",
+        "return response[:end]",
+        "tests/trainers/test_rollout.py",
     ),
     "min_p is never applied": Mutation(
-        "trainers/sampling.py", "if sampling.min_p > 0:", "if sampling.min_p > 1:", "tests/trainers/test_truncated.py"
+        "trainers/rollouts/sampling.py",
+        "if sampling.min_p > 0:",
+        "if sampling.min_p > 1:",
+        "tests/trainers/test_truncated.py",
     ),
     # GRPO.
     "GRPO's gradient is divided by the ranks": Mutation(
@@ -311,7 +317,7 @@ MUTATIONS = {
         "tests/trainers/test_grpo.py -k 'kl_in_the_reward or less_by_the_kl'",
     ),
     "the overlong penalty is a bonus": Mutation(
-        "trainers/groups.py",
+        "trainers/policy/groups.py",
         "return config.overlong_factor * beyond",
         "return -config.overlong_factor * beyond",
         "tests/trainers/test_grpo.py -k overlong",
@@ -330,26 +336,32 @@ MUTATIONS = {
         "tests/trainers/test_ppo.py -k drawn_anew",
     ),
     "the score is added at the first token": Mutation(
-        "trainers/credit.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
+        "trainers/policy/credit.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
     ),
     "the KL is a reward": Mutation(
-        "trainers/credit.py", "return -kl_coef * kl + torch.where", "return kl_coef * kl + torch.where", PPO_PARTS
+        "trainers/policy/credit.py",
+        "return -kl_coef * kl + torch.where",
+        "return kl_coef * kl + torch.where",
+        PPO_PARTS,
     ),
     "whitened rewards lose their mean": Mutation(
-        "trainers/credit.py", "shift_mean=False", "shift_mean=True", PPO_PARTS
+        "trainers/policy/credit.py", "shift_mean=False", "shift_mean=True", PPO_PARTS
     ),
     "the controller pulls the other way": Mutation(
-        "trainers/credit.py", "max(kl / target - 1, -LARGEST_ERROR)", "max(1 - kl / target, -LARGEST_ERROR)", PPO_PARTS
+        "trainers/policy/credit.py",
+        "max(kl / target - 1, -LARGEST_ERROR)",
+        "max(1 - kl / target, -LARGEST_ERROR)",
+        PPO_PARTS,
     ),
     "values after a response are fitted": Mutation(
-        "trainers/critic.py",
+        "trainers/policy/critic.py",
         "return torch.where(mask, (raw - self.score_mean) / self.score_std, 0)",
         "return (raw - self.score_mean) / self.score_std",
         PPO_PARTS + " " + PPO_STEP,
     ),
     # Reward and SFT.
     "a reward is read one token early": Mutation(
-        "trainers/reward_model.py", "lengths - 1]", "(lengths - 2).clamp(min=0)]", REWARD_MODEL
+        "trainers/models/reward_model.py", "lengths - 1]", "(lengths - 2).clamp(min=0)]", REWARD_MODEL
     ),
     "chosen and rejected are exchanged": Mutation(
         "trainers/reward.py",
@@ -358,7 +370,7 @@ MUTATIONS = {
         "tests/trainers/test_reward.py -k 'learns or share_a_row'",
     ),
     "a saved score is multiplied by its deviation": Mutation(
-        "trainers/reward_model.py",
+        "trainers/models/reward_model.py",
         "return (raw - self.score_mean) / self.score_std\n\n    def _last",
         "return (raw - self.score_mean) * self.score_std\n\n    def _last",
         REWARD_MODEL,
@@ -374,18 +386,18 @@ MUTATIONS = {
     ),
     # Scorers and what is told.
     "a scorer that does not apply gives 1": Mutation(
-        "trainers/rollout.py",
+        "trainers/rollouts/rollout.py",
         "scores[scorer.name].nan_to_num()",
         "scores[scorer.name].nan_to_num(1.0)",
         "tests/trainers/test_verifiers.py -k weighted_sums",
     ),
     "pass@k is with putting back": Mutation(
-        "trainers/solved.py",
+        "trainers/rollouts/solved.py",
         "1 - math.comb(n - c, k) / math.comb(n, k)",
         "1 - ((n - c) / n) ** k",
         "tests/trainers/test_solved.py",
     ),
     "a mean over sequences counts micro-batches": Mutation(
-        "trainers/metrics.py", "self.total = self.total + values", "self.total = values", DEFINITIONS
+        "trainers/run/metrics.py", "self.total = self.total + values", "self.total = values", DEFINITIONS
     ),
 }

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import config, optim
+from fused_rl.trainers.base import optim
+from fused_rl.trainers.options import config
 from tests.distributed import run_distributed
 
 EPS, BETAS = 1e-5, (0.9, 0.999)

@@ -5,15 +5,15 @@ import importlib.util
 import sys
 
 import fused_rl
-from fused_rl.trainers import screen
+from fused_rl.trainers.base import screen
 
 COMMANDS = {
     "sft": "fused_rl.trainers.sft",
     "reward": "fused_rl.trainers.reward",
     "ppo": "fused_rl.trainers.ppo",
     "grpo": "fused_rl.trainers.grpo",
-    "eval": "fused_rl.trainers.eval",
-    "kl-report": "fused_rl.trainers.kl_report",
+    "eval": "fused_rl.trainers.commands.eval",
+    "kl-report": "fused_rl.trainers.commands.kl_report",
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",
     "demo-ppo": "fused_rl.recipes.demo_ppo",

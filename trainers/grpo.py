@@ -18,18 +18,18 @@ import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers import command, data, engine, epochs, models, reference
-from fused_rl.trainers.beginning import begin
-from fused_rl.trainers.config import InputError, divide_over
-from fused_rl.trainers.credit import kl_estimator_of, warn_of_estimator
-from fused_rl.trainers.curves import Against
-from fused_rl.trainers.drawing import Drawn, draw
-from fused_rl.trainers.evaluation import evaluate, share_of_rank
-from fused_rl.trainers.groups import GROUP_NEEDS, GroupConfig, advantage_of, advantages_of, keeps_groups
-from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
-from fused_rl.trainers.needs import check_needs
-from fused_rl.trainers.policy import (
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError, divide_over
+from fused_rl.trainers.options.needs import check_needs
+from fused_rl.trainers.policy import reference
+from fused_rl.trainers.policy.credit import kl_estimator_of, warn_of_estimator
+from fused_rl.trainers.policy.drawing import Drawn, draw
+from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
+from fused_rl.trainers.policy.groups import GROUP_NEEDS, GroupConfig, advantage_of, advantages_of, keeps_groups
+from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
+from fused_rl.trainers.policy.policy import (
     Measured,
     Policy,
     check_policy_fits,
@@ -38,10 +38,14 @@ from fused_rl.trainers.policy import (
     measure,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
-from fused_rl.trainers.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
-from fused_rl.trainers.rollout import Prompt
-from fused_rl.trainers.scorers import check_scorers, load_scorers
+from fused_rl.trainers.policy.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
+from fused_rl.trainers.rollouts.rollout import Prompt
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.curves import Against
+from fused_rl.trainers.run.loop import Loop
+from fused_rl.trainers.run.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 COLUMNS = {
@@ -313,7 +317,7 @@ def train(config: GRPOConfig) -> str:
 
     # What is read: tokenizer, rows, models.
     with phase("read tokenizer and rows"), engine.together():
-        tokenizer = data.load_tokenizer(config.model, config.revision)
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
@@ -327,7 +331,7 @@ def train(config: GRPOConfig) -> str:
     evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
-    order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
+    order = encode.RowOrder(len(prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model}
     if config.ref_sync_every:
         engines["reference"] = reference.SavedReference(policy.reference)
@@ -351,7 +355,9 @@ def train(config: GRPOConfig) -> str:
         loop.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
-    return loop.finish(lambda folder: models.save_lm(policy.model, tokenizer, folder, merged=config.save_merged))
+    return loop.finish(
+        lambda folder: language_model.save_lm(policy.model, tokenizer, folder, merged=config.save_merged)
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

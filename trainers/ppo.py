@@ -16,10 +16,12 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import command, data, engine, epochs, models
-from fused_rl.trainers.beginning import begin
-from fused_rl.trainers.config import InputError, NonNegative, Positive, PositiveInt, divide_over
-from fused_rl.trainers.credit import (
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError, NonNegative, Positive, PositiveInt, divide_over
+from fused_rl.trainers.options.needs import Needs, check_needs
+from fused_rl.trainers.policy.credit import (
     CREDIT_NEEDS,
     CreditConfig,
     Experience,
@@ -33,7 +35,7 @@ from fused_rl.trainers.credit import (
     warn_of_estimator,
     win_rate,
 )
-from fused_rl.trainers.critic import (
+from fused_rl.trainers.policy.critic import (
     CRITIC_NEEDS,
     SHARED,
     CriticConfig,
@@ -44,12 +46,9 @@ from fused_rl.trainers.critic import (
     planned,
     save_critic,
 )
-from fused_rl.trainers.curves import Against
-from fused_rl.trainers.evaluation import evaluate, share_of_rank
-from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, keyed, phase
-from fused_rl.trainers.needs import Needs, check_needs
-from fused_rl.trainers.policy import (
+from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
+from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
+from fused_rl.trainers.policy.policy import (
     Policy,
     check_policy_fits,
     load_policy,
@@ -58,9 +57,13 @@ from fused_rl.trainers.policy import (
     tell_if_all_left_out,
     warn_if_off_policy,
 )
-from fused_rl.trainers.policy_config import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
-from fused_rl.trainers.rollout import Prompt, Rollout
-from fused_rl.trainers.scorers import check_scorers, load_scorers
+from fused_rl.trainers.rollouts.rollout import Prompt, Rollout
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.curves import Against
+from fused_rl.trainers.run.loop import Loop
+from fused_rl.trainers.run.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 
 COLUMNS = {
     "score": "objective/scores",
@@ -317,7 +320,7 @@ def train(config: PPOConfig) -> str:
 
     # What is read: tokenizer, rows, models.
     with phase("read tokenizer, scorers and rows"), engine.together():
-        tokenizer = data.load_tokenizer(config.model, config.revision)
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
@@ -333,7 +336,7 @@ def train(config: PPOConfig) -> str:
     evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
-    order = data.RowOrder(len(prompts), config.prompts_per_step, config.seed)
+    order = encode.RowOrder(len(prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model} | ({} if shared else {"critic": critic})
     kl_coef, watch = config.kl_coef, Watch()
     loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
@@ -355,7 +358,7 @@ def train(config: PPOConfig) -> str:
         loop.log(metrics, samples)
 
     def save(model_folder):
-        models.save_lm(policy.model, tokenizer, model_folder, merged=config.save_merged)
+        language_model.save_lm(policy.model, tokenizer, model_folder, merged=config.save_merged)
         if critic is not None:
             save_critic(critic, tokenizer, model_folder.with_name("critic"))
 

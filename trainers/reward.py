@@ -16,9 +16,15 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers import command, data, engine, epochs
-from fused_rl.trainers.beginning import begin
-from fused_rl.trainers.config import (
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import as_json, storing, write_atomically
+from fused_rl.trainers.base.written import listed_folder
+from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
+from fused_rl.trainers.models.language_model import check_fits
+from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
+from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite, collate
+from fused_rl.trainers.options.config import (
     NonNegative,
     NonNegativeInt,
     PositiveInt,
@@ -26,15 +32,11 @@ from fused_rl.trainers.config import (
     Smoothing,
     divide_over,
 )
-from fused_rl.trainers.files import as_json, storing, write_atomically
-from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, evaluation, keyed, phase
-from fused_rl.trainers.models import check_fits
-from fused_rl.trainers.needs import RUN_NEEDS, Needs, check_needs, without
-from fused_rl.trainers.packing import Costs, agreed_costs, pack_pairs
-from fused_rl.trainers.preferences import Pair, PairEncoder, sides_of
-from fused_rl.trainers.reward_model import RewardModel, RewardScorer, check_finite, collate
-from fused_rl.trainers.written import listed_folder
+from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.loop import Loop
+from fused_rl.trainers.run.metrics import KEYS, evaluation, keyed, phase
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 
@@ -252,11 +254,11 @@ def train(config: RewardConfig) -> str:
 
     # What is read: tokenizer, pairs, model.
     with phase("read tokenizer and pairs"), engine.together():
-        tokenizer = data.load_tokenizer(config.model, config.revision)
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
-        pairs, held_out = (encoder.pairs(rows) for rows in data.load_train_eval(config))
+        pairs, held_out = (encoder.pairs(rows) for rows in encode.load_train_eval(config))
         elsewhere = config.reference_dataset
-        reference = pairs if elsewhere is None else encoder.pairs(data.load_rows(elsewhere))
+        reference = pairs if elsewhere is None else encoder.pairs(encode.load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
     run.has_read(tokenizer, rows=pairs, held_out=held_out, reference_rows=reference)
     config = epochs.in_steps(config, len(pairs))
@@ -272,7 +274,7 @@ def train(config: RewardConfig) -> str:
         model = engine.initialize(model, config, config, config.steps)
 
     # The run: `constants` normalise the scores, before training and again after it.
-    order, constants = data.RowOrder(len(pairs), config.batch_size, config.seed), {}
+    order, constants = encode.RowOrder(len(pairs), config.batch_size, config.seed), {}
     loop = Loop(config, run, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
     if config.resume:
         constants |= loop.restored["normalization"]

@@ -14,14 +14,17 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from fused_rl.trainers import command, data, engine, epochs, models
-from fused_rl.trainers.beginning import begin
-from fused_rl.trainers.config import PositiveInt, RunConfig, divide_over
-from fused_rl.trainers.data import Batch, make_batch
-from fused_rl.trainers.loop import Loop
-from fused_rl.trainers.metrics import KEYS, Sums, evaluation, keyed, phase
-from fused_rl.trainers.needs import RUN_NEEDS, check_needs
-from fused_rl.trainers.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.data.encode import Batch, make_batch
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
+from fused_rl.trainers.options.config import PositiveInt, RunConfig, divide_over
+from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.loop import Loop
+from fused_rl.trainers.run.metrics import KEYS, Sums, evaluation, keyed, phase
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -79,7 +82,7 @@ class Example(NamedTuple):
         return len(self.prompt) + len(self.completion)
 
 
-def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[Example]:
+def encoded(config: SFTConfig, rows: encode.Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
     kept = []
     for i in range(len(rows)):
@@ -87,7 +90,7 @@ def encode(config: SFTConfig, rows: data.Rows, encoder: data.Encoder) -> list[Ex
         example = Example(*pair, rows.where(i))
         if len(example.prompt) <= config.max_prompt_length and example.tokens() <= config.max_length:
             kept.append(example)
-    data.tell_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
+    encode.tell_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
     return kept
 
 
@@ -169,15 +172,15 @@ def train(config: SFTConfig) -> str:
 
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"), engine.together():
-        tokenizer = data.load_tokenizer(config.model, config.revision)
-        encoder = data.Encoder.of(config, tokenizer)
-        pairs, held_out = (encode(config, rows, encoder) for rows in data.load_train_eval(config))
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
+        encoder = encode.Encoder.of(config, tokenizer)
+        pairs, held_out = (encoded(config, rows, encoder) for rows in encode.load_train_eval(config))
     run.has_read(tokenizer, rows=pairs, held_out=held_out)
     config = epochs.in_steps(config, len(pairs))
     with phase("loaded the model"):
-        lm = models.load_lm(config, run.device)
+        lm = language_model.load_lm(config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
-        models.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
         costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
         model = engine.initialize(lm, config, config, config.steps)
@@ -185,7 +188,7 @@ def train(config: SFTConfig) -> str:
     held_out = micro_batches(held_out, config, pad_id, run.device, costs)
 
     # The run.
-    order = data.RowOrder(len(pairs), config.batch_size, config.seed)
+    order = encode.RowOrder(len(pairs), config.batch_size, config.seed)
     loop = Loop(config, run, {"policy": model}, order, COLUMNS, CURVES)
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out))
@@ -198,7 +201,9 @@ def train(config: SFTConfig) -> str:
         if loop.evaluates and held_out:
             metrics |= evaluate(model, held_out)
         loop.log(metrics)
-    return loop.finish(lambda model_folder: models.save_lm(model, tokenizer, model_folder, merged=config.save_merged))
+    return loop.finish(
+        lambda model_folder: language_model.save_lm(model, tokenizer, model_folder, merged=config.save_merged)
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

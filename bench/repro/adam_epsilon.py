@@ -21,9 +21,10 @@ if __name__ == "__main__":
 import torch
 
 from bench.repro import ppo_step
-from fused_rl.trainers import engine, ppo
-from fused_rl.trainers.kl_report import table
-from fused_rl.trainers.policy import measure
+from fused_rl.trainers import ppo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.commands.kl_report import table
+from fused_rl.trainers.policy.policy import measure
 
 FORMS = {"PyTorch Adam": False, "TF-style Adam": True}
 CLIPS = (0.0, 0.5, 0.1)

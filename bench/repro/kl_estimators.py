@@ -29,10 +29,11 @@ import torch
 from bench import machine, plots, report, results
 from bench.repro import ppo_step
 from fused_rl.recipes import demo_ppo
-from fused_rl.trainers import engine, grpo
-from fused_rl.trainers.config import parse
-from fused_rl.trainers.files import write_atomically
-from fused_rl.trainers.metrics import read_metrics
+from fused_rl.trainers import grpo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import write_atomically
+from fused_rl.trainers.options.config import parse
+from fused_rl.trainers.run.metrics import read_metrics
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3")
 HOLDING = ESTIMATORS[1:]

@@ -13,8 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from fused_rl.trainers.kl_report import example
-from fused_rl.trainers.kl_report import example_rows as rows
+from fused_rl.trainers.commands.kl_report import example
+from fused_rl.trainers.commands.kl_report import example_rows as rows
 
 __all__ = ["rows"]
 

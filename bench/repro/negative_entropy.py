@@ -22,8 +22,8 @@ import torch
 import fused_rl
 from bench.repro import ppo_step
 from fused_rl.trainers import ppo
-from fused_rl.trainers.credit import experience_metrics
-from fused_rl.trainers.kl_report import table
+from fused_rl.trainers.commands.kl_report import table
+from fused_rl.trainers.policy.credit import experience_metrics
 
 COLUMNS, OFFSET = 53, -100.0
 SETTING = {"prompts_per_step": 64, "group_size": 1, "minibatches": 2, "epochs": 2, "kl_coef": 0.0, "entropy_coef": 0.0}

@@ -73,7 +73,7 @@ def batches(padding: str, pad_id: int) -> list[tuple[torch.Tensor, torch.Tensor]
 @torch.no_grad()
 def deviations(config, pad_id: int) -> dict[str, tuple[float, float]]:
     """By padding: the largest deviation of the stock scores, and of ours, in standard deviations of the scores."""
-    from fused_rl.trainers.reward_model import RewardModel
+    from fused_rl.trainers.models.reward_model import RewardModel
 
     stock = classifier(config, pad_id)
     ours = RewardModel(stock)

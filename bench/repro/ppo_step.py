@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from fused_rl.recipes import demo, demo_ppo
-from fused_rl.trainers import engine, policy, ppo, sft
-from fused_rl.trainers.config import parse
-from fused_rl.trainers.critic import load_critic
-from fused_rl.trainers.data import RowOrder, load_tokenizer
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers import ppo, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data.encode import RowOrder, load_tokenizer
+from fused_rl.trainers.options.config import parse
+from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy.critic import load_critic
+from fused_rl.trainers.scorers.load import load_scorers
 
 
 def warm_start(folder: Path, seed: int = 1) -> Path:

@@ -21,7 +21,7 @@ from bench import trainer_peers
 from bench.results import table
 from bench.trainer_steps import Ours
 from bench.trainers import demo
-from fused_rl.trainers import engine
+from fused_rl.trainers.base import engine
 
 EVERY = 20
 

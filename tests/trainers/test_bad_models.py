@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fused_rl.trainers import data, grpo, models, reward_model, sft
-from fused_rl.trainers.config import InputError
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model, reward_model
+from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
 from tests.trainers.test_runs import grpo_config, sft_config
 
@@ -29,7 +31,7 @@ def folder(good, tmp_path):
 
 def load(folder):
     config = grpo.GRPOConfig(model=str(folder), dataset="", output_dir="", zero_stage=0)
-    return models.load_lm(config, torch.device("cpu"), trainable=False)
+    return language_model.load_lm(config, torch.device("cpu"), trainable=False)
 
 
 def change_weights(folder, change):
@@ -134,11 +136,11 @@ def test_a_folder_without_a_tokenizer_is_refused(folder):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).unlink()
     with pytest.raises(InputError, match="comes without a tokenizer"):
-        data.load_tokenizer(str(folder))
+        encode.load_tokenizer(str(folder))
 
 
 def test_a_name_that_nobody_has_is_one_line(tmp_path):
-    for call in (data.load_tokenizer, data.load_rows):
+    for call in (encode.load_tokenizer, encode.load_rows):
         with pytest.raises(InputError) as refused:
             call(str(tmp_path / "nobody"))
         assert "nobody" in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 600
@@ -153,7 +155,7 @@ def test_tokens_without_an_embedding_are_refused(good, folder, tmp_path):
 
 
 def test_an_added_token_that_the_data_uses_needs_an_embedding(good, folder, tmp_path):
-    tokenizer = data.load_tokenizer(str(folder))
+    tokenizer = encode.load_tokenizer(str(folder))
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(folder)
     sft.train(sft_config((str(folder), str(good / "rows.jsonl")), tmp_path / "unused", steps=1))

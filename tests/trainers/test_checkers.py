@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from fused_rl.trainers import checkers, verifiers
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.rollout import Incidents, Response, Sample
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.rollout import Incidents, Response, Sample
+from fused_rl.trainers.scorers import builtin, verifiers
 
 
 def samples(*texts, answer="42", tokens=1):
@@ -66,7 +66,7 @@ def test_a_length_costs_what_its_formula_says(spelled, tokens, expected):
 
 
 def test_a_pattern_that_does_not_end_scores_0_and_is_reported(monkeypatch):
-    monkeypatch.setattr(checkers, "MATCHING", 0.1)
+    monkeypatch.setattr(builtin, "MATCHING", 0.1)
     (scorer,) = verifiers.load_scorers("regex('(a+)+b')")
     began = time.process_time()
     assert scorer(samples("a" * 60, "ab", answer="a")) == [0, 1]

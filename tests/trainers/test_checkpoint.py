@@ -18,10 +18,14 @@ import pytest
 import torch
 import yaml
 
-from fused_rl.trainers import checkpoint, cli, engine, fingerprints, grpo, lock, models, resume, sft, sources, written
-from fused_rl.trainers.config import ACTIONS, InputError, RunConfig, names_of, parse
-from fused_rl.trainers.files import whole_folder
-from fused_rl.trainers.metrics import read_metrics
+from fused_rl.trainers import cli, grpo, sft
+from fused_rl.trainers.base import engine, written
+from fused_rl.trainers.base.files import whole_folder
+from fused_rl.trainers.data import fingerprints, sources
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig, names_of, parse
+from fused_rl.trainers.run import checkpoint, lock, resume
+from fused_rl.trainers.run.metrics import read_metrics
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -635,7 +639,7 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(models, "save_lm", dies)
+        patch.setattr(language_model, "save_lm", dies)
         sft.train(run_config(files, folder, save_every=0))
     assert names(folder) == ["latest", "step-4"]
     sft.train(run_config(files, folder, save_every=0, resume=True))
@@ -645,13 +649,13 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
 
 
 def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
-    save_lm = models.save_lm
+    save_lm = language_model.save_lm
 
     def told_to_stop(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         save_lm(*args, **options)
 
-    monkeypatch.setattr(models, "save_lm", told_to_stop)
+    monkeypatch.setattr(language_model, "save_lm", told_to_stop)
     sft.train(run_config(files, tmp_path / "run", save_every=0))
     assert_equal_runs(whole, tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.trainers import cli, grpo, option_names, policy_config, ppo, reward, sft
-from fused_rl.trainers.config import InputError, names_of, parse, to_yaml
-from fused_rl.trainers.spelling import read
+from fused_rl.trainers import cli, grpo, ppo, reward, sft
+from fused_rl.trainers.options import names
+from fused_rl.trainers.options.config import InputError, names_of, parse, to_yaml
+from fused_rl.trainers.policy import options
+from fused_rl.trainers.scorers.spelling import read
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -153,8 +155,8 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
     assert changed.keys() == PolicyLossOptions.__dataclass_fields__.keys()
     given = {name: value for name, value in changed.items() if value is not None}
     argv = [f"--{name}={value}" for name, value in given.items()]
-    assert policy_config.loss_options(made(*argv)) == {"preset": "grpo", **given}
-    other = policy_config.loss_options(made("--delta", "3", "--entropy_threshold", "0.5", "--preset", "dapo"))
+    assert options.loss_options(made(*argv)) == {"preset": "grpo", **given}
+    other = options.loss_options(made("--delta", "3", "--entropy_threshold", "0.5", "--preset", "dapo"))
     assert other == {
         "preset": "dapo",
         "delta": 3.0,
@@ -239,7 +241,7 @@ def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
         for config in (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
         for name in names_of(config)
     }
-    for theirs, ours in option_names.OF_TRL.items():
+    for theirs, ours in names.OF_TRL.items():
         assert theirs not in known and set(ours.split()) <= known
         assert f"`{theirs}`" in docs and all(f"`{name}`" in docs for name in ours.split())
     for theirs, ours in {"beta": "kl_coef", "epsilon": "clip_low and --clip_high", "save-steps": "save_every"}.items():

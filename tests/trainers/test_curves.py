@@ -4,8 +4,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.curves import Against, draw_curves
-from fused_rl.trainers.metrics import KEYS
+from fused_rl.trainers.run.curves import Against, draw_curves
+from fused_rl.trainers.run.metrics import KEYS
 
 HISTORY = [
     {"step": 0, "eval": 0.1},

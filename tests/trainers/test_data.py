@@ -1,8 +1,10 @@
 import pytest
 
-from fused_rl.trainers import data, grpo, policy, ppo, preferences, reward, sft
-from fused_rl.trainers.config import DataConfig, InputError
-from fused_rl.trainers.data import Encoder, RowOrder, Rows, load_rows, load_tokenizer
+from fused_rl.trainers import grpo, ppo, reward, sft
+from fused_rl.trainers.data import encode, preferences
+from fused_rl.trainers.data.encode import Encoder, RowOrder, Rows, load_rows, load_tokenizer
+from fused_rl.trainers.options.config import DataConfig, InputError
+from fused_rl.trainers.policy import policy
 from tests.trainers import tiny
 
 
@@ -81,7 +83,7 @@ def test_a_folder_of_several_configurations(tmp_path):
 
     def read(**options):
         config = DataConfig(dataset=str(folder), eval_dataset=str(folder), **options)
-        return [rows.rows[0]["prompt"] for rows in data.load_train_eval(config)]
+        return [rows.rows[0]["prompt"] for rows in encode.load_train_eval(config)]
 
     assert read() == ["main train", "main test"]
     assert read(dataset_config="b") == ["b train", "b test"]
@@ -211,7 +213,7 @@ def test_every_stop_token_of_the_model_counts():
 
     tokenizer = tiny.tokenizer()
     for eos, expected in ((None, [3]), (2, [2, 3]), ([2, 5], [2, 3, 5])):
-        assert data.stop_ids(tokenizer, transformers.GenerationConfig(eos_token_id=eos)) == expected
+        assert encode.stop_ids(tokenizer, transformers.GenerationConfig(eos_token_id=eos)) == expected
 
 
 THINKING = tiny.CHAT_TEMPLATE.replace(

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from fused_rl.recipes import demo
-from fused_rl.trainers import data, verifiers
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.scorers import verifiers
 
 
 def rows_of(folder, name):
@@ -25,7 +26,7 @@ def test_the_demos_problems_teacher_and_tokenizer(tmp_path, capsys):
     assert all(ok for ok, row in zip(right, demonstrations, strict=True) if "-" not in row["metadata"]["expression"])
     assert "3000 problems, 256 held out" in capsys.readouterr().out
 
-    tokenizer = data.load_tokenizer(str(tmp_path / "init"))
+    tokenizer = encode.load_tokenizer(str(tmp_path / "init"))
     for row in train[:50]:
         ids = tokenizer(row["question"]).input_ids + tokenizer(row["answer"], add_special_tokens=False).input_ids
         assert tokenizer.decode(ids) == row["question"] + row["answer"] and len(ids) <= 12

@@ -3,8 +3,11 @@
 import pytest
 import yaml
 
-from fused_rl.trainers import critic, epochs, grpo, lock, ppo, reward, sft
-from fused_rl.trainers.config import InputError, parse
+from fused_rl.trainers import grpo, ppo, reward, sft
+from fused_rl.trainers.data import epochs
+from fused_rl.trainers.options.config import InputError, parse
+from fused_rl.trainers.policy import critic
+from fused_rl.trainers.run import lock
 from tests.trainers import tiny
 
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]

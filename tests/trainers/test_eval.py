@@ -8,11 +8,13 @@ import shutil
 import pytest
 import torch
 
-from fused_rl.trainers import data, generate, models
-from fused_rl.trainers import eval as command
-from fused_rl.trainers.config import InputError, parse
-from fused_rl.trainers.rollout import Response
-from fused_rl.trainers.sampling import Sampling
+from fused_rl.trainers.commands import eval as command
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError, parse
+from fused_rl.trainers.rollouts import generate
+from fused_rl.trainers.rollouts.rollout import Response
+from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -96,11 +98,11 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
         command.main(options(folder, samples=2, max_new_tokens=4, output_dir=tmp_path / name, **more))
     a, b, c = (read(tmp_path / name)[0] for name in "abc")
     assert a == b and a != c and a[:5] == c[:5]
-    tokenizer = data.load_tokenizer(str(folder / "model"))
-    lm = models.load_to_sample(str(folder / "model"))
-    encoder, rows = data.Encoder(tokenizer), data.load_rows(str(folder / "rows.jsonl"))
+    tokenizer = encode.load_tokenizer(str(folder / "model"))
+    lm = language_model.load_to_sample(str(folder / "model"))
+    encoder, rows = encode.Encoder(tokenizer), encode.load_rows(str(folder / "rows.jsonl"))
     prompts = [encoder.prompt(rows, i, None) for i in range(5)]
-    sampling = Sampling(0.0, 4, tuple(data.stop_ids(tokenizer, lm.saved_generation_config)))
+    sampling = Sampling(0.0, 4, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
     greedy = generate.generate(lm, prompts, sampling, pad_id=0, batch_size=1)
     assert [row["tokens"] for row in a[:5]] == [len(ids) for ids in greedy]
     assert [row["response"] for row in a[:5]] == [
@@ -122,7 +124,7 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(folder, tmp_p
     adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
     said = {}
     for name, model in (("adapters", tmp_path), ("whole", tmp_path), ("model", folder)):
-        data.load_tokenizer(str(folder / "model")).save_pretrained(model / name)
+        encode.load_tokenizer(str(folder / "model")).save_pretrained(model / name)
         more = {"model": model / name, "samples": 0, "max_new_tokens": 4, "output_dir": tmp_path / "said" / name}
         command.main(options(folder, **more))
         said[name] = [row["response"] for row in read(tmp_path / "said" / name)[0]]
@@ -175,10 +177,10 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
     command.main(options(folder, dataset=rows, verifiers=None, samples=0))
     printed = capsys.readouterr().out
     assert "verifiers: reasoning_gym (the rows name their dataset" in printed
-    encoder = data.Encoder(data.load_tokenizer(str(folder / "model")))
-    prompt = encoder.prompt(data.load_rows(rows), 0, None)
+    encoder = encode.Encoder(encode.load_tokenizer(str(folder / "model")))
+    prompt = encoder.prompt(encode.load_rows(rows), 0, None)
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
-    rows = data.Rows([{"question": "a", "solution": "2"}], "d.jsonl")
+    rows = encode.Rows([{"question": "a", "solution": "2"}], "d.jsonl")
     reason = "every answer, in column 'solution', is a number or a formula"
     assert command.verifiers_for(rows, "solution") == ("math", reason)
     rows.rows.append({"question": "b", "solution": "Paris"})

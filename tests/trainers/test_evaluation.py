@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_rl.trainers import evaluation, metrics
-from fused_rl.trainers.rollout import Prompt, Response, roll_out
-from fused_rl.trainers.sampling import Sampling
+from fused_rl.trainers.policy import evaluate
+from fused_rl.trainers.rollouts.rollout import Prompt, Response, roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.run import metrics
 from tests.trainers import tiny
 
 EOS = 3
@@ -49,13 +50,13 @@ def test_every_metric_is_its_definition(monkeypatch):
         each = torch.where(batch.response_mask, 2.0 ** torch.arange(12)[:, None], 0.0)
         return SimpleNamespace(kl=each, entropy=3 * each)
 
-    monkeypatch.setattr(evaluation, "measure", measure)
+    monkeypatch.setattr(evaluate, "measure", measure)
     policy = SimpleNamespace(
         config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, tokenizer=tokenizer, has_reference=True
     )
     # The third problem is another rank's.
-    held_out = evaluation.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
-    metrics, shown = evaluation.evaluate(policy, held_out)
+    held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
+    metrics, shown = evaluate.evaluate(policy, held_out)
     by_token = sum(2**i * (i % 4 + 1) for i in range(8))
     assert metrics == pytest.approx(
         {

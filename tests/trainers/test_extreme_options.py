@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers.config import RANGES
+from fused_rl.trainers.options.config import RANGES
 from tests.trainers.test_faults import GOOD, answer, folder, good  # noqa: F401
 from tests.trainers.test_needs import COMMANDS, TRAINERS
 

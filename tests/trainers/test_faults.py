@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, functions, written
+from fused_rl.trainers import cli
+from fused_rl.trainers.base import written
+from fused_rl.trainers.scorers import functions
 from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
 from tests.trainers.killed import Moment, run

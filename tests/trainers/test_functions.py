@@ -12,12 +12,12 @@ import numpy
 import pytest
 import torch
 
-from fused_rl.trainers import functions
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.functions import FunctionScorer
-from fused_rl.trainers.loop import Interruption
-from fused_rl.trainers.named import load_function
-from fused_rl.trainers.rollout import Response, Sample, check_scores
+from fused_rl.trainers.base.named import load_function
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.rollout import Response, Sample, check_scores
+from fused_rl.trainers.run.loop import Interruption
+from fused_rl.trainers.scorers import functions
+from fused_rl.trainers.scorers.functions import FunctionScorer
 
 
 def samples(*texts, **columns):

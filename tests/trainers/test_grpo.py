@@ -12,9 +12,13 @@ import torch
 import yaml
 
 from fused_rl import reference as exact_ops
-from fused_rl.trainers import data, drawing, engine, groups, grpo, models, policy, reference
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.rollout import Prompt, Response
+from fused_rl.trainers import grpo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import drawing, groups, policy, reference
+from fused_rl.trainers.rollouts.rollout import Prompt, Response
 from tests.distributed import run_distributed
 from tests.test_losses import PAPERS
 from tests.trainers import tiny
@@ -166,7 +170,11 @@ def exact(folder):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         responses.append(Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length"))
     prompts = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-    lm = models.load_lm(config_of(folder), torch.device("cpu"), trainable=False).base.double().requires_grad_(True)
+    lm = (
+        language_model.load_lm(config_of(folder), torch.device("cpu"), trainable=False)
+        .base.double()
+        .requires_grad_(True)
+    )
     rows = []
     for i, response in enumerate(responses):
         prompt = prompts[i // GROUP].ids
@@ -180,7 +188,7 @@ def exact(folder):
 
 
 def fake_policy(config, module, responses, scores) -> policy.Policy:
-    tokenizer, sampling = data.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
+    tokenizer, sampling = encode.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
     scorers, device = [Scorer(scores)], torch.device("cpu")
     return policy.Policy(config, module, None, Sampler(responses), sampling, scorers, tokenizer, device)
 
@@ -197,7 +205,7 @@ def measured_of(exact, batch) -> policy.Measured:
 def accumulated(folder, exact, **options):
     """The sums of one minibatch in three micro-batches, and the model with its gradients."""
     config = config_of(folder, **options)
-    lm = models.load_lm(config, torch.device("cpu"))
+    lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = drawing.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
@@ -362,7 +370,7 @@ def prompts_of(*numbers: int) -> list[Prompt]:
 
 def drawn_by(config, numbers, rank=0, world=1):
     """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and how many it asked for."""
-    tokenizer, sampling = data.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
+    tokenizer, sampling = encode.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
     scorers, device = [Judge()], torch.device("cpu")
     text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=200))  # all that a rollout asks a model
     module = Plain(SimpleNamespace(base=SimpleNamespace(config=text)))
@@ -433,7 +441,7 @@ def test_ranks_agree_on_refills_and_share_what_they_find(folder):
 
 def test_a_step_whose_responses_were_all_cut_and_are_masked_says_so(folder, exact, capsys):
     config = config_of(folder, mask_truncated=True)
-    lm = models.load_lm(config, torch.device("cpu"))
+    lm = language_model.load_lm(config, torch.device("cpu"))
     responses = []
     for response in exact["responses"]:
         ids = response.ids[:-1] if response.finish == "stop" else response.ids
@@ -452,7 +460,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     given = exact | {"scores": scores}
     options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
     config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
-    lm = models.load_lm(config, torch.device("cpu"))
+    lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], scores)
     drawn = drawing.draw(made, exact["prompts"], None, 1)
     assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
@@ -472,7 +480,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
 
 def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     config = config_of(folder, zero_variance="drop")
-    lm = models.load_lm(config, torch.device("cpu"))
+    lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
     drawn = drawing.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
@@ -490,7 +498,7 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
 def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estimator, definition):
     """Less in the reward before the advantages are taken, and nothing of it in the loss."""
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
-    lm = models.load_lm(config, torch.device("cpu"))
+    lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = drawing.draw(made, exact["prompts"], None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
@@ -607,7 +615,7 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_pa
     options = {"minibatches": 1, "save_every": 0, "steps": 1}
     trained(folder, rows, tmp_path / "same", **options)
     assert "warning" not in capsys.readouterr().out
-    forward = models.LanguageModel.forward
+    forward = language_model.LanguageModel.forward
 
     def noisy(self, *inputs, token_loss=None, **more):
         with torch.no_grad():
@@ -615,7 +623,7 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_pa
             self.base.get_output_embeddings().weight[::2].mul_(0.9 if token_loss is not None else 1.0)
         return forward(self, *inputs, token_loss=token_loss, **more)
 
-    monkeypatch.setattr(models.LanguageModel, "forward", noisy)
+    monkeypatch.setattr(language_model.LanguageModel, "forward", noisy)
     trained(folder, rows, tmp_path / "noisy", **options)
     assert "warning: the first minibatch's mean ratio is" in capsys.readouterr().out
 

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, engine, generate, grpo, models, reward, sft
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.critic import PolicyWithValues
+from fused_rl.trainers import grpo, reward, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy.critic import PolicyWithValues
+from fused_rl.trainers.rollouts import generate
 from tests.trainers import tiny
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -21,12 +25,12 @@ def folder(tmp_path_factory):
 
 def load(folder, **options):
     options = {"model": folder, "dataset": "", "output_dir": "", "dtype": "bfloat16", **options}
-    return models.load_lm(grpo.GRPOConfig(**options), torch.device("cpu"), trainable=False)
+    return language_model.load_lm(grpo.GRPOConfig(**options), torch.device("cpu"), trainable=False)
 
 
 @pytest.fixture
 def batch():
-    return data.make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
+    return encode.make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
 
 
 def fp64_logits(lm, batch):
@@ -66,7 +70,7 @@ def test_what_is_drawn_is_what_is_trained(folder):
         sampling = generate.Sampling(0.8, 6, (3,))
         (response,) = generate.generate(lm.base, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
     drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]
-    made = data.make_batch([[1, 70, 71]], [response], 0, "cpu")
+    made = encode.make_batch([[1, 70, 71]], [response], 0, "cpu")
     with torch.no_grad():
         rows = lm(made.input_ids, made.response_mask, 0.8)
     # the hidden states of a step and of the whole sequence are bf16 sums in another order; the head adds nothing
@@ -80,7 +84,7 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
     tied = tiny.model_folder(tmp_path / "tied", tie=True)
     for name in (folder, tied):
         plain, wide = load(name), load(name, head_dtype="float32")
-        assert isinstance(wide.base.get_output_embeddings(), models.WideHead)
+        assert isinstance(wide.base.get_output_embeddings(), language_model.WideHead)
         a, b = plain.base.state_dict(), wide.base.state_dict()
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     embedded, head = wide.base.get_input_embeddings(), wide.base.get_output_embeddings()
@@ -90,7 +94,7 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
 
 def test_gradients_reach_the_head(folder, batch):
     config = grpo.GRPOConfig(model=folder, dataset="", output_dir="", dtype="bfloat16", head_dtype="float32")
-    lm = models.load_lm(config, torch.device("cpu"))
+    lm = language_model.load_lm(config, torch.device("cpu"))
     loss = lm(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs).loss
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in lm.parameters())

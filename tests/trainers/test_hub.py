@@ -10,8 +10,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
 
-from fused_rl.trainers import engine, hub, lock, sft
-from fused_rl.trainers.config import InputError
+from fused_rl.trainers import sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.run import hub, lock
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 

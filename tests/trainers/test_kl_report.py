@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fused_rl.trainers import kl_report
+from fused_rl.trainers.commands import kl_report
 
 TABLE = """\
 as a loss  E on-policy  E[gradient] on-policy    E off-policy  E[gradient] off-policy

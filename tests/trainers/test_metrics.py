@@ -6,9 +6,13 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, engine, grpo, models, policy
-from fused_rl.trainers.metrics import KEYS, explained_variance, keyed
-from fused_rl.trainers.rollout import Prompt, Response
+from fused_rl.trainers import grpo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.policy import policy
+from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.run.metrics import KEYS, explained_variance, keyed
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -91,7 +95,7 @@ def step_of_a_rank(rank, world, folder):
     """The metrics of one `train_step`."""
     engine.setup(1)
     config, given = config_of(folder), case(rank)
-    tokenizer = data.load_tokenizer(folder)
+    tokenizer = encode.load_tokenizer(folder)
     made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler = Sampler(given["responses"])
 
@@ -111,7 +115,11 @@ def step_of_a_rank(rank, world, folder):
 
 def definitions(folder: str) -> dict[str, float]:
     """Every metric from its definition, in fp64, over all 16 responses at once."""
-    lm = models.load_lm(config_of(folder), torch.device("cpu"), trainable=False).base.double().requires_grad_(True)
+    lm = (
+        language_model.load_lm(config_of(folder), torch.device("cpu"), trainable=False)
+        .base.double()
+        .requires_grad_(True)
+    )
     tokens, sequences, sizes, scores, stopped = [], [], [], [], []
     for rank in range(2):
         given = case(rank)

@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from fused_rl.trainers import cli, eval, grpo, kl_report, ppo, reward, sft
-from fused_rl.trainers.config import InputError, names_of, parse
-from fused_rl.trainers.credit import adapted, check_credit
-from fused_rl.trainers.policy_config import POLICY_NEEDS
+from fused_rl.trainers import cli, grpo, ppo, reward, sft
+from fused_rl.trainers.commands import eval, kl_report
+from fused_rl.trainers.options.config import InputError, names_of, parse
+from fused_rl.trainers.policy.credit import adapted, check_credit
+from fused_rl.trainers.policy.options import POLICY_NEEDS
 
 TRAINERS = {"sft": sft.SFTConfig, "reward": reward.RewardConfig, "grpo": grpo.GRPOConfig, "ppo": ppo.PPOConfig}
 COMMANDS = TRAINERS | {"eval": eval.EvalConfig, "kl-report": kl_report.KLReportConfig}

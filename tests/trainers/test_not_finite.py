@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fused_rl.trainers import engine, grpo, sft
-from fused_rl.trainers.config import EngineConfig, InputError, OptimConfig
-from fused_rl.trainers.metrics import Sums
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig
+from fused_rl.trainers.run.metrics import Sums
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 from tests.trainers.test_runs import VERIFIER, grpo_config, sft_config

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fused_rl.surrogates import needs_sequences
-from fused_rl.trainers import grpo, policy_config
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.own_surrogate import load_surrogate
+from fused_rl.trainers import grpo
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import options
+from fused_rl.trainers.policy.own_surrogate import load_surrogate
 
 HERE = "tests.trainers.test_own_surrogate"
 
@@ -96,4 +97,4 @@ def test_what_is_no_surrogate_is_one_line(name, message):
 def test_a_run_is_refused_before_it_begins_where_it_can_be_known():
     config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", surrogate=f"{HERE}:two")
     with pytest.raises(InputError, match="cannot be called"):
-        policy_config.check_loss_options(config)
+        options.check_loss_options(config)

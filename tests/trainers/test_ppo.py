@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import credit, data, ppo
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.critic import Critic, Watch
-from fused_rl.trainers.rollout import Prompt, Response, Sampling, roll_out
+from fused_rl.trainers import ppo
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import credit
+from fused_rl.trainers.policy.critic import Critic, Watch
+from fused_rl.trainers.rollouts.rollout import Prompt, Response, Sampling, roll_out
 from tests.trainers import tiny
 
 EOS = 3
@@ -130,7 +132,7 @@ def test_how_often_a_right_response_scores_above_a_wrong_one():
 
 
 def batch_of(*responses):
-    return data.make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
+    return encode.make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
 
 
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):
@@ -139,7 +141,9 @@ def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folde
     assert (Critic.from_pretrained(model)(batch.input_ids, batch.response_mask) == 0).all()
     critic = Critic.from_pretrained(reward)
     values = critic(batch.input_ids, batch.response_mask)
-    scorer = ppo.load_scorers(config_of(folders, verifiers=f"reward_model:{reward}"), data.load_tokenizer(model), "cpu")
+    scorer = ppo.load_scorers(
+        config_of(folders, verifiers=f"reward_model:{reward}"), encode.load_tokenizer(model), "cpu"
+    )
     for b, (prompt, response) in enumerate([([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]):
         for t in range(len(response)):  # the value before a token is the score of what stands before it
             (score,) = scorer[0].scorer.unchecked([prompt], [response[:t]]).tolist()
@@ -164,11 +168,11 @@ def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
 
 
 def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
-    from fused_rl.trainers.reward_model import RewardModel
+    from fused_rl.trainers.models.reward_model import RewardModel
 
     model, reward = folders
     config = config_of(folders, verifiers=f"reward_model:{reward}, 0*tests.trainers.tiny:odd_characters")
-    tokenizer = data.load_tokenizer(model)
+    tokenizer = encode.load_tokenizer(model)
     prompts = [Prompt([1, 70 + i, *[71] * i], {}) for i in range(5)]
     responses = [Response([90, 91, EOS], "stop"), Response([92], "length"), Response([], "length")]
     responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
@@ -198,7 +202,7 @@ def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
 
 def test_no_scorer_at_all_is_refused(folders):
     with pytest.raises(InputError, match=r"verifier '': expected \[weight\*\]name"):
-        ppo.load_scorers(config_of(folders, verifiers=""), data.load_tokenizer(folders[0]), torch.device("cpu"))
+        ppo.load_scorers(config_of(folders, verifiers=""), encode.load_tokenizer(folders[0]), torch.device("cpu"))
 
 
 def test_minibatches_are_drawn_anew_in_every_epoch():

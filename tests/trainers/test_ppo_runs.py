@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, engine, policy, ppo
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.critic import Critic, load_critic
-from fused_rl.trainers.metrics import KEYS
-from fused_rl.trainers.rollout import Prompt, Response
+from fused_rl.trainers import ppo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy.critic import Critic, load_critic
+from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -327,7 +330,7 @@ def step_with(files, responses, scorers=None, **options):
     """The metrics of one step on these responses, one per prompt."""
     engine.setup(1)
     config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
-    tokenizer, device = data.load_tokenizer(files[0]), torch.device("cpu")
+    tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
     scorers = ppo.load_scorers(config, tokenizer, device)
     made = policy.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = types.SimpleNamespace(sample=lambda *_: responses, publish=lambda step: None)

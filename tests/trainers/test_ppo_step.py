@@ -6,10 +6,15 @@ import math
 import pytest
 import torch
 
-from fused_rl.trainers import data, engine, models, policy, ppo, rollout
-from fused_rl.trainers.critic import Critic, PolicyWithValues, load_critic
-from fused_rl.trainers.metrics import KEYS
-from fused_rl.trainers.rollout import Prompt, Response
+from fused_rl.trainers import ppo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy.critic import Critic, PolicyWithValues, load_critic
+from fused_rl.trainers.rollouts import rollout
+from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -243,7 +248,11 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
 
 def load_fp64(folders):
     """The same policy and critic without any of our code in their forward passes, in fp64."""
-    lm = models.load_lm(config_of(folders), torch.device("cpu"), trainable=False).base.double().requires_grad_(True)
+    lm = (
+        language_model.load_lm(config_of(folders), torch.device("cpu"), trainable=False)
+        .base.double()
+        .requires_grad_(True)
+    )
     critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
 
     def values(whole, hidden):
@@ -264,7 +273,7 @@ def assert_gradients_close(module, exact, prefix=""):
 
 def plain_policy(folders, config, lm, given):
     """The policy that samples and scores what the case says."""
-    sampling, tokenizer = policy.Sampling(TEMPERATURE, LENGTH, (EOS,)), data.load_tokenizer(folders[0])
+    sampling, tokenizer = policy.Sampling(TEMPERATURE, LENGTH, (EOS,)), encode.load_tokenizer(folders[0])
     sampler, scorers = Sampler(given["responses"]), [Scorer(given["scores"])]
     return policy.Policy(config, Plain(lm), None, sampler, sampling, scorers, tokenizer, torch.device("cpu"))
 
@@ -280,7 +289,7 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
     given, config = with_sets(case(0)) if sets else case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
-    lm, critic = models.load_lm(config, torch.device("cpu")), Critic.from_pretrained(folders[1])
+    lm, critic = language_model.load_lm(config, torch.device("cpu")), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
     stale = Stale(Plain(critic))
     experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
@@ -301,7 +310,7 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
 def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, sets, monkeypatch):
     given = with_sets(case(0)) if sets else case(0)
     config = config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
-    lm = PolicyWithValues(models.load_lm(config, torch.device("cpu")))
+    lm = PolicyWithValues(language_model.load_lm(config, torch.device("cpu")))
     made = plain_policy(folders, config, lm, given)
     torch.nn.init.normal_(lm.value_head.weight, generator=torch.Generator().manual_seed(0))
     experience, parts = experience_and_parts(config, made, None, given, monkeypatch)
@@ -324,14 +333,14 @@ def step_of_a_rank(rank, world, folders, pads, options):
     """The metrics of one `train_step`, with `pads` more columns."""
     engine.setup(1)
     config, given = config_of(folders, **(OPTIONS | options)), case(rank)
-    tokenizer = data.load_tokenizer(folders[0])
+    tokenizer = encode.load_tokenizer(folders[0])
     made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler, ppo.measure = Sampler(given["responses"]), made_up(given)
     if pads:
-        make_batch = data.make_batch
+        make_batch = encode.make_batch
         given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}
         rollout.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
-        data.Batch.rows = lambda self, index: dataclasses.replace(
+        encode.Batch.rows = lambda self, index: dataclasses.replace(
             self, input_ids=self.input_ids[index], response_mask=self.response_mask[index]
         )
     critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))

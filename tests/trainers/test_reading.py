@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, engine, models, ppo, reward, scorers, sft
-from fused_rl.trainers.config import InputError
+from fused_rl.trainers import ppo, reward, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.scorers import load
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
@@ -52,9 +56,9 @@ def config_of(config_class, **options):
 
 def readers(**options):
     """Every model that a run reads of `model`: the policy, its reference, a reward model's start, PPO's critic."""
-    sft_config, tokenizer = config_of(sft.SFTConfig, **options), data.load_tokenizer(NAME, options.get("revision"))
-    yield models.load_lm(sft_config, CPU).base
-    yield models.load_lm(sft_config, CPU, trainable=False).base
+    sft_config, tokenizer = config_of(sft.SFTConfig, **options), encode.load_tokenizer(NAME, options.get("revision"))
+    yield language_model.load_lm(sft_config, CPU).base
+    yield language_model.load_lm(sft_config, CPU, trainable=False).base
     yield reward.load_model(config_of(reward.RewardConfig, **options), CPU).classifier
     yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).module.classifier
 
@@ -66,7 +70,7 @@ def test_all_that_is_read_of_a_model_is_of_its_revision(revision, hub):
     given = {} if revision == "main" else {"revision": revision}
     for model in readers(**given):
         assert torch.equal(model.get_input_embeddings().weight, expected)
-    assert f"{{# {revision} #}}" in data.load_tokenizer(NAME, given.get("revision")).chat_template
+    assert f"{{# {revision} #}}" in encode.load_tokenizer(NAME, given.get("revision")).chat_template
 
 
 def test_a_reward_model_is_compared_with_the_revision_of_the_policy(hub, tmp_path):
@@ -79,12 +83,12 @@ def test_a_reward_model_is_compared_with_the_revision_of_the_policy(hub, tmp_pat
     (there / "config.json").write_text(json.dumps(about | {"vocab_size": about["vocab_size"] + 8}))
     for revision, refused in ((None, False), ("larger", True)):
         config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{smaller}", revision=revision)
-        tokenizer = data.load_tokenizer(NAME, revision)
+        tokenizer = encode.load_tokenizer(NAME, revision)
         if refused:
             with pytest.raises(InputError, match="token embeddings, the policy .* samples from"):
-                scorers.load_scorers(config, tokenizer, CPU)
+                load.load_scorers(config, tokenizer, CPU)
         else:
-            scorers.load_scorers(config, tokenizer, CPU)
+            load.load_scorers(config, tokenizer, CPU)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -93,24 +97,24 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
         assert model.config._attn_implementation == attention
     folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
     config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention)
-    (scorer,) = scorers.load_scorers(config, data.load_tokenizer(NAME), CPU)
+    (scorer,) = load.load_scorers(config, encode.load_tokenizer(NAME), CPU)
     assert scorer.scorer.model.classifier.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("attention", ["sdpaa", "flash_attention_2", "someone/kernel"])
 def test_an_attention_that_cannot_be_used_is_one_line_that_names_the_option(attention):
-    for read in (models.load_lm, lambda config, device: reward.load_model(config, device)):
+    for read in (language_model.load_lm, lambda config, device: reward.load_model(config, device)):
         with pytest.raises(InputError, match=f"^attn_implementation={attention} cannot be used for .*model") as refused:
             read(config_of(sft.SFTConfig, attn_implementation=attention), CPU)
         assert "\n" not in str(refused.value)
 
 
 def test_a_revision_that_there_is_not_is_one_line():
-    for read in (models.load_lm, lambda config, device: reward.load_model(config, device)):
+    for read in (language_model.load_lm, lambda config, device: reward.load_model(config, device)):
         with pytest.raises(InputError, match="someone/model.* is neither a local folder with a model nor on the Hub"):
             read(config_of(sft.SFTConfig, revision="v3"), CPU)
     with pytest.raises(InputError, match="its tokenizer cannot be loaded"):
-        data.load_tokenizer(NAME, "v3")
+        encode.load_tokenizer(NAME, "v3")
 
 
 def test_a_folder_has_no_revisions(hub):

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import data, lock, preferences, reward, reward_model
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.reward_model import RewardModel, RewardScorer
+from fused_rl.trainers import reward
+from fused_rl.trainers.data import encode, preferences
+from fused_rl.trainers.models import reward_model
+from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.run import lock
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -209,8 +212,8 @@ def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path)
-    tokenizer = data.load_tokenizer(make_model(tmp_path / "model", chat=chat))
-    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(data.load_rows(str(path)))
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=chat))
+    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(encode.load_rows(str(path)))
     assert [p.margin for p in pairs] == [0, 2]
     assert pairs[1].where == f"{path}, " + ("line 3" if suffix == "jsonl" else "row 2")
 
@@ -226,13 +229,13 @@ def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
 def test_a_beginning_of_sequence_is_written_once(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = data.load_tokenizer(make_model(tmp_path / "model"))
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model"))
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
     encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
     rows = [{"prompt": "hi", "chosen": "yo", "rejected": "no"}, {"chosen": "hi yo", "rejected": "hi no"}]
-    for pair in encoder.pairs(data.Rows(rows, "x")):
+    for pair in encoder.pairs(encode.Rows(rows, "x")):
         whole = [*pair.chosen[0], *pair.chosen[1]]
         assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
 
@@ -269,9 +272,9 @@ def test_a_bad_row_names_file_line_and_column(case, tmp_path):
     row, message = BAD_ROWS[case]
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
-    tokenizer = data.load_tokenizer(make_model(tmp_path / "model", chat=True))
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
     with pytest.raises(InputError, match=f"data.jsonl, line 2: {message}"):
-        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(data.load_rows(str(path)))
+        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(encode.load_rows(str(path)))
 
 
 def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
@@ -282,12 +285,12 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
         {"prompt": "abcdefgh", "chosen": "b", "rejected": "c"},  # the prompt does not fit, and is never cut
         {"prompt": "a", "chosen": "b", "rejected": "b"},
     ]
-    tokenizer = data.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))
     limits = {"max_prompt_length": 7, "max_response_length": 5}
 
     def responses(too_long):
         encoder = preferences.PairEncoder(make_config(tmp_path, too_long=too_long, **limits), tokenizer)
-        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(data.Rows(rows, "x"))]
+        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(encode.Rows(rows, "x"))]
 
     assert responses("drop") == ["bcde<eos>"]
     told = capsys.readouterr().out
@@ -319,8 +322,8 @@ def test_metrics_have_exactly_these_names(run):
 
 
 def held_out_pairs(config) -> list[preferences.Pair]:
-    tokenizer = data.load_tokenizer(config.model)
-    return preferences.PairEncoder(config, tokenizer).pairs(data.load_train_eval(config)[1])
+    tokenizer = encode.load_tokenizer(config.model)
+    return preferences.PairEncoder(config, tokenizer).pairs(encode.load_train_eval(config)[1])
 
 
 def test_the_scorer_gives_the_trainers_scores(run):
@@ -347,8 +350,10 @@ def test_the_scorer_gives_the_trainers_scores(run):
 
 def test_the_saved_model_is_normalised_on_the_reference_set(run):
     config, _ = run
-    tokenizer = data.load_tokenizer(config.model)
-    pairs = preferences.PairEncoder(config, tokenizer).pairs(data.load_train_eval(config)[0])[: config.normalize_pairs]
+    tokenizer = encode.load_tokenizer(config.model)
+    pairs = preferences.PairEncoder(config, tokenizer).pairs(encode.load_train_eval(config)[0])[
+        : config.normalize_pairs
+    ]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
     sides = [side for p in pairs for side in (p.chosen, p.rejected)]
     scores = RewardScorer(model)([p for p, _ in sides], [r for _, r in sides])
@@ -373,12 +378,14 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
     import deepspeed
     from transformers import AutoModelForCausalLM
 
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), data.load_tokenizer(str(folder / "model"))
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), encode.load_tokenizer(str(folder / "model"))
     with torch.no_grad():
         lm.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("z")] = math.inf
     lm.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("fused_rl.trainers.reward_model.check_weights", lambda model, name: None)  # it would refuse
+    monkeypatch.setattr(
+        "fused_rl.trainers.models.reward_model.check_weights", lambda model, name: None
+    )  # it would refuse
     lines = (folder / "pairs.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
@@ -519,7 +526,7 @@ def head_under_zero_3(rank, world, folder):
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from fused_rl.trainers import engine
+    from fused_rl.trainers.base import engine
 
     engine.setup(rank)  # another seed on every rank
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}

@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import data, engine, evaluation, grpo, models, packing, policy, rollout, sft, verifiers
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.metrics import KEYS
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model, packing
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import evaluate, policy
+from fused_rl.trainers.rollouts import rollout
+from fused_rl.trainers.run.metrics import KEYS
+from fused_rl.trainers.scorers import verifiers
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -131,8 +137,8 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
     config = grpo_config(files, "")
     scorers = verifiers.load_scorers(config.verifiers)
-    prompts = policy.load_prompts(config, data.load_tokenizer(files[0]), scorers)[1][:3]
-    shares = [evaluation.share_of_rank(prompts)]
+    prompts = policy.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
+    shares = [evaluate.share_of_rank(prompts)]
     assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 
 
@@ -286,8 +292,8 @@ def test_shared_prompts_train_as_prompts_of_their_own_do(files, tmp_path, monkey
 
 
 def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, monkeypatch):
-    loaded, load_lm = [], models.load_lm
-    monkeypatch.setattr(models, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k))
+    loaded, load_lm = [], language_model.load_lm
+    monkeypatch.setattr(language_model, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k))
     grpo.train(grpo_config(files, tmp_path / "none", kl_every=0))
     assert len(loaded) == 1
     grpo.train(grpo_config(files, tmp_path / "second", kl_every=2))
@@ -313,7 +319,7 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
     sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
-    make_batch = data.make_batch
+    make_batch = encode.make_batch
 
     def wider(prompts, responses, pad_id, device, *, where):
         width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
@@ -321,11 +327,11 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
 
     def untrimmed(batch, index):
         prompts, lengths = batch.prompts[index], batch.prompt_lengths[index]
-        return data.Batch(batch.input_ids[index], batch.response_mask[index], batch.where, prompts, lengths)
+        return encode.Batch(batch.input_ids[index], batch.response_mask[index], batch.where, prompts, lengths)
 
     monkeypatch.setattr(rollout, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)
-    monkeypatch.setattr(data.Batch, "rows", untrimmed)  # else the pads would never reach the model
+    monkeypatch.setattr(encode.Batch, "rows", untrimmed)  # else the pads would never reach the model
     grpo.train(grpo_config(files, tmp_path / "wide", **options))
     sft.train(sft_config(files, tmp_path / "wide-sft", steps=1))
     assert_same_metrics(tmp_path / "narrow", tmp_path / "wide", rtol=1e-6)
@@ -349,9 +355,9 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
 
 def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
     """Negative log-likelihood, and how often the likeliest token is the right one: means over completion tokens."""
-    lm = models.load_lm(config, torch.device("cpu"), trainable=False)
-    _, held_out = data.load_train_eval(config)
-    encoder, losses, hits = data.Encoder(data.load_tokenizer(config.model)), [], []
+    lm = language_model.load_lm(config, torch.device("cpu"), trainable=False)
+    _, held_out = encode.load_train_eval(config)
+    encoder, losses, hits = encode.Encoder(encode.load_tokenizer(config.model)), [], []
     for i in range(len(held_out)):
         prompt, completion = encoder.pair(held_out, i, None, "answer")
         logprobs = lm.base(input_ids=torch.tensor([prompt + completion])).logits[0].double().log_softmax(-1)
@@ -375,9 +381,9 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     assert tokenizer.chat_template == before.chat_template and tokenizer.eos_token_id == before.eos_token_id
     generation = transformers.GenerationConfig.from_pretrained(folder)
     assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
-    lm = models.load_lm(sft_config((folder, files[1]), tmp_path / "x"), torch.device("cpu"), trainable=False)
-    held_out = data.load_train_eval(sft_config(files, tmp_path / "x"))[1]
-    pairs = sft.encode(sft_config(files, ""), held_out, data.Encoder(tokenizer))
+    lm = language_model.load_lm(sft_config((folder, files[1]), tmp_path / "x"), torch.device("cpu"), trainable=False)
+    held_out = encode.load_train_eval(sft_config(files, tmp_path / "x"))[1]
+    pairs = sft.encode(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
 

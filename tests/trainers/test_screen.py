@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, screen, sft
-from fused_rl.trainers import eval as evaluation
-from fused_rl.trainers.command import around
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.curves import Against, draw_curves
-from fused_rl.trainers.files import as_json
-from fused_rl.trainers.metrics import Logger
+from fused_rl.trainers import cli, sft
+from fused_rl.trainers.base import screen
+from fused_rl.trainers.base.files import as_json
+from fused_rl.trainers.commands import eval as evaluation
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.run.command import around
+from fused_rl.trainers.run.curves import Against, draw_curves
+from fused_rl.trainers.run.metrics import Logger
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fused_rl.trainers.solved import outcome_sums, outcomes, pass_at_k, usual_ks
+from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at_k, usual_ks
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])

@@ -2,10 +2,11 @@
 
 import pytest
 
-from fused_rl.trainers import grpo, ppo, verifiers
-from fused_rl.trainers.config import InputError, parse
-from fused_rl.trainers.scorers import load_scorers
-from fused_rl.trainers.spelling import check_weights, read
+from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.options.config import InputError, parse
+from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.spelling import check_weights, read
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
 TEN_CASES = [

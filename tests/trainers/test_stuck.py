@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_rl.trainers.stuck import Stuck
+from fused_rl.trainers.policy.stuck import Stuck
 
 NAN = float("nan")
 

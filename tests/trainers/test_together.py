@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fused_rl.trainers import engine, grpo, launch, sft
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.rollout import Incidents, Prompt, Response, Sampling, roll_out, rollout_metrics
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base import engine, launch
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.rollout import Incidents, Prompt, Response, Sampling, roll_out, rollout_metrics
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -125,8 +126,8 @@ RANK = """
     import datetime, os, sys, time
     import torch
     import torch.distributed as dist
-    from fused_rl.trainers import engine
-    from fused_rl.trainers.config import InputError
+    from fused_rl.trainers.base import engine
+    from fused_rl.trainers.options.config import InputError
 
     store, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     timeout = datetime.timedelta(seconds=240)
@@ -165,8 +166,8 @@ FATE = """
     import datetime, os, sys
     import torch
     import torch.distributed as dist
-    from fused_rl.trainers import engine
-    from fused_rl.trainers.config import InputError
+    from fused_rl.trainers.base import engine
+    from fused_rl.trainers.options.config import InputError
 
     port, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     timeout, address = datetime.timedelta(minutes=20), f"tcp://127.0.0.1:{port}"

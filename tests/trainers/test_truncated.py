@@ -9,11 +9,15 @@ import torch
 
 import fused_rl
 from fused_rl import TokenSupport
-from fused_rl.trainers import data, generate, grpo, models, policy, rollout
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.drawing import Drawn
-from fused_rl.trainers.rollout import Prompt, Response, check_responses, roll_out
-from fused_rl.trainers.sampling import Sampling
+from fused_rl.trainers import grpo
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy.drawing import Drawn
+from fused_rl.trainers.rollouts import generate, rollout
+from fused_rl.trainers.rollouts.rollout import Prompt, Response, check_responses, roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -35,7 +39,7 @@ def config_of(folder, **options) -> grpo.GRPOConfig:
 
 
 def load(folder, **options):
-    return models.load_lm(config_of(folder, **options), torch.device("cpu"), trainable=False)
+    return language_model.load_lm(config_of(folder, **options), torch.device("cpu"), trainable=False)
 
 
 def sampling_of(**filters) -> Sampling:
@@ -257,11 +261,11 @@ class Points:
 
 def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     """The policy of a `folder`, and a reference of other weights; prompts are shared as the config says."""
-    lm, other = models.load_lm(config, torch.device("cpu")), load(folder, loss_from=config.loss_from)
+    lm, other = language_model.load_lm(config, torch.device("cpu")), load(folder, loss_from=config.loss_from)
     for weight in other.parameters():
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     costs = policy.Costs(token=1.0, pair=0.0) if config.share_prompts else None
-    tokenizer, device = data.load_tokenizer(folder), torch.device("cpu")
+    tokenizer, device = encode.load_tokenizer(folder), torch.device("cpu")
     sampler = Drawing(lm.base, filters) if sampler is None else sampler
     return policy.Policy(
         config, Plain(lm), Plain(other), sampler, sampling_of(**filters), [Points()], tokenizer, device, costs=costs

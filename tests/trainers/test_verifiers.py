@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import functions, patience, verifiers
-from fused_rl.trainers.config import InputError
-from fused_rl.trainers.rollout import (
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.rollout import (
     Incidents,
     Prompt,
     Response,
@@ -24,7 +23,8 @@ from fused_rl.trainers.rollout import (
     rollout_metrics,
     scorer_metrics,
 )
-from fused_rl.trainers.verifiers import answer_of, load_scorers
+from fused_rl.trainers.scorers import functions, limits, verifiers
+from fused_rl.trainers.scorers.verifiers import answer_of, load_scorers
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -356,13 +356,13 @@ def test_a_function_may_return_arrays_and_generators_print_and_use_signals(capfd
 def test_what_a_call_cannot_be_kept_from_ends_with_a_line_and_a_status():
     code = """
         import signal, time
-        from fused_rl.trainers import patience
-        patience.GRACE = 0.2
+        from fused_rl.trainers.scorers import limits
+        limits.GRACE = 0.2
         def call():
-            signal.pthread_sigmask(signal.SIG_BLOCK, [patience.NUDGE])  # as deaf as C code
+            signal.pthread_sigmask(signal.SIG_BLOCK, [limits.NUDGE])  # as deaf as C code
             while True:
                 time.sleep(3600)
-        patience.within(0.1, call)
+        limits.within(0.1, call)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: a call did not end within 0.1 s and cannot be interrupted\n"
@@ -371,13 +371,13 @@ def test_what_a_call_cannot_be_kept_from_ends_with_a_line_and_a_status():
 def test_within_leaves_signals_as_they_were():
     import signal
 
-    before = signal.getsignal(patience.NUDGE)
-    assert patience.within(60, lambda: 5) == 5
+    before = signal.getsignal(limits.NUDGE)
+    assert limits.within(60, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        patience.within(60, lambda: 1 / 0)
-    with pytest.raises(patience.Expired):
-        patience.within(0.05, lambda: time.sleep(3600))
-    assert signal.getsignal(patience.NUDGE) is before
+        limits.within(60, lambda: 1 / 0)
+    with pytest.raises(limits.Expired):
+        limits.within(0.05, lambda: time.sleep(3600))
+    assert signal.getsignal(limits.NUDGE) is before
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
 
 

@@ -69,7 +69,7 @@ def reward_folder(folder: Path, model: str, *, seed: int = 5) -> str:
     import torch
     import transformers
 
-    from fused_rl.trainers.reward_model import RewardModel
+    from fused_rl.trainers.models.reward_model import RewardModel
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)

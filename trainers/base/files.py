@@ -1,0 +1,154 @@
+"""Files that are whole or not there: whoever reads them never sees half of one, and neither does a power cut."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from fused_rl.trainers.options.config import InputError
+
+# What torch and safetensors, which raise no OSError, say when the system refuses to write.
+REFUSED_WRITES = ("inline_container.cc", "os error", "iostream error")
+
+
+class Fingerprint(NamedTuple):
+    """By which a damaged file is told from the one that was written."""
+
+    bytes: int
+    crc32: int
+
+    def __str__(self) -> str:
+        return f"{self.bytes} bytes with CRC {self.crc32:08x}"
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Of the file as it is read now: at 1 GB/s and core, three times as fast as BLAKE2."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return Fingerprint(size, crc)
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, on the disk before this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files in a folder and its folders, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def sync_folders(folder: Path) -> None:
+    """`sync` a folder and all folders in it."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
+    sync(folder)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def as_json(value, *, indent: int | None = None) -> str:
+    """As JSON that every reader takes: a number that is NaN or infinite is null, what JSON does not know is text."""
+    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(value):
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """One JSON object per line, in a file whose folder need not exist; returns the path as text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
+    return str(path)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or folder that may not exist. A folder loses its name first: no half of it passes for the whole."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if path.suffix != ".tmp":
+        named, path = path, path.with_name(path.name + ".tmp")
+        delete(path)
+        os.rename(named, path)
+    shutil.rmtree(path)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into that takes its name when the block ends; where the block raises, nothing is left."""
+    unfinished = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for path in files_below(unfinished):
+            sync(path)
+        sync_folders(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(unfinished, folder)
+    sync(folder.parent)
+
+
+@contextmanager
+def storing(what: str, folder: Path) -> Iterator[None]:
+    """A block that writes `what` into `folder`: a full disk, a missing permission and their like become one line.
+
+    Raises:
+        InputError: the system refused; it names what, where and why, and how much is free there.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        refused = isinstance(error, OSError) or any(words in str(error) for words in REFUSED_WRITES)
+        if not refused:
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        if "inline_container.cc" in reason:  # torch.save does not say why
+            reason = "only part of a file was taken"
+        if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason += f" ({_free(folder)})"
+        raise InputError(f"{what} could not be written to {folder}: {reason}") from error
+
+
+def _free(folder: Path) -> str:
+    """How much room there is where `folder` is, or would be."""
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free there"

@@ -1,0 +1,73 @@
+"""Functions of the user's in a run's process: generators of their own, and whatever they raise as one line.
+
+What `Ctrl-C` raises inside of one is the user's will, and passes.
+"""
+
+import contextlib
+import random
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import torch
+
+from fused_rl.trainers.options.config import in_a_line
+
+
+@contextlib.contextmanager
+def own_generators() -> Iterator[None]:
+    """Leave Python's, numpy's and torch's generators as they were, and the type of new tensors.
+
+    Inside, torch goes on from where it is, and the others are seeded from there: at each step with another number,
+    and after a resume with the same ones.
+    """
+    python, arrays, tensors = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    floats, seed = torch.get_default_dtype(), int(torch.randint(2**31, ()))
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(floats)
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        torch.set_rng_state(tensors)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[list[int]]:
+    """A list that has something in it as soon as the process has been interrupted, whatever that does otherwise."""
+    received, previous = [], signal.getsignal(signal.SIGINT)
+
+    def note(number, frame):
+        received.append(number)
+        if callable(previous):
+            previous(number, frame)
+
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield received
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield received
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:  # else the one before has chosen another for the next time
+            signal.signal(signal.SIGINT, previous)
+
+
+def raised(error: BaseException, *ours: str) -> str:
+    """What it raised, in a line, with the line of the user's code that it came from; `ours` are files that are not."""
+    return f"raised {in_a_line(error)}{place(error, *ours)}"
+
+
+def place(error: BaseException, *ours: str) -> str:
+    """The line of the user's code that an error came from; nothing where the call itself failed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in (__file__, *ours)]
+    theirs = [frame for frame in frames if Path(frame.filename).parent.name not in ("asyncio", "contextlib")]
+    return f" ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else ""

@@ -1,0 +1,63 @@
+"""AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import fused_rl
+from fused_rl.trainers.options.config import OptimConfig
+
+
+def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) over `parameters`."""
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
+    options["fused"] = True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, config.adam_beta2), **options)
+    return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):
+    """The learning rate over `updates` optimizer steps: a warm-up, then constant or annealed to zero."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+    return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
+
+
+@contextmanager
+def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
+    """A block that loads the state of an optimizer and its schedule: what the config says of both stays as it is."""
+    peaks = schedule.base_lrs
+    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    yield
+    schedule.base_lrs = peaks
+    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    for group, given, peak, factor in zip(optimizer.param_groups, options, peaks, factors, strict=True):
+        group.update(given, lr=peak * factor)
+
+
+class LastStep:
+    """What the last step of an optimizer was made with, noted before the schedule moves on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.lr: float | None = None
+        self.grad_norm: torch.Tensor | None = None
+        """Of the gradient before clipping; None where nothing here has clipped."""
+        self.optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self._note())
+
+    def _note(self) -> None:
+        self.lr = self.optimizer.param_groups[0]["lr"]
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> None:
+        """Scale the gradient of every step from now on down to `max_norm`; 0 only measures it."""
+        limit = max_norm or float("inf")
+
+        def before_step(*_):
+            self.grad_norm = nn.utils.clip_grad_norm_(parameters, limit)
+            if not self.grad_norm.isfinite():
+                self.optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
+
+        self.optimizer.register_step_pre_hook(before_step)

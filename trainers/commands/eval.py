@@ -1,0 +1,385 @@
+r"""How many problems a model solves: greedily, and of several samples, with every response written down.
+
+    fused-rl eval --model runs/demo/grpo/model --dataset runs/demo/data/eval.jsonl --output_dir runs/eval
+    torchrun --nproc-per-node 8 -m fused_rl.trainers.commands.eval \
+        --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k
+
+The prompts, the sampler and the scorers are those of GRPO and PPO; docs/evaluation.md defines the figures. Left out:
+ZeRO (a model must fit on one device), an inference server, several turns.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import yaml
+
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
+from fused_rl.trainers.data import encode, fingerprints, sources
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import (
+    ClosedUnitInterval,
+    InputError,
+    NonNegativeInt,
+    Options,
+    PositiveFraction,
+    PositiveInt,
+    Seed,
+    Temperature,
+    check_revision,
+    in_a_line,
+)
+from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.policy.evaluate import share_of_rank
+from fused_rl.trainers.policy.policy import prompts_of
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.rollout import Prompt, Rollout, Sampler, Scorer, roll_out, where
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.metrics import phase
+from fused_rl.trainers.scorers.load import Reader, load_spelled
+from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read
+from fused_rl.trainers.scorers.verifiers import verifiers_for
+
+MAX_NEW_TOKENS = 512
+LEFT = ("responses.jsonl", "summary.json")
+OF_THE_RUN = (
+    "verifiers",
+    "prompt_column",
+    "answer_column",
+    "raw_prompt",
+    "system_prompt",
+    "chat_template_kwargs",
+    "max_new_tokens",
+)
+
+
+@dataclass(kw_only=True)
+class EvalConfig(Options):
+    """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response."""
+
+    command: ClassVar[str] = "eval"
+
+    model: str
+    """A causal language model, or adapters to one: a Hub name, a local folder, or the folder of a run."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    attn_implementation: str | None = None
+    """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
+    dataset: str
+    """A local .jsonl or .parquet file, or the name of a Hub dataset."""
+    dataset_config: str | None = None
+    """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
+    dataset_split: str = "test"
+    """The Hub dataset's split."""
+    max_rows: PositiveInt | None = None
+    """Evaluate on so many of the rows, from the first on; None is all."""
+    prompt_column: str | None = None
+    """Text or messages; None is the run's where `model` is of a run, else prompt, messages or question."""
+    answer_column: str | None = None
+    """Ground truth for the verifiers; None is the run's, else ground_truth or answer."""
+    raw_prompt: bool | None = None
+    """Give text prompts to the model as they are, even where it has a chat template; None is the run's, else false."""
+    system_prompt: str | None = None
+    """System message before a text prompt; None is the run's, else none."""
+    chat_template_kwargs: dict | None = None
+    """What the chat template is told besides the messages, as YAML or JSON; None is the run's, else nothing."""
+    max_prompt_length: PositiveInt = 2048
+    """Longer prompts (in tokens) are dropped, counted and reported."""
+    verifiers: str | list[str] | None = None
+    """Scorers as in grpo (docs/verifiers.md); None is the run's where `model` is of a run, else reasoning_gym where the
+    rows name its dataset, math where every answer is a number or a formula; otherwise they must be named."""
+    samples: NonNegativeInt = 4
+    """Sampled responses per problem, beside the greedy one."""
+    k: PositiveInt | None = None
+    """Tell pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
+    temperature: Temperature = 1.0
+    """Of the sampled responses."""
+    top_p: PositiveFraction = 1.0
+    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many of the likeliest tokens; 0 draws from all."""
+    min_p: ClosedUnitInterval = 0.0
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
+    max_new_tokens: PositiveInt | None = None
+    """Longer responses are cut; None is the run's, else as many as the model has positions for, at most 512."""
+    batch_size: PositiveInt = 64
+    """Responses generated together; changes speed and memory, and which responses are drawn."""
+    seed: Seed = 1
+    """Of sampling. Equal seeds, batch sizes and numbers of processes are equal responses, on a CPU."""
+    output_dir: str | None = None
+    """Folder for responses.jsonl and summary.json; None writes nothing."""
+    overwrite: bool = False
+    """Replace what an evaluation before this one left in output_dir."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.verifiers, list):
+            self.verifiers = ", ".join(self.verifiers)
+        if self.k is not None and self.k > self.samples:
+            raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
+        check_revision(self.model, self.revision)
+
+
+def _samples(config: EvalConfig) -> bool:
+    return config.samples > 0
+
+
+def _compares(config: EvalConfig) -> bool:
+    return config.verifiers is None or any(part.kind in WITH_ANSWER for part in read(config.verifiers))
+
+
+NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
+NEEDS = (
+    *HUB_NEEDS,
+    *TEMPLATE_NEEDS,
+    *(Needs(name, _samples, NO_SAMPLES) for name in ("temperature", "top_p", "top_k", "min_p")),
+    Needs("answer_column", _compares, NO_ANSWER),
+    Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
+)
+
+
+def as_its_run(config: EvalConfig) -> EvalConfig:
+    """The config for a model of a run: the model in the run's folder, and the run's options where none are given."""
+    folder = Path(config.model)
+    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not is_model and (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+        folder = folder / "model"
+        config = dataclasses.replace(config, model=str(folder))
+        _say(f"model: {folder}")
+    described = folder.parent / "config.yaml"
+    if folder.name != "model" or not described.is_file():
+        return config
+    try:
+        run = yaml.safe_load(described.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{described}, the config of the model's run, cannot be read: {in_a_line(error)}") from error
+    run = run if isinstance(run, dict) else {}
+    open_options = [name for name in OF_THE_RUN if getattr(config, name) is None]
+    taken = {name: run[name] for name in open_options if run.get(name) is not None}
+    if taken:
+        _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
+    return dataclasses.replace(config, **taken)
+
+
+def _say(line: str) -> None:
+    if engine.rank() == 0:
+        tell(line)
+
+
+def _check_folder(config: EvalConfig) -> None:
+    """Refuse a folder that cannot be written, or that holds another evaluation."""
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json.tmp").touch()
+        (folder / "summary.json.tmp").unlink()
+    except OSError as error:
+        raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
+    found = [folder / name for name in LEFT if os.path.lexists(folder / name)]
+    if found and not config.overwrite:
+        names = ", ".join(path.name for path in found)
+        raise InputError(f"output_dir={folder} already holds {names}; replace them with --overwrite")
+    if found:
+        sources.refuse_to_delete(config, found)
+    for path in found:
+        if not is_of_an_evaluation(path):
+            raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
+
+
+@dataclass
+class Subject:
+    """What is evaluated: a model that responds, and what judges it."""
+
+    sampler: Sampler
+    verifiers: str
+    scorers: list[Scorer]
+    problems: list[Prompt]
+    tokenizer: object
+    device: torch.device
+    batch_size: int
+    """Responses drawn together."""
+
+
+def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
+    """The subject, and how its responses are drawn; every row has been checked by every scorer."""
+    with phase("read tokenizer and rows"), engine.together():
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
+        rows = encode.load_rows(config.dataset, config.dataset_config, config.dataset_split)
+        rows.rows = rows.rows[: config.max_rows]
+        verifiers = config.verifiers
+        if verifiers is None:
+            verifiers, reason = verifiers_for(rows, config.answer_column)
+            _say(f"verifiers: {verifiers} ({reason})")
+        dtype, attention = _dtype(config, device), config.attn_implementation
+        reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
+        scorers = load_spelled(read(verifiers), config.answer_column, reader)
+        encoder = encode.Encoder.of(config, tokenizer)
+        chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
+        problems = prompts_of(rows, encoder, scorers, **chosen)
+        made_of = {"held_out": fingerprints.of_rows(problems)} | fingerprints.of_tokenizer(tokenizer)
+        if engine.world_size() > 1:
+            made_of |= fingerprints.of_sources(sources.of_run(config))
+    fingerprints.check_ranks(made_of)
+    with phase("loaded the model"):
+        options = {"revision": config.revision, "attn_implementation": attention}
+        lm = language_model.load_to_sample(config.model, device=device, dtype=dtype, **options)
+    sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
+    subject = Subject(sampler, verifiers, scorers, problems, tokenizer, device, config.batch_size)
+    return subject, _sampling(config, lm, tokenizer, problems)
+
+
+def _dtype(config: EvalConfig, device: torch.device) -> torch.dtype:
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return auto if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Sampling:
+    """At the temperature; refuses prompts that leave the model no position for a response."""
+    length = config.max_new_tokens
+    if length is None:
+        positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        longest = max(len(problem.ids) for problem in problems)
+        length = max(1, min(MAX_NEW_TOKENS, positions - longest))
+        _say(f"max_new_tokens: {length}")
+    rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
+    language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
+    stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
+    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+    return Sampling(config.temperature, length, stop_ids, **filters)
+
+
+@dataclass
+class Responses:
+    """Of this rank: what was drawn, as it is written down, and how long drawing took."""
+
+    rows: list[dict] = field(default_factory=list)
+    seconds: float = 0.0
+    incidents: dict[str, float] = field(default_factory=dict)
+
+    def add(self, rollout: Rollout, problems: list[int], copies: int) -> None:
+        """The responses to the problems of these numbers, `copies` each; later ones in the rollout do not count."""
+        self.seconds += rollout.seconds["time/rollout"]
+        for key, count in rollout.incidents.items():
+            self.incidents[key] = self.incidents.get(key, 0.0) + count
+        for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
+            scores = {name: values[i].item() for name, values in rollout.scores.items()}
+            row = {
+                "problem": problems[i // copies],
+                "row": where(sample),
+                "response": sample.text,
+                "score": rollout.rewards[i].item(),
+                "scores": {name: None if math.isnan(score) else score for name, score in scores.items()},
+                "solved": rollout.solved[i].item(),
+                "finish": sample.response.finish,
+                "tokens": len(sample.response.ids),
+            }
+            self.rows.append(row)
+
+
+def respond(subject: Subject, sampling: Sampling, copies: int) -> Responses:
+    """`copies` scored responses to each problem of this rank's share; the ranks keep in step."""
+    # Problems of like length are drawn together, and every rank gets some of each length.
+    order = sorted(range(len(subject.problems)), key=lambda i: len(subject.problems[i].ids))
+    share = share_of_rank([subject.problems[i] for i in order])
+    own = order[engine.rank() :: engine.world_size()]
+
+    found, at_once = Responses(), -(-subject.batch_size // copies)
+    what = "sampled" if sampling.temperature else "greedy"
+    with _progress(f"{what} responses", len(share.prompts)) as advance:
+        for start in range(0, len(share.prompts), at_once):
+            part = slice(start, start + at_once)
+            chunk, judged = share.prompts[part], (subject.tokenizer, subject.device)
+            rollout = roll_out(subject.sampler, subject.scorers, chunk, sampling, *judged, copies=copies)
+            found.add(rollout, own[part], copies)
+            advance(len(chunk))
+    return found
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator:
+    """A function that moves rank 0's bar on; without a terminal a line now and then."""
+    if sys.stdout.isatty() and engine.rank() == 0:
+        from rich import progress
+
+        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
+        with progress.Progress(*columns, progress.TimeRemainingColumn(), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    told, done = time.monotonic(), 0
+
+    def advance(count: int) -> None:
+        nonlocal told, done
+        done += count
+        if time.monotonic() - told > 10 and done < total:
+            told = time.monotonic()
+            _say(f"{what}: {done} of {total} problems of this process")
+
+    yield advance
+
+
+def evaluate(config: EvalConfig) -> dict[str, object]:
+    """Run the whole evaluation; returns the figures, the same on every rank."""
+    check_needs(config, NEEDS)
+    device = engine.join(config.seed)
+    fingerprints.check_options(config)
+    with engine.together():
+        config = as_its_run(config)
+    if config.output_dir is not None:
+        engine.on_first_rank(lambda: _check_folder(config))
+    subject, sampling = load(config, device)
+    began = time.monotonic()
+    greedy, sampled = respond(subject, dataclasses.replace(sampling, temperature=0.0), 1), Responses()
+    if config.samples:
+        sampled = respond(subject, sampling, config.samples)
+
+    # Over all ranks.
+    drawn = {"greedy": _gathered(greedy), "sampled": _gathered(sampled)}
+    tokens = sum(row["tokens"] for row in drawn["greedy"] + drawn["sampled"])
+    seconds = max(engine.gather(greedy.seconds + sampled.seconds))
+    figures = summarize(drawn["greedy"], drawn["sampled"], config.k)
+    figures["tokens_per_second"] = tokens / seconds
+    figures |= {key: greedy.incidents[key] + sampled.incidents.get(key, 0.0) for key in greedy.incidents}
+    if engine.rank() == 0:
+        tell(table(figures, config.samples))
+    _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
+    if config.output_dir is not None:
+        chosen = {"verifiers": subject.verifiers, "max_new_tokens": sampling.max_new_tokens}
+        described = dataclasses.asdict(config) | chosen
+        engine.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
+    return figures
+
+
+def _gathered(responses: Responses) -> list[dict]:
+    """The responses of all ranks, in the order of the problems."""
+    rows = sum(engine.gather(responses.rows), [])
+    return sorted(rows, key=lambda row: row["problem"])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`fused-rl eval`."""
+    with command.around("fused-rl eval"):
+        config, orderly = command.options(EvalConfig, sys.argv[1:] if argv is None else argv), False
+        try:
+            with engine.shared_fate():
+                evaluate(config)
+            orderly = True
+        finally:
+            engine.teardown(orderly)
+
+
+if __name__ == "__main__":
+    main()

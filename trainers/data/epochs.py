@@ -1,0 +1,72 @@
+"""Passes over the rows as a number of steps, once it is known how many rows there are.
+
+An order of rows runs on from one pass into the next (`RowOrder`), so that every step is whole: the steps are as many as
+it takes for every row to have been trained on `num_train_epochs` times.
+"""
+
+import copy
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import TypeVar
+
+from fused_rl.trainers.base.engine import rank
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import FILES
+from fused_rl.trainers.options.config import InputError, RunConfig
+
+UNKNOWN = "known when the rows are read (num_train_epochs)"
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def in_run(config: RunConfig, per_step: int) -> int | str:
+    """How many of something a run has, of which a step has `per_step`; in words before the rows are read."""
+    return UNKNOWN if config.steps is None else config.steps * per_step
+
+
+def in_steps(config: Config, rows: int) -> Config:
+    """The config with the steps that its passes over `rows` rows come to; itself where it names steps.
+
+    Raises:
+        InputError: a step of more rows than there are, some of which it would take twice.
+    """
+    per_step = getattr(config, config.batch_option)
+    if per_step > rows:
+        what = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"
+        raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
+    if config.num_train_epochs is None:
+        return config
+    resolved = _resolved(config, rows)
+    if rank() == 0:
+        tell(_told(resolved, rows))
+    return resolved
+
+
+def foresee(config: Config) -> tuple[Config, dict[str, str]]:
+    """What `in_steps` will say, before anything is tokenised, and that as a line of the batch arithmetic.
+
+    Rows that are too long are not known yet, and no Hub dataset is read.
+    """
+    if config.num_train_epochs is None or Path(config.dataset).suffix not in FILES:
+        return config, {}
+    rows = encode.load_rows(config.dataset)
+    if config.eval_size and config.eval_dataset is None:
+        rows, _ = rows.split(config.eval_size)
+    resolved = _resolved(config, len(rows))
+    return resolved, {"steps": f"at most {resolved.steps}, fewer where rows are dropped: {_told(resolved, len(rows))}"}
+
+
+def _resolved(config: Config, rows: int) -> Config:
+    resolved = copy.copy(config)
+    passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
+    resolved.steps = math.ceil(passes * rows / getattr(config, config.batch_option))
+    return resolved
+
+
+def _told(resolved: RunConfig, rows: int) -> str:
+    per_step = getattr(resolved, resolved.batch_option)
+    return (
+        f"num_train_epochs={resolved.num_train_epochs:g} of {rows} rows, {resolved.batch_option}={per_step}: "
+        f"{resolved.steps} steps"
+    )

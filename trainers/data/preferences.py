@@ -1,0 +1,132 @@
+"""Preference pairs in the Hub's common forms, as token ids.
+
+| chosen, rejected | prompt | meaning |
+|---|---|---|
+| text | text or messages | the response alone |
+| text | none | a conversation spelled out as text |
+| messages: the assistant's turn | text or messages | the response alone |
+| messages: several turns | ignored if there | a conversation; its last turn is the response |
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.chat import SAID
+from fused_rl.trainers.options.config import InputError
+
+LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
+
+
+@dataclass
+class Pair:
+    """Token ids of one preference, and where it came from."""
+
+    chosen: tuple[list[int], list[int]]
+    """Prompt and response."""
+    rejected: tuple[list[int], list[int]]
+    """The same, of the worse response."""
+    margin: float
+    where: str
+
+    def tokens(self) -> int:
+        """Of both sequences."""
+        return sum(map(len, (*self.chosen, *self.rejected)))
+
+
+class PairEncoder:
+    """Preference rows in the Hub's forms to token ids."""
+
+    def __init__(self, config, tokenizer):
+        self.config, self.tokenizer = config, tokenizer
+        self.encoder = encode.Encoder.of(config, tokenizer)
+
+    def pairs(self, rows: encode.Rows) -> list[Pair]:
+        """All rows that fit; how many were dropped, and why, or cut is printed."""
+        kept, dropped, self.truncated = [], {}, 0
+        for i in range(len(rows)):
+            pair = self._pair(rows, i)
+            reason = self._unusable(pair)
+            if reason is None:
+                kept.append(pair)
+            else:
+                dropped[reason] = dropped.get(reason, 0) + 1
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        if dropped and not kept:
+            raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
+        if dropped and engine.rank() == 0:
+            tell(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
+        if self.truncated and engine.rank() == 0:
+            tell(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
+        return kept
+
+    def _pair(self, rows: encode.Rows, i: int) -> Pair:
+        sides = [self._side(rows, i, column) for column in (self.config.chosen_column, self.config.rejected_column)]
+        if self.config.too_long == "truncate":
+            limit, eos = self.config.max_response_length, self.tokenizer.eos_token_id
+            self.truncated += sum(len(response) > limit for _, response in sides)
+            sides = [(p, r if len(r) <= limit else [*r[: limit - 1], eos]) for p, r in sides]
+        margin = rows.rows[i].get(self.config.margin_column)
+        a_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+        if margin is not None and not (a_number and abs(margin) <= LARGEST_MARGIN):
+            column = self.config.margin_column
+            raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
+        return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
+
+    def _unusable(self, pair: Pair) -> str | None:
+        if max(len(pair.chosen[0]), len(pair.rejected[0])) > self.config.max_prompt_length:
+            return "with a prompt longer than max_prompt_length"
+        if max(len(pair.chosen[1]), len(pair.rejected[1])) > self.config.max_response_length:
+            return "with a response longer than max_response_length"
+        return "whose two sides are the same tokens" if pair.chosen == pair.rejected else None
+
+    def _side(self, rows: encode.Rows, i: int, column: str) -> tuple[list[int], list[int]]:
+        option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
+        value = rows.get(i, column, option)
+        prompt = rows.rows[i].get(self.config.prompt_column)
+        for cell, name in ((value, column), (prompt, self.config.prompt_column)):
+            if isinstance(cell, list) and not all(isinstance(message, dict) for message in cell):
+                raise InputError(f"{rows.where(i)}: column {name!r} must be text or messages, got {str(cell)[:80]!r}")
+        if isinstance(value, list) and len(value) == 1 and value[0].get("role") == "assistant":
+            more = [name for name in SAID if value[0].get(name)]
+            if more:
+                remedy = "give the whole conversation, with the prompt's messages before it"
+                raise InputError(f"{rows.where(i)}: column {column!r} is a turn with {more[0]}; {remedy}")
+            value, prompt = value[0].get("content"), rows.get(i, self.config.prompt_column, "prompt_column")
+        if isinstance(value, str) and prompt is None:
+            return self._whole_text(value)
+        if isinstance(value, str):
+            if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
+                raise InputError(
+                    f"{rows.where(i)}: column {self.config.prompt_column!r} ends with the assistant's turn"
+                )
+            return self._encode(rows, i, {"prompt": prompt, column: value}, column)
+        last = value[-1] if isinstance(value, list) and value and isinstance(value[-1], dict) else {}
+        says = isinstance(last.get("content"), str) or last.get("tool_calls")
+        if last.get("role") != "assistant" or not says:
+            raise InputError(
+                f"{rows.where(i)}: column {column!r} must be text, or messages that end with the assistant's text; "
+                f"got {str(value)[:80]!r}"
+            )
+        return self._encode(rows, i, {"prompt": value}, column)  # a whole conversation, whatever the prompt column says
+
+    def _encode(self, rows: encode.Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
+        known = {"tools": rows.rows[i].get("tools"), "__line__": rows.rows[i].get("__line__", rows.first + i + 1)}
+        located = encode.Rows([row | known], rows.source)
+        return self.encoder.pair(located, 0, "prompt", column)
+
+    def _whole_text(self, text: str) -> tuple[list[int], list[int]]:
+        """A conversation spelled out as text: the tokenizer's own beginning, and EOS once."""
+        ids, eos = self.tokenizer(text).input_ids, self.tokenizer.eos_token_id
+        return [], ids if ids and ids[-1] == eos else [*ids, eos]
+
+
+def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
+    """Token ids of each side of each pair, prompt and response, and where it came from."""
+    for pair in pairs:
+        for prompt, response in (pair.chosen, pair.rejected):
+            yield prompt + response, pair.where

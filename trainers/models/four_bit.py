@@ -1,0 +1,70 @@
+"""Weights of 4 bits under adapters (QLoRA, arXiv:2305.14314): NF4 with double quantisation, by bitsandbytes.
+
+Left out: 8 bits, other formats, paged optimizers; reward models and critics, which are saved whole.
+"""
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from fused_rl.trainers.base.engine import torch_dtype
+from fused_rl.trainers.options.config import InputError, RunConfig
+
+
+def check(config: RunConfig, *, adapters: bool) -> None:
+    """Refuse 4 bits where nothing is trained above them, or where they cannot be split or saved."""
+    if not config.load_in_4bit:
+        return
+    if not adapters:
+        raise InputError("load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank")
+    if config.zero_stage == 3:
+        raise InputError(
+            "load_in_4bit: ZeRO 3 would split the weights, and those of 4 bits cannot be; use zero_stage 2"
+        )
+    if config.save_merged:
+        raise InputError(
+            "save_merged: weights of 4 bits are not what the adapters were made for; save the adapters, and merge "
+            "them into the model as it was read"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError("load_in_4bit needs bitsandbytes: pip install 'fused-rl[bnb]'")
+
+
+def reading_options(config: RunConfig, device: torch.device) -> dict[str, object]:
+    """What `from_pretrained` must be told; nothing where the weights stay as they are."""
+    if not config.load_in_4bit:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch_dtype(config),
+    )
+    return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def keep_trainable(lm: nn.Module) -> None:
+    """Have bitsandbytes leave the weights of a model as they are on a CPU, and a checkpoint restore them.
+
+    With AVX512-BF16 it lays them out anew at the first forward pass in evaluation mode, for a kernel that has no
+    gradient; whatever is trained afterwards gets none through them, and no error.
+    """
+    import bitsandbytes
+
+    for module in lm.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+            module.register_load_state_dict_pre_hook(_restore)
+
+
+def _restore(module, state: dict, prefix: str, *_) -> None:
+    """Take the scales out of a state that bitsandbytes wrote them into beside the weight: it does not read them."""
+    from bitsandbytes.functional import QuantState
+
+    names = [name for name in state if name.startswith(f"{prefix}weight.")]
+    scales = {name.removeprefix(f"{prefix}weight."): state.pop(name) for name in names}
+    module.weight.quant_state = QuantState.from_dict(scales, device=module.weight.device)
+    module.quant_state = module.weight.quant_state

@@ -1,0 +1,305 @@
+"""Several sequences in one row of a model's input, so that what they begin with is computed once, and pads are few.
+
+A row is a prompt and, one after the other, responses to it (`pack`, `pack_pairs`), or whole sequences one after the
+other (`pack_whole`). A token of a response sees the prompt and what stands before it in its own response, at the
+positions that it has in a row of its own: the same hidden states, from fewer tokens. The attention mask that says so is
+(L, L) per row, and attention is computed over all of it, so that a long row can cost more than it saves: `Costs` weighs
+the one against the other.
+"""
+
+import bisect
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fused_rl.trainers.base.engine import rank
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data.encode import Batch, make_batch
+from fused_rl.trainers.options.config import InputError
+
+WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does
+MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row
+LONGER = (1, 1.5, 2, 4)  # than the longest sequence: rows that are tried
+
+
+class Packed(NamedTuple):
+    """The input of a model for b sequences in g rows of L tokens, and where their predictions are."""
+
+    input_ids: torch.Tensor
+    """(g, L) int64."""
+    position_ids: torch.Tensor
+    """(g, L) int64: of each token in its own sequence."""
+    attention_mask: torch.Tensor
+    """(g, 1, L, L) bool, True where a token (third) sees another (fourth)."""
+    states: torch.Tensor
+    """(N,) int64 in [0, g * L): the tokens that are read: those that predict each response token, in the order of the
+    batch's mask, or the last one of each sequence."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a forward pass of a model costs, in FLOP."""
+
+    token: float
+    """Of each token: the matrix products with the weights."""
+    pair: float
+    """Of each token for each token in its row: attention."""
+
+    def of(self, rows: int, width: int) -> float:
+        """Of rows of that many tokens. Attention over a row is counted whole, because a mask saves none of it."""
+        return rows * width * (self.token + self.pair * width)
+
+    def of_causal(self, rows: int, width: int) -> float:
+        """The same without a mask: what follows a token is not computed."""
+        return rows * width * (self.token + self.pair * width / 2)
+
+
+def costs_of(lm: nn.Module) -> Costs:
+    """Of a transformers model without its head, from its config; before its weights are partitioned."""
+    text = lm.config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    inside = sum(weight.numel() * (2 if weight.dtype == torch.uint8 else 1) for weight in lm.parameters())  # 4 bits
+    head = lm.get_output_embeddings()  # a classifier has none
+    outside = {lm.get_input_embeddings().weight} | ({head.weight} if head is not None else set())
+    inside -= sum(weight.numel() for weight in outside)
+    return Costs(token=2 * inside, pair=4 * text.num_hidden_layers * text.num_attention_heads * width)
+
+
+def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> int:
+    """How many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
+
+    def cost(in_row: int) -> float:
+        return costs.of(-(-copies // in_row), prompt + in_row * response)
+
+    return min(range(1, copies + 1), key=cost)
+
+
+def pack(batch: Batch, in_row: int) -> Packed:
+    """The sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
+    # What is put where: row of each sequence, and where in the row its response begins.
+    mask, device = batch.response_mask, batch.input_ids.device
+    prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])  # `rows` cuts prompts that have no response
+    fed = (mask.sum(1) - 1).clamp(min=0)  # the last token predicts nothing that counts
+    row = _rows(batch.prompts, in_row)
+    before = fed.cumsum(0) - fed
+    first = torch.ones_like(row, dtype=torch.bool)
+    first[1:] = row[1:] != row[:-1]
+    start = prompt + before - before[first][row]
+    width = int((start + fed).max())
+
+    # Prompts, once per row; their segment is 0, and padding's is -1.
+    shape = (int(row[-1]) + 1, width)
+    input_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    segments = torch.full(shape, -1, device=device)
+    positions = torch.zeros(shape, dtype=torch.int64, device=device)
+    column = torch.arange(width, device=device).expand(shape)
+    in_prompt = column < prompt[first][:, None]
+    own = torch.arange(batch.input_ids.shape[1], device=device) < prompt[first][:, None]
+    input_ids[in_prompt] = batch.input_ids[first][own]
+    positions[in_prompt] = column[in_prompt]
+    segments[in_prompt] = 0
+
+    # Responses, one after the other, without their last tokens.
+    sequence, token = mask.nonzero(as_tuple=True)  # (N,) each; `token` is the position that predicts
+    step = token - (prompt - 1)[sequence]  # 0 for a response's first token
+    place = row[sequence] * width + torch.where(step == 0, prompt[sequence], start[sequence] + step) - 1
+    later = step > 0
+    flat = place[later]
+    input_ids.view(-1)[flat] = batch.input_ids[sequence[later], token[later]]
+    segments.view(-1)[flat] = sequence[later] + 1
+    positions.view(-1)[flat] = token[later]
+
+    seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    return Packed(input_ids, positions, _causal(seen), place)
+
+
+def _causal(seen: torch.Tensor) -> torch.Tensor:
+    """(g, L, L) bool, which segments see which, as (g, 1, L, L): and no token sees those after it."""
+    width = seen.shape[1]
+    return (seen & torch.ones(width, width, dtype=torch.bool, device=seen.device).tril())[:, None]
+
+
+def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
+    """Each two neighbours in a row, what they begin with once; the last token of each sequence is read.
+
+    Args:
+        sequences: of 2 b sequences the token ids.
+        costs: of the model.
+        device: of the tensors.
+
+    Returns:
+        `states` is (2 b,); None where a row for each sequence costs no more.
+    """
+    # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
+    pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
+    in_common = [_in_common(*pair) for pair in pairs]
+    lengths = []
+    for (a, b), common in zip(pairs, in_common, strict=True):
+        lengths += [len(a) + len(b) - common] if common else [len(a), len(b)]
+    if costs.of(len(lengths), max(lengths)) >= costs.of_causal(len(sequences), max(map(len, sequences))):
+        return None
+
+    # The last token predicts one that nobody reads: with it, the last state of a response is that of its last token.
+    prompts, responses = [], []
+    for (a, b), common in zip(pairs, in_common, strict=True):
+        common = max(1, common)  # a prompt is a token at least
+        prompts += [a[:common], b[:common]]
+        responses += [[*a[common:], 0], [*b[common:], 0]]
+    batch = make_batch(prompts, responses, 0, device)
+    packed = pack(batch, 2)
+    last = batch.response_mask.sum(1).cumsum(0) - 1
+    return packed._replace(states=packed.states[last])
+
+
+def _in_common(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    equal = (x == y for x, y in zip(a, b, strict=False))
+    return sum(1 for _ in itertools.takewhile(bool, equal))
+
+
+def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
+    """Sequences of so many tokens in rows, the cheapest of a few ways: indices, row by row.
+
+    A row of each sequence's own is one of the ways. The others fill rows of one length, the longest sequences first and
+    each into the row with the least room that is enough.
+    """
+    ways = [[[i] for i in range(len(lengths))]]
+    ways += [fill(lengths, int(max(lengths) * longer)) for longer in LONGER]
+
+    return min(ways, key=lambda rows: price(lengths, rows, costs))
+
+
+def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
+    """What sequences of so many tokens cost in these rows."""
+    widths = [sum(lengths[i] for i in row) for row in rows]
+    return costs.of(len(rows), max(widths))
+
+
+def fill(lengths: list[int], room: int) -> list[list[int]]:
+    """Sequences of so many tokens in rows that take `room` tokens: indices, row by row."""
+    rows, left = [], []  # `left` in rising order, and `rows` beside it
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = bisect.bisect_left(left, lengths[i])
+        row, free = (rows.pop(place), left.pop(place)) if place < len(left) else ([], room)
+        free -= lengths[i]
+        place = bisect.bisect_left(left, free)
+        rows.insert(place, [*row, i])
+        left.insert(place, free)
+    return rows
+
+
+def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
+    """The sequences of `batch` in rows, one after the other: `rows` holds their indices, as `arrange` returns them."""
+    # What is put where: row of each sequence, and where in the row it begins. The last token predicts nothing.
+    device, lengths = batch.input_ids.device, fed_tokens(batch)
+    row, start = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    for number, indices in enumerate(rows):
+        index = torch.tensor(indices, device=device)
+        row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
+    width = int((start + lengths).max())
+    begin = row * width + start
+
+    # Tokens, positions, and of which sequence each is; -1 is padding.
+    shape = (len(rows), width)
+    input_ids, positions = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+    segments = torch.full(shape, -1, device=device)
+    own = torch.arange(batch.input_ids.shape[1], device=device) < lengths[:, None]
+    sequence, token = own.nonzero(as_tuple=True)
+    place = begin[sequence] + token
+    input_ids.view(-1)[place] = batch.input_ids[own]
+    positions.view(-1)[place] = token
+    segments.view(-1)[place] = sequence
+
+    sequence, token = batch.response_mask.nonzero(as_tuple=True)  # (N,) each; `token` is the position that predicts
+    seen = segments[:, :, None] == segments[:, None, :]
+    return Packed(input_ids, positions, _causal(seen), begin[sequence] + token)
+
+
+def fed_tokens(batch: Batch) -> torch.Tensor:
+    """(B,) int64: tokens of each sequence without its last one, which predicts nothing."""
+    return (batch.prompt_lengths + batch.response_mask.sum(1) - 1).clamp(min=1)
+
+
+def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
+    """`packed` as the keyword arguments of a transformers model."""
+    seen = packed.attention_mask
+    if lm.config._attn_implementation == "eager":  # which adds the mask to the scores
+        added = torch.zeros(seen.shape, dtype=lm.dtype, device=seen.device)
+        seen = added.masked_fill(~seen, torch.finfo(lm.dtype).min)
+    return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": seen}
+
+
+def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
+    """(b,) int64: the row of each sequence: neighbours of one prompt, `in_row` at most."""
+    _, group, sizes = torch.unique_consecutive(prompts, return_inverse=True, return_counts=True)
+    ends = sizes.cumsum(0)
+    place = torch.arange(len(prompts), device=prompts.device) - (ends - sizes)[group]  # in its group
+    rows_before = (-(-sizes // in_row)).cumsum(0) - (-(-sizes // in_row))
+    return rows_before[group] + place // in_row
+
+
+@torch.no_grad()
+def why_not(lm: nn.Module, longest: int) -> str | None:
+    """Why a model's rows cannot hold several responses: a reason to print, or None where they can.
+
+    Args:
+        lm: a transformers causal LM, or a classifier on one.
+        longest: tokens of the longest sequence.
+    """
+    text = lm.config.get_text_config()
+    if lm.config._attn_implementation not in MASKED:
+        return f"attn_implementation={lm.config._attn_implementation} takes no mask of its own; {MASKED} do"
+    windows = [name for name in WINDOWS if 0 < (getattr(text, name, None) or 0) < longest]
+    if windows:
+        return f"{windows[0]}={getattr(text, windows[0])} is shorter than a prompt with its response ({longest})"
+
+    # Two responses to one prompt, in a row each and in one row.
+    ids = torch.arange(1, 14, device=lm.device) % text.vocab_size
+    sequences = torch.stack([torch.cat([ids[:5], ids[5:9]]), torch.cat([ids[:5], ids[9:13]])])
+    mask = torch.arange(8, device=lm.device).expand(2, 8) >= 4
+    lengths = torch.full((2,), 5, device=lm.device)
+    batch = Batch(sequences, mask, ("", ""), prompts=torch.zeros_like(lengths), prompt_lengths=lengths)
+    packed, training = pack(batch, 2), lm.training
+    lm.eval()
+    try:
+        alone = lm.base_model(input_ids=sequences, use_cache=False).last_hidden_state[:, :-1][mask].float()
+        found = lm.base_model(**inputs_of(lm, packed), use_cache=False).last_hidden_state
+        together = found.flatten(0, 1)[packed.states].float()
+    except Exception as error:  # a model without position_ids, or with a mask of another form: each says so its own way
+        return f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
+    finally:
+        lm.train(training)
+    difference = (alone - together).abs().max() / alone.std()
+    # Rounding moves a state by less; a token that is seen or placed wrongly, far more.
+    if not difference <= 0.05:
+        what = f"other states, and so other logits, under a mask of its own (by {difference:.1%} of their spread)"
+        return f"{type(lm).__name__} computes {what}"
+    return None
+
+
+def agreed_costs(lm: nn.Module, longest: int, wanted: bool | None, *, option: str, otherwise: str) -> Costs | None:
+    """The costs by which sequences are put in rows; None, and a line that says why, where a row holds but one.
+
+    Args:
+        lm: a transformers model.
+        longest: tokens of the longest sequence.
+        wanted: what the option says; None is wherever the model can.
+        option: its name.
+        otherwise: what happens where the model cannot, for the line.
+
+    Raises:
+        InputError: it is wanted, and the model cannot.
+    """
+    if wanted is False:
+        return None
+    reason = why_not(lm, longest)
+    if reason is None:
+        return costs_of(lm)
+    if wanted:
+        raise InputError(f"{option}: {reason}; drop --{option}")
+    if rank() == 0:
+        tell(f"{otherwise}: {reason}")
+    return None

@@ -1,0 +1,74 @@
+"""Held-out evaluation of a policy, during a run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.policy.policy import Policy, measure
+from fused_rl.trainers.rollouts.rollout import Prompt, Rollout
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at_k, usual_ks
+from fused_rl.trainers.run.metrics import evaluation
+
+
+@dataclass
+class HeldOut:
+    """This rank's share of the held-out prompts."""
+
+    prompts: list[Prompt]
+    """Equally many on every rank, because they must call `generate` equally often."""
+    count: int
+    """How many of them are this rank's own; those after them only fill the share up, and are not counted."""
+
+
+def share_of_rank(prompts: list[Prompt]) -> HeldOut:
+    """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
+    mine = prompts[engine.rank() :: engine.world_size()]
+    size = -(-len(prompts) // engine.world_size())
+    return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
+
+
+@evaluation("evaluated on held-out rows", "eval/accuracy_greedy", "eval/pass_at_k", "eval/score")
+@torch.no_grad()
+def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
+    """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
+    config, k, count = policy.config, policy.config.eval_samples, held_out.count
+    greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed + engine.rank())
+        greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
+        sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
+    parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
+    measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
+
+    # Over all ranks: problems and tokens are counted, and everything else is divided by them.
+    right = sampled.solved.view(-1, k)[:count]
+    sums = {
+        "eval/accuracy_greedy": greedy.solved[:count].sum(),
+        "eval/accuracy_sampled": right.sum() / k,
+        "eval/pass_at_k": right.any(1).sum(),
+        "eval/score": sampled.rewards[: count * k].sum() / k,
+    }
+    sums |= {f"eval/pass_at_{j}": pass_at_k(right, j).sum() for j in usual_ks(k)}
+    if measured.kl is not None:
+        sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
+    own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}
+    own |= outcome_sums(sampled.solved[: count * k], sampled.lengths[: count * k], sampled.stopped[: count * k])
+    totals = engine.global_sums(sums | own)
+
+    metrics = {name: totals[name] / totals["problems"] for name in sums}
+    metrics["eval/entropy"] = totals["entropy"] / max(totals["tokens"], 1)
+    metrics |= {f"eval/{name}": value for name, value in outcomes(totals).items()}
+    for key, struck in greedy.incidents.items():
+        metrics[f"eval/{key}"] = struck + sampled.incidents[key]
+    return metrics, _shown(policy, greedy)
+
+
+def _shown(policy: Policy, rollout: Rollout) -> list[dict]:
+    """A few responses as they are shown to the user, special tokens included."""
+    decode, shown = policy.tokenizer.decode, []
+    for sample, reward in zip(rollout.samples, rollout.rewards.tolist(), strict=True):
+        row = {"prompt": decode(sample.prompt_ids), "response": decode(sample.response.ids), "reward": reward}
+        shown.append(row)
+    return shown[: policy.config.show_samples]

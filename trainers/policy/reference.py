@@ -1,0 +1,134 @@
+"""The model that a policy is held to: where GRPO pays for the KL to it, and when the policy becomes it.
+
+Every `ref_sync_every` steps the reference moves to the policy, wholly or by a fraction (arXiv:2404.09656); it is then
+part of a checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import fused_rl
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError, NonNegativeInt, Options, PositiveFraction
+from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.policy.credit import NOTHING_PAID, kl_estimator_of
+from fused_rl.trainers.policy.options import PolicyConfig
+from fused_rl.trainers.policy.policy import Measured
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(Options):
+    """The KL to the reference: how it is estimated and paid for, and which model the reference is."""
+
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL is paid for: in the loss, token by token; or kl_coef times its sum over a response is subtracted
+    from the response's reward, before the advantages are taken."""
+    kl_estimator: Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"] | None = None
+    """None is rk3 in the loss, k1 in the reward; k1 in the loss and k3 in the reward do not do what they seem to."""
+    kl_every: NonNegativeInt = 1
+    """Measure the exact KL to the reference every so many steps, by one more pass of both models; 0 is never, and then
+    the reference is loaded only where kl_coef needs it."""
+    ref_sync_every: NonNegativeInt = 0
+    """Every so many steps the reference, at first the starting model, moves to the policy; 0 is never."""
+    ref_mixup_alpha: PositiveFraction = 1.0
+    """How far: reference = alpha * policy + (1 - alpha) * reference. 1 is a copy."""
+
+
+REFERENCE_NEEDS = (
+    Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),
+    Needs(
+        "ref_sync_every",
+        lambda config: config.lora_rank == 0,
+        "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
+    ),
+    Needs(
+        "ref_sync_every",
+        lambda config: needs_reference(config),
+        "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; leave it out, or give --kl_coef",
+    ),
+    Needs(
+        "ref_sync_every",
+        lambda config: config.steps is None or config.ref_sync_every <= config.steps,
+        "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
+    ),
+    Needs(
+        "ref_mixup_alpha",
+        lambda config: config.ref_sync_every > 0,
+        "has no meaning without --ref_sync_every; give it, or leave ref_mixup_alpha out",
+    ),
+)
+
+
+def needs_reference(config: PolicyConfig) -> bool:
+    """Whether anything is measured against a reference."""
+    return config.kl_coef > 0 or config.kl_every > 0
+
+
+def kl_charged(config: PolicyConfig, measured: Measured, mask: torch.Tensor) -> torch.Tensor:
+    """(B,) nats: the KL that each response pays for in its reward, summed over its tokens, before the update."""
+    old, estimator = measured.old_logprobs, kl_estimator_of(config, config.kl_estimator)
+    per_token = fused_rl.kl_estimate(old, measured.ref_logprobs, estimator, old_logprobs=old)
+    return fused_rl.masked_sum(per_token, mask, 1)
+
+
+@torch.no_grad()
+def sync(reference, policy, alpha: float) -> None:
+    """reference = alpha * policy + (1 - alpha) * reference, weight by weight, in fp32; for all ranks at once.
+
+    Args:
+        reference: a `LanguageModel`, or the engine around it.
+        policy: the engine around the other.
+        alpha: 1 is a copy, bit for bit.
+    """
+    weights = dict(_language_model(policy).named_parameters())
+    for name, mixed in _language_model(reference).named_parameters():
+        with engine.whole(weights[name]), engine.whole(mixed, written=True):
+            mixed.copy_(torch.lerp(mixed.float(), weights[name].float(), alpha))
+
+
+def _language_model(model):
+    """Without the engine around it, which a frozen model has under ZeRO 3 alone."""
+    return model if isinstance(model, language_model.LanguageModel) else model.module
+
+
+class SavedReference:
+    """A reference as a part of checkpoints, beside the engines, with the two methods of theirs."""
+
+    last_step = None  # nothing optimises it
+
+    def __init__(self, model):
+        if model is None:
+            raise InputError(
+                "ref_sync_every needs a reference of its own, but model holds adapters, and the reference is the model "
+                "without them; merge them first, or drop --ref_sync_every"
+            )
+        self.model = _language_model(model)
+
+    @torch.no_grad()
+    def save_checkpoint(self, folder: str, *, tag: str, save_latest: bool) -> None:
+        """Write `folder/tag/reference.safetensors`, whatever the ZeRO stage; for all ranks at once."""
+        from safetensors.torch import save_file
+
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            with engine.whole(parameter):
+                if engine.rank() == 0:
+                    weights[name] = parameter.cpu().clone()
+        if engine.rank() == 0:
+            path = Path(folder) / tag / "reference.safetensors"
+            path.parent.mkdir()
+            save_file(weights, path)
+
+    @torch.no_grad()
+    def load_checkpoint(self, folder: str, *, tag: str) -> None:
+        """Restore what was written; for all ranks at once."""
+        from safetensors import safe_open
+
+        with safe_open(Path(folder) / tag / "reference.safetensors", framework="pt") as weights:
+            for name, parameter in self.model.named_parameters():
+                with engine.whole(parameter, written=True):
+                    parameter.copy_(weights.get_tensor(name))

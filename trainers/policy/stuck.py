@@ -1,0 +1,38 @@
+"""Tells, once each, of what keeps a run from learning anything."""
+
+import torch
+
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.rollouts.rollout import Rollout
+
+
+class Stuck:
+    """What the rollouts so far had in common; every rank looks at its own part of each."""
+
+    PATIENCE = 10  # steps
+
+    def __init__(self):
+        self.equal, self.silent = 0, {}
+
+    def look(self, rollout: Rollout, group_size: int | None) -> None:
+        """After each rollout; `group_size` None where responses are not compared with those to the same prompt."""
+        groups = rollout.rewards.view(-1, group_size or 1)
+        differing = (groups != groups[:, :1]).any(1).sum() if group_size else torch.ones(())
+        applied = [(~scores.isnan()).sum() for scores in rollout.scores.values()]
+        differing, *applied = engine.global_sum(torch.stack([differing.double(), *map(torch.Tensor.double, applied)]))
+        for name, count in zip(rollout.scores, applied, strict=True):
+            self.silent[name] = 0 if count else self.silent.get(name, 0) + 1
+            if self.silent[name] == self.PATIENCE:
+                _warn(f"scorer {name!r} returned None for every response of {self.PATIENCE} steps: it judges nothing")
+        self.equal = 0 if differing else self.equal + 1
+        if self.equal == self.PATIENCE:
+            _warn(
+                f"for {self.PATIENCE} steps all rewards of every group were equal, so that nothing is learnt; look at "
+                "the responses in samples.jsonl, at what judges them, and at temperature and group_size"
+            )
+
+
+def _warn(text: str) -> None:
+    if engine.rank() == 0:
+        tell(f"warning: {text}")

@@ -1,0 +1,196 @@
+"""How responses are drawn: temperature, what top_k, top_p and min_p leave, and the record of it for the loss.
+
+The kept sets are recorded where tokens are drawn. Computed again from probabilities they would be others: ties and the
+order of the filters differ between implementations, and rounding moves the border of a set.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from fused_rl import TokenSupport
+from fused_rl.trainers.options.config import InputError
+
+
+class NoDistribution(InputError):
+    """Logits that are NaN or infinite, from which nothing can be drawn."""
+
+    def __init__(self, responses: list[int], step: int | None = None):
+        """`responses` of the batch, by number; the weights are those after `step`, where that is known."""
+        self.responses = responses
+        self.after = "" if step is None else f" with the weights after step {step}"
+        super().__init__(f"sampling{self.after}: the model's logits are NaN or infinite in {len(responses)} responses")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    temperature: float
+    """0 is greedy; otherwise of the softmax, which the three below truncate, in the order k, p, min_p."""
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    """A response ends with (and includes) the first of these."""
+    top_p: float = 1.0
+    """Of the likeliest ids as few as have this much of the probability together; 1 is all."""
+    top_k: int = 0
+    """So many of the likeliest ids; 0 is all."""
+    min_p: float = 0.0
+    """The ids with at least this fraction of the likeliest one's probability; 0 is all."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a token may be drawn from less than the whole vocabulary; greedy is no draw."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@runtime_checkable
+class RecordsSupport(Protocol):
+    """What a sampler says of itself where it can truncate."""
+
+    records_support: bool
+    """Whether its responses have their `support`."""
+
+
+def check_sampler(sampler: object, sampling: Sampling) -> None:
+    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from."""
+    records = isinstance(sampler, RecordsSupport) and sampler.records_support
+    if sampling.truncates and not records:
+        raise InputError(
+            f"top_p={sampling.top_p:g} top_k={sampling.top_k} min_p={sampling.min_p:g} with a sampler that reports no "
+            f"kept sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the "
+            "option, or have the sampler record the sets"
+        )
+
+
+def check_correction(sampler: object, given: Sequence[str]) -> None:
+    """Refuse options, `given` by name, that correct for a sampler whose log-probabilities are the policy's own.
+
+    A sampler says so by `tells_logprobs = False`; one that says nothing may tell them in its responses.
+    """
+    if given and not getattr(sampler, "tells_logprobs", True):
+        raise InputError(
+            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
+            "sampled; leave it out"
+        )
+
+
+def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
+    from transformers.generation import logits_process as of_transformers
+
+    filters = []
+    if sampling.top_k > 0:
+        filters.append(of_transformers.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(of_transformers.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        filters.append(of_transformers.MinPLogitsWarper(sampling.min_p))
+    for warper in filters:
+        scores = warper(None, scores)  # none of them reads the tokens so far
+    return scores
+
+
+class Record:
+    """The kept sets of a batch of responses, noted token by token while some of them go on."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.steps: list[TokenSupport] = []
+        self.responses: list[int] = []  # of each row of the steps
+
+    def note(self, scores: torch.Tensor, responses: list[int]) -> None:
+        """The scores (b, V) that the next token of each of b responses is drawn from."""
+        self.steps.append(TokenSupport.from_scores(scores).to("cpu"))
+        self.responses += responses
+
+    def of_responses(self) -> list[TokenSupport]:
+        """The sets of each response, a row per token, on the CPU."""
+        response = torch.tensor(self.responses, dtype=torch.int64)
+        in_order = TokenSupport.cat(self.steps).select(response.argsort(stable=True))
+        return in_order.split(response.bincount(minlength=self.count).tolist())
+
+
+def of_response(support: TokenSupport | list[list[int]]) -> TokenSupport:
+    """A sampler's record of one response, on the CPU; ValueError where it is none."""
+    if not isinstance(support, TokenSupport):
+        support = TokenSupport.from_lists(support)
+    return support.to("cpu")
+
+
+def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]) -> TokenSupport | None:
+    """The sets of all tokens of several responses, one after the other; None where no sampler told any.
+
+    Args:
+        supports: of each response; None is the whole vocabulary for all of its tokens.
+        lengths: tokens of each response.
+    """
+    if all(support is None for support in supports):
+        return None
+    parts = []
+    for support, length in zip(supports, lengths, strict=True):
+        parts.append(TokenSupport.from_lists([None] * length) if support is None else of_response(support))
+    return TokenSupport.cat(parts)
+
+
+def first_broken(
+    supports: Sequence[TokenSupport | list[list[int]] | None],
+    responses: Sequence[list[int]],
+    vocab: int | None,
+    *,
+    needed: bool,
+) -> tuple[int, str] | None:
+    """The first response whose record is not one of its tokens, and why; None where all are well.
+
+    Args:
+        supports: the record of each response.
+        responses: token ids of each.
+        vocab: the size of the model's vocabulary; None where it is not known.
+        needed: a response must have a record.
+    """
+    for number, (support, ids) in enumerate(zip(supports, responses, strict=True)):
+        problem = _broken_form(support, len(ids), needed)
+        if problem is not None:
+            return number, problem
+
+    # What is in the sets, of all responses at once: one by one it would take longer than all else.
+    lengths = [len(ids) for ids in responses]
+    support = joined(supports, lengths)
+    broken = None
+    if support is not None:
+        broken = _broken_row(support, torch.tensor(list(chain.from_iterable(responses)), dtype=torch.int64), vocab)
+    if broken is None:
+        return None
+    row, problem = broken
+    ends = list(accumulate(lengths))
+    number = bisect_right(ends, row)
+    return number, f"the kept set of token {row - ends[number] + lengths[number]} {problem}"
+
+
+def _broken_form(support, length: int, needed: bool) -> str | None:
+    if support is None:
+        return "no kept sets, though the sampling truncates" if needed and length else None
+    try:
+        count = len(of_response(support))
+    except (TypeError, ValueError) as error:
+        return f"support is not a list of different ids for each token: {error}"
+    return None if count == length else f"{count} kept sets for {length} ids"
+
+
+def _broken_row(support: TokenSupport, tokens: torch.Tensor, vocab: int | None) -> tuple[int, str] | None:
+    """The first row of N whose set has an id outside the vocabulary, or lacks its token (N,) int64; and which."""
+    lengths, ids = support.offsets.diff(), support.ids
+    row = torch.repeat_interleave(lengths)
+    if vocab is not None and bool((ids >= vocab).any()):
+        at = int((ids >= vocab).nonzero()[0])
+        return int(row[at]), f"has id {int(ids[at])}, outside the model's vocabulary of {vocab}"
+    found = lengths == 0  # the whole vocabulary
+    found[row[ids == tokens[row]]] = True
+    if bool(found.all()):
+        return None
+    missing = int((~found).nonzero()[0])
+    return missing, f"of {int(lengths[missing])} ids lacks the token itself, {int(tokens[missing])}"

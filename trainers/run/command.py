@@ -1,0 +1,90 @@
+"""What the `main` of every command does around its work: options, errors in one line, signals, a screen that may go."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from fused_rl.trainers.base import engine, launch
+from fused_rl.trainers.base.screen import kept_up, shown, tell
+from fused_rl.trainers.data import epochs
+from fused_rl.trainers.options.config import Config, InputError, Refused, RunConfig, config_files, parse, to_yaml
+from fused_rl.trainers.run import checkpoint, lock
+from fused_rl.trainers.run.loop import Stopped
+
+LOST = "what was done since the last checkpoint is lost"
+INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
+
+
+def run(
+    config_class: type[RunConfig],
+    arithmetic: Callable[[RunConfig, int], dict[str, object]],
+    train: Callable[[RunConfig], str],
+    argv: list[str] | None = None,
+) -> None:
+    """`main` of every trainer: parse, then either describe the run or train.
+
+    Args:
+        config_class: the trainer's options.
+        arithmetic: (config, number of processes) -> how the batch divides; raises InputError on what does not.
+        train: runs the whole training.
+        argv: the command line after the command; None takes the process's.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    with around(f"fused-rl {config_class.command}", LOST):
+        config = options(config_class, argv)
+        if config.dry_run:
+            counted, steps = epochs.foresee(config)
+            tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
+            return
+        try:
+            arithmetic(config, launch.processes())
+            checkpoint.check_config_files(config, config_files(argv))
+        except InputError as error:
+            engine.refused(error)
+            raise
+        orderly = False
+        try:
+            with engine.shared_fate():
+                train(config)
+            orderly = True
+        except Stopped:
+            orderly = True
+            raise
+        finally:
+            lock.release()
+            engine.teardown(orderly)
+
+
+def options(config_class: type[Config], argv: list[str]) -> Config:
+    """The config from the command line; what is refused, other processes of the run hear too."""
+    try:
+        return parse(config_class, argv, f"fused-rl {config_class.command}")
+    except Refused as error:
+        engine.refused(InputError(error.line))
+        raise
+
+
+@contextlib.contextmanager
+def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
+    """Around a whole command: an InputError is one line, and Ctrl-C the usual status.
+
+    Args:
+        prog: how the command is called.
+        lost: what is lost when it is stopped at once.
+    """
+    with kept_up():
+        try:
+            yield
+        except InputError as error:
+            sys.exit(f"{prog}: error: {shown(error)}")
+        except Stopped:
+            sys.exit(INTERRUPTED)
+        except KeyboardInterrupt:
+            tell(f"{prog}: stopped at once; {lost}", to_errors=True)
+            sys.exit(INTERRUPTED)
+
+
+def describe(config: RunConfig, arithmetic: dict[str, object]) -> str:
+    """The resolved configuration and, as comments, the batch arithmetic: YAML that `--config` reads back."""
+    lines = [f"# {key}: {value}" for key, value in arithmetic.items()]
+    return "\n".join([to_yaml(config), "# batch arithmetic", *lines])

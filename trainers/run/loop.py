@@ -1,0 +1,177 @@
+"""The steps of a run, the same for every trainer: where it begins, when it evaluates, logs, saves and stops.
+
+    loop = Loop(config, run, {"policy": engine}, order, COLUMNS, CURVES)
+    if loop.begins:
+        loop.log(evaluate())
+    for step, indices in loop:
+        metrics = train_step(indices)
+        if loop.evaluates:
+            metrics |= evaluate()
+        loop.log(metrics)
+    return loop.finish(save)
+
+The `for` stays in the trainer, and so does the algorithm.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from fused_rl.trainers.base.engine import global_sum, rank
+from fused_rl.trainers.base.files import storing
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data.encode import RowOrder
+from fused_rl.trainers.options.config import RunConfig
+from fused_rl.trainers.run import checkpoint, hub, lock
+from fused_rl.trainers.run.beginning import Run
+from fused_rl.trainers.run.curves import Curves
+from fused_rl.trainers.run.metrics import Logger, phase
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was told to stop: every rank has ended the same step, and saved it."""
+
+
+class Interruption:
+    """From `begin` to `end` the first Ctrl-C or SIGTERM is only noted; the second one stops at once."""
+
+    def __init__(self):
+        self.received, self.previous = False, {}
+
+    def begin(self) -> None:
+        """Take over the signals."""
+        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def end(self) -> None:
+        """Give the signals back."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        self.previous = {}
+
+    def _handle(self, number, _frame):
+        self.received = True
+        signal.signal(number, self.previous[number])
+        if rank() == 0:  # os.write: a print could interrupt another one
+            with contextlib.suppress(OSError):
+                os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
+
+    def on_any_rank(self) -> bool:
+        """Whether any process was told to stop; every rank gets the same answer."""
+        return bool(global_sum(torch.tensor(float(self.received))))
+
+
+class Loop:
+    """An iterator over (step, indices of the step's rows).
+
+    Args:
+        config: of the run.
+        run: the run as it began (`beginning.begin`), which has read all its rows (`has_read`).
+        engines: DeepSpeed engines by name, for the checkpoints.
+        order: which rows come next; its position is in the checkpoints.
+        columns: {header: key} of the progress bar.
+        curves: the panels of curves.png.
+        state: returns what else the trainer needs to continue, JSON.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        engines: dict[str, object],
+        order: RowOrder,
+        columns: dict[str, str],
+        curves: Curves,
+        state: Callable[[], dict] = dict,
+    ):
+        if not run.complete:
+            raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
+        folder = run.folder
+        self.config, self.folder, self.engines, self.made_of = config, folder, engines, run.made_of
+        self.order, self.curves, self.state = order, curves, state
+        self.step, self.restored, self.save_seconds = 0, {}, 0.0
+        if config.resume:
+            self.restored = checkpoint.load(engines, config, folder)
+            self.step, order.position = self.restored["step"], self.restored["position"]
+            checkpoint.refuse_fewer_steps(config, self.step)
+        checkpoint.claim(config, folder, self.step)
+        with storing("metrics.jsonl", folder):
+            self.logger = Logger(config, columns, self.step)
+        self.interruption = Interruption()
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing has been trained yet: the time for the evaluation before training."""
+        return self.step == 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this step is one after which to evaluate."""
+        return self.step % self.config.eval_every == 0 or self.last
+
+    @property
+    def last(self) -> bool:
+        """Whether this step is the last one."""
+        return self.step >= self.config.steps
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        self.interruption.begin()
+        try:
+            while not self.last:
+                self.step += 1
+                yield self.step, next(self.order)
+                self._save_or_stop()
+        finally:
+            if not self.last:  # at the last step the signals stay ours until the model is saved
+                self.interruption.end()
+
+    def log(self, metrics: dict[str, float], samples: list[dict] = ()) -> None:
+        """Write one line of metrics, and show a few responses."""
+        timed = {} if self.begins else {"time/save": self.save_seconds}
+        with storing("metrics.jsonl", self.folder):
+            self.logger.log(self.step, metrics | timed)
+            self.logger.samples(self.step, samples)
+
+    def _save_or_stop(self) -> None:
+        """A checkpoint on schedule, when the run is told to stop, and at the end: the model is not saved yet."""
+        stop = self.interruption.on_any_rank() and not self.last
+        every = self.config.save_every
+        if stop or self.last or (every and self.step % every == 0):
+            began = time.monotonic()
+            told = {"rows": self.order.size, "made_of": self.made_of}
+            state = {"position": self.order.position, **told, **self.state()}
+            checkpoint.save(self.engines, self.config, self.folder, self.step, state)
+            self.save_seconds = time.monotonic() - began
+        if stop:
+            with storing("curves.png", self.folder):
+                self.logger.close(self.curves)
+            lock.release()
+            if rank() == 0:
+                tell(f"stopped after step {self.step}; continue with --resume")
+            raise Stopped
+
+    def finish(self, save: Callable[[Path], None]) -> str:
+        """Draw the curves, save the trained model with `save(folder)`, say where everything is; returns where.
+
+        Then the model goes to the Hub, if it is to go there.
+        """
+        try:
+            with storing("curves.png", self.folder):
+                self.logger.close(self.curves)
+            with storing("model", self.folder), phase("saved the model"):
+                save(self.folder / "model")
+            if not self.config.save_every:  # there was one only until the model was safe
+                checkpoint.remove_unscheduled(self.folder)
+        finally:
+            self.interruption.end()
+            lock.release()
+        if rank() == 0:
+            kept = self.folder / "checkpoints"
+            checkpoints = f", checkpoints: {kept}" if kept.exists() else ""
+            tell(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}")
+        hub.push(self.config, self.folder / "model", self.step)
+        return str(self.folder / "model")

@@ -1,0 +1,391 @@
+"""What a run measures and shows: metrics.jsonl and TensorBoard always, a progress bar, a table of samples, curves.png.
+
+`KEYS` is the one table of metric names: key, unit, definition, how it adds up, and the bare name under which a loss
+returns it. `objective/*` are sums over a response, averaged over responses; `policy/*` are means over response tokens.
+With truncated sampling every log-probability, entropy and KL, the exact one too, is over what its token was drawn from.
+Rank 0 alone writes and prints.
+"""
+
+import functools
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fused_rl.trainers.base.engine import gather, global_sum, rank
+from fused_rl.trainers.base.files import as_json, write_atomically
+from fused_rl.trainers.base.screen import shown, tell
+from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.run.curves import Curves, draw_curves
+
+
+class Metric(NamedTuple):
+    """One key of metrics.jsonl."""
+
+    unit: str
+    definition: str
+    adds: str
+    """How it comes together over micro-batches and ranks. "sum": each part is divided by the whole step's count, and
+    the parts are added. "moments": computed from such sums. "min", "max". "whole": computed once, of the whole step.
+    Over the optimizer updates of one step all are averaged, but for `lr`, which is the last."""
+    of: str | Callable[[dict[str, float]], float] | None = None
+    """The bare name of a loss's metric, or a function of several; None where the trainer computes it by itself."""
+
+
+def explained_variance(sums: dict[str, float]) -> float:
+    """1 - Var(R - v) / Var(R) from the moments of `fused_rl.value_loss`, added up; NaN where R is constant."""
+    error = sums["value_error_square"] - sums["value_error"] ** 2
+    spread = sums["return_square"] - sums["return"] ** 2
+    return 1 - error / spread if spread > 0 else float("nan")
+
+
+COMMON = {
+    "lr": Metric("1", "learning rate of the update", "whole"),
+    "optim/grad_norm": Metric("1", "norm of the gradient before clipping", "whole"),
+    "perf/tokens_per_second": Metric("1/s", "tokens trained on per second of the whole step", "whole"),
+    "time/train": Metric("s", "forward, backward and optimizer", "whole"),
+    "time/save": Metric("s", "writing the last checkpoint", "whole"),
+}
+SFT = {
+    "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum", "loss"),
+    "train/entropy": Metric("nats", "true entropy per completion token", "sum", "entropy"),
+    "train/num_tokens": Metric("tokens", "completion tokens in the step", "sum"),
+    "eval/loss": Metric("nats", "train/loss on held-out rows", "sum"),
+    "eval/accuracy": Metric("1", "fraction of held-out completion tokens that are the most likely ones", "sum"),
+}
+PAIRS = {
+    "loss": Metric("nats", "Bradley-Terry loss of a pair", "sum", "loss"),
+    "accuracy": Metric("1", "fraction of pairs whose chosen score is higher", "sum", "accuracy"),
+    "reward_margin": Metric("1", "chosen minus rejected score", "sum", "reward_margin"),
+    "chosen_rewards": Metric("1", "mean chosen score", "sum", "chosen_rewards"),
+    "rejected_rewards": Metric("1", "mean rejected score", "sum", "rejected_rewards"),
+    "min_reward": Metric("1", "lowest score", "min", "min_reward"),
+    "mean_reward": Metric("1", "mean score", "sum", "mean_reward"),
+    "max_reward": Metric("1", "highest score", "max", "max_reward"),
+}
+REWARD = {f"train/rm/{name}": metric for name, metric in PAIRS.items()} | {
+    f"eval/rm/{name}": metric._replace(definition=f"{metric.definition}, of held-out pairs")
+    for name, metric in PAIRS.items()
+}
+POLICY = {
+    "episode": Metric("responses", "responses sampled so far", "whole"),
+    "time/rollout": Metric("s", "sampling", "whole"),
+    "time/score": Metric("s", "the scorers", "whole"),
+    "objective/kl": Metric("nats", "KL to the reference by kl_estimator, over the responses trained on", "sum", "kl"),
+    "objective/kl1_avg": Metric("nats", "KL estimate k1: log-ratio to the reference", "sum", "kl1"),
+    "objective/kl2_avg": Metric("nats", "KL estimate k2: half the square of k1's terms", "sum", "kl2"),
+    "objective/kl3_avg": Metric("nats", "KL estimate k3: expm1(-d) + d of k1's terms d", "sum", "kl3"),
+    "objective/kl4_avg": Metric("nats", "KL estimate k4: k1's terms times the ratio", "sum", "kl4"),
+    "objective/kl_exact": Metric("nats", "exact KL to the reference, before the update", "sum"),
+    "objective/entropy": Metric("nats", "sampled negative log-likelihood of the response, before the update", "sum"),
+    "objective/non_score_reward": Metric("1", "- objective/kl_coef times objective/kl", "whole"),
+    "objective/rlhf_reward": Metric("1", "objective/scores plus objective/non_score_reward", "whole"),
+    "objective/scores": Metric("1", "reward from the scorers: weighted sum of their scores", "sum"),
+    "objective/kl_coef": Metric("1", "weight of the KL", "whole"),
+    "policy/approxkl_avg": Metric("nats", "half the squared log-ratio to the sampling policy", "sum", "approx_kl"),
+    "policy/clipfrac_avg": Metric(
+        "1", "fraction of tokens that the surrogate clips; none where it clips nothing", "sum", "clipfrac"
+    ),
+    "policy/entropy_avg": Metric("nats", "true entropy per token, of the distribution sampled from", "sum", "entropy"),
+    "loss/policy_avg": Metric("1", "policy surrogate alone, without KL and entropy terms", "sum", "policy_loss"),
+    "loss/total_avg": Metric("1", "what is differentiated: surrogate, KL and entropy terms", "sum", "loss"),
+    "val/ratio": Metric("1", "mean ratio to the sampling policy", "moments", lambda sums: 1 + sums["ratio_minus_1"]),
+    "val/ratio_var": Metric(
+        "1",
+        "variance of that ratio over the tokens of an update",
+        "moments",
+        lambda sums: sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2,
+    ),
+    "val/num_eos_tokens": Metric("responses", "responses that ended by a stop token", "sum"),
+    "val/stop_rate": Metric("1", "the same as a fraction", "sum"),
+}
+GRPO = {
+    "reward": Metric("1", "mean of what the scorers give, less the overlong penalty", "sum"),
+    "reward_std": Metric("1", "standard deviation within a group, averaged over groups", "sum"),
+    "frac_reward_zero_std": Metric("1", "fraction of groups whose rewards are all equal: they teach nothing", "sum"),
+    "frac_groups_all_solved": Metric("1", "fraction of groups whose responses are all solved", "sum"),
+    "frac_groups_none_solved": Metric("1", "fraction of groups of which no response is solved", "sum"),
+    "groups/drawn": Metric("groups", "prompts drawn in the step, refills included", "sum"),
+    "groups/trained": Metric("groups", "of these trained on: with drop and refill those with a signal", "sum"),
+    "overlong_penalty": Metric("1", "what responses lose for their length, on average", "sum"),
+    "objective/non_score_reward": Metric("1", "- objective/kl_coef times objective/kl, - overlong_penalty", "whole"),
+    "completions/mean_length": Metric("tokens", "response length", "sum"),
+    "completions/min_length": Metric("tokens", "shortest response", "min"),
+    "completions/max_length": Metric("tokens", "longest response", "max"),
+    "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
+    "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
+    "eval/accuracy_sampled": Metric("1", "fraction of responses sampled as in training that solve theirs", "sum"),
+    "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
+    "eval/score": Metric("1", "mean reward of the sampled responses", "sum"),
+    "eval/mean_length": Metric("tokens", "length of the sampled responses", "sum"),
+    "eval/mean_length_solved": Metric("tokens", "of those that solve their problem; not there without any", "moments"),
+    "eval/mean_length_unsolved": Metric("tokens", "of the others; not there without any", "moments"),
+    "eval/clipped_ratio": Metric("1", "fraction of the sampled responses cut at max_new_tokens", "sum"),
+    "eval/entropy": Metric("nats", "true entropy per token of the sampled responses", "sum"),
+    "eval/kl_exact": Metric("nats", "exact KL to the reference over a sampled response", "sum"),
+}
+# Of each scorer by its name; a scorer that works under no limits has none of verifier/.
+SCORERS = {
+    "rewards/{name}/mean": Metric("1", "mean score of the samples that the scorer applies to", "moments"),
+    "rewards/{name}/std": Metric("1", "standard deviation of these scores", "moments"),
+    "verifier/{name}/timeouts": Metric("samples", "broke a limit (CPU, memory) and score 0 for it", "sum"),
+    "verifier/{name}/restarts": Metric("1", "processes that died of something else; scored again", "sum"),
+    "eval/verifier/{name}/timeouts": Metric("samples", "the same in the evaluation", "sum"),
+    "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum"),
+}
+# k is 1, 2, 4, … below eval_samples, and eval_samples.
+PASSES = {
+    "eval/pass_at_{k}": Metric("1", "probability that k of the sampled responses hold a right one, unbiased", "sum"),
+}
+PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS | PASSES}))
+RESPONSES = {key: metric for key, metric in GRPO.items() if key.startswith(("completions/", "eval/"))}
+PPO = {
+    "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),
+    "objective/scores": Metric("1", "weighted sum of the scores, with what a missing stop token costs", "sum"),
+    "loss/value_avg": Metric("1", "clipped value loss", "sum", "value_loss"),
+    "val/clipfrac_avg": Metric("1", "fraction of tokens whose value is clipped", "sum", "value_clipfrac"),
+    "val/var_explained": Metric("1", "variance of the returns that the values explain, before the update", "moments"),
+    "val/win_rate": Metric("1", "how often a right response to a prompt scores above a wrong one", "sum"),
+    "optim/updates": Metric(
+        "updates", "optimizer updates made; fewer than planned where target_kl stopped them", "whole"
+    ),
+    "optim/critic_lr": Metric("1", "learning rate of the critic", "whole"),
+    "optim/critic_grad_norm": Metric("1", "norm of the critic's gradient before clipping", "whole"),
+    "time/measure": Metric("s", "log-probabilities and values before the update", "whole"),
+}
+KEYS = {
+    "sft": COMMON | SFT,
+    "reward": COMMON | REWARD,
+    "grpo": COMMON | POLICY | GRPO,
+    "ppo": COMMON | POLICY | RESPONSES | PPO,
+}
+
+
+class Sums:
+    """The bare metrics of one optimizer step: of each micro-batch a share, added up over micro-batches and ranks."""
+
+    def __init__(self, step: int):
+        self.step, self.parts = step, []
+        self.names: tuple[str, ...] = ()
+        self.total = torch.zeros(())
+
+    def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
+        """The scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""
+        self.names = tuple(metrics)
+        values = torch.stack([value.detach().double() for value in metrics.values()]).cpu()
+        self.total = self.total + values
+        self.parts.append((values, where))
+
+    def over_ranks(self) -> dict[str, float]:
+        """What they add up to, the same on every rank.
+
+        Raises:
+            InputError: on every rank, where one of them is NaN or infinite on any: nothing may be trained on it.
+        """
+        total = global_sum(self.total)
+        if not total.isfinite().all():
+            told = [message for message in gather(self._not_finite()) if message is not None]
+            raise InputError("; ".join(told))
+        return dict(zip(self.names, total.tolist(), strict=True))
+
+    def _not_finite(self) -> str | None:
+        """The first micro-batch of this rank that is not finite, in words."""
+        for number, (values, where) in enumerate(self.parts, 1):
+            bad = [name for name, value in zip(self.names, values.tolist(), strict=True) if not math.isfinite(value)]
+            if bad:
+                rows = ", ".join(dict.fromkeys(where))
+                what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} NaN or infinite"
+                return f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"
+        return None
+
+
+def keyed(table: dict[str, Metric], sums: dict[str, float], prefix: str = "") -> dict[str, float]:
+    """The keys of `table` that come from a loss's bare metrics; with `prefix` only those that begin with it.
+
+    What a loss does not return, the KL to a reference that it was not given, has no key.
+    """
+    found = {}
+    for key, metric in table.items():
+        absent = isinstance(metric.of, str) and metric.of not in sums
+        if metric.of is None or absent or not key.startswith(prefix):
+            continue
+        found[key] = metric.of(sums) if callable(metric.of) else sums[metric.of]
+    return found
+
+
+class Logger:
+    """Writes a run's metrics from step `start` on; `columns` are {header: key} of the progress bar."""
+
+    def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
+        self.folder, self.steps, self.columns = Path(config.output_dir), config.steps, columns
+        self.keys, self.last, self.line = KEYS[config.command], {}, 0.0
+        self.active = rank() == 0
+        if not self.active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.history = _kept(self.folder / "metrics.jsonl", start)
+        _kept(self.folder / "samples.jsonl", start)
+        self.file = (self.folder / "metrics.jsonl").open("a")
+        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
+        self.trackers = _trackers(config)
+        self.progress = _progress_bar(columns, self.steps, start)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl; the keys must be those of the table."""
+        unknown = [k for k in metrics if k not in self.keys and not k.startswith(PREFIXES)]
+        if unknown:
+            raise KeyError(f"metrics {unknown} are not in the table of metrics.py")
+        if not self.active:
+            return
+        entry = {"step": step, **{k: float(v) for k, v in metrics.items()}}
+        self.history.append(entry)
+        self.file.write(as_json(entry) + "\n")
+        self.file.flush()
+        for key, value in metrics.items():
+            self.board.add_scalar(key, value, step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
+        self.last.update(metrics)
+        told = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step, shown=told)
+        elif told and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
+            self.line = time.monotonic()
+            tell(f"step {step}/{self.steps}  {told}")
+
+    def samples(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Show a few responses as a table, and keep them in samples.jsonl."""
+        if not self.active or not rows:
+            return
+        import rich.table
+        from rich.text import Text
+
+        with (self.folder / "samples.jsonl").open("a") as file:
+            file.write("".join(as_json({"step": step, **row}) + "\n" for row in rows))
+        table = rich.table.Table(*map(shown, rows[0]), title=f"samples at step {step}", title_justify="left")
+        for row in rows:
+            table.add_row(*(Text(shown(str(value)[-200:], keep="\n\t")) for value in row.values()))
+        (self.progress.console.print if self.progress is not None else rich.print)(table)
+
+    def close(self, curves: Curves) -> None:
+        """Flush everything and draw curves.png."""
+        if not self.active:
+            return
+        if self.progress is not None:
+            self.progress.stop()
+        self.file.close()
+        self.board.close()
+        for tracker in self.trackers:
+            tracker.finish()
+        draw_curves(self.history, curves, self.folder / "curves.png")
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Tell what has been done and how long it took, once it is done; nothing where it fails."""
+    began = time.monotonic()
+    yield
+    if rank() == 0:
+        tell(f"{what} ({time.monotonic() - began:.1f} s)")
+
+
+def evaluation(what: str, *keys: str):
+    """Decorator of a function that evaluates: tells how long it took, and the metrics of these keys that it found.
+
+    The function returns a dictionary of metrics, or a tuple with one in it.
+    """
+
+    def decorate(function):
+        @functools.wraps(function)
+        def evaluate(*args):
+            began = time.monotonic()
+            found = function(*args)
+            metrics = next(part for part in (found if isinstance(found, tuple) else (found,)) if isinstance(part, dict))
+            if rank() == 0:
+                values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
+                tell(f"{what} ({time.monotonic() - began:.1f} s): {values}")
+            return found
+
+        return evaluate
+
+    return decorate
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The entries of a metrics.jsonl; a line that is damaged, as a kill leaves the last one, is told and left out."""
+    entries = []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line)
+        if entry is not None:
+            entries.append(entry)
+        elif line:
+            tell(f"{path}, line {number} is damaged and left out")
+    return entries
+
+
+def _entry(line: bytes) -> dict | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+        return None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
+
+
+def _kept(path: Path, start: int) -> list[dict]:
+    """The entries up to step `start`, where the run begins; later ones are cut from the file."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
+    write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
+    return entries
+
+
+def _progress_bar(columns, steps: int, start: int):
+    if not sys.stdout.isatty():
+        return None
+    from rich import progress
+    from rich.table import Column
+
+    # Step count and time left come first and are never cut; at 80 columns the metrics are, from their end.
+    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    shown = progress.TextColumn("{task.fields[shown]}", table_column=metrics)
+    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), shown, expand=True)
+    bar.add_task("train", total=steps, completed=start, shown="")
+    bar.start()
+    return bar
+
+
+def require_trackers(config: RunConfig) -> None:
+    """Refuse to log to Weights & Biases or trackio where they are not installed."""
+    for package in ("wandb", "trackio"):
+        project = getattr(config, f"{package}_project")
+        if project is not None and importlib.util.find_spec(package) is None:
+            raise InputError(f"{package}_project is set, but {package} is not installed: pip install {package}")
+
+
+def _trackers(config: RunConfig) -> list:
+    """A run of each tracker that the config names: they have `log(metrics, step)` and `finish()`."""
+    runs = []
+    if config.wandb_project is not None:
+        import wandb
+
+        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=asdict(config)))
+    if config.trackio_project is not None:
+        import trackio
+
+        # The same run again when it is resumed; trackio has no way to take back steps, and shows those twice.
+        name, resume = Path(config.output_dir).resolve().name, "allow" if config.resume else "never"
+        options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
+        project = config.trackio_project
+        runs.append(trackio.init(project=project, name=name, config=asdict(config), resume=resume, **options))
+    return runs

@@ -1,0 +1,101 @@
+"""What of a run may be another when it is resumed, and what may not: one table, and the comparison.
+
+A resumed run is the same run. An option stands under `FIXED` where a part of the run that is behind would not have been
+as it was with the new value, and under `MAY_CHANGE` where the run goes on with it from the next step on.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from fused_rl.trainers.data import sources
+from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig
+
+FIXED = frozenset(
+    (
+        # The trainer, the weights it trains and starts from, how they are split and rounded.
+        *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha", "lora_targets"),
+        "load_in_4bit",
+        *("dtype", "head_dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
+        # The rows, and what becomes of them.
+        *("dataset", "dataset_config", "dataset_split", "raw_prompt", "system_prompt", "max_prompt_length"),
+        "chat_template_kwargs",
+        *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
+        *("max_length", "max_response_length", "too_long", "normalize_pairs", "reference_dataset"),
+        # The batch of a step.
+        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts", "packing"),
+        # Rollouts and rewards.
+        *("verifiers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("std_floor", "zero_variance", "max_refills"),
+        *("overlong_buffer", "overlong_factor", "ref_sync_every", "ref_mixup_alpha"),
+        # The loss.
+        *("label_smoothing", "centering", "preset", "advantage", "ratio_level", "surrogate", "loss_agg"),
+        *("clip_low", "clip_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "mask_truncated"),
+        *("kl_coef", "kl_estimator", "entropy_coef", "rollout_correction", "rollout_low", "rollout_high"),
+        *("off_policy_threshold", "top_entropy", "entropy_threshold", "skip_impossible"),
+        # PPO: what tokens earn, the critic, and the optimizer's form.
+        *("gamma", "gae_lambda", "gae_alpha", "value_gae_lambda", "whiten_advantages", "whiten_rewards", "kl_in"),
+        *("kl_target", "kl_horizon", "missing_eos_score", "missing_eos_penalty", "target_kl", "stop_token"),
+        *("critic", "value_clip", "value_coef", "critic_only", "tf_adam"),
+    )
+)
+MAY_CHANGE = frozenset(
+    (
+        # The optimizer's options: used from the next update on, the schedule at the update where the run is.
+        *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
+        *("adam_beta2", "adam_eps", "max_grad_norm"),
+        *("critic_lr", "critic_lr_schedule", "critic_warmup_steps", "critic_weight_decay", "critic_adam_beta2"),
+        *("critic_max_grad_norm",),
+        # Speed and memory: the same sums, rounded in another order; the same distribution, drawn in another order.
+        *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
+        # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
+        *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
+        *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
+    )
+)
+SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone
+
+
+def changes(
+    config: RunConfig, facts: dict[str, object], recorded: dict[str, object], where: Path, *, summed: bool = False
+) -> list[str]:
+    """What differs between a run and the checkpoint that it continues, one `option old -> new` each.
+
+    Args:
+        config: of the run.
+        facts: what else must be as it was: command, processes, precision, …
+        recorded: both, of the checkpoint.
+        where: the checkpoint, for the message.
+        summed: the checkpoint has the fingerprints of rows and models, so that their files may lie elsewhere now.
+
+    Raises:
+        InputError: something differs that must not; names every such option with both values.
+    """
+    current = {**dataclasses.asdict(config), **facts}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    taken, refused = [], []
+    for name, new in current.items():
+        old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
+        if name in ACTIONS or _same(old, new):
+            continue
+        moved = summed and name in (*sources.MODELS, *sources.ROWS) and new is not None and os.path.exists(new)
+        (taken if moved or _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
+    if refused:
+        raise InputError(
+            f"resume: {where} was made with other options: {', '.join(refused)}; give the first value of each again "
+            f"(--config {where / 'config.yaml'} --resume), or start another run: --overwrite or another output_dir"
+        )
+    return taken
+
+
+def _same(old, new) -> bool:
+    """Whether two values are one; two ways to write the path of a file are."""
+    if old == new or not (isinstance(old, str) and isinstance(new, str)):
+        return old == new
+    return os.path.exists(old) and os.path.exists(new) and os.path.samefile(old, new)
+
+
+def _may_change(name: str, old, new) -> bool:
+    return name in MAY_CHANGE or (name in SAME_FILES and {old, new} <= SAME_FILES[name])
