@@ -239,7 +239,7 @@ def encoded_by_every_trainer(folder, rows, **options):
     tokenizer = load_tokenizer(folder)
     options = {"model": folder, "dataset": rows, "output_dir": "o", "eval_size": 1} | options
     config = sft.SFTConfig(**options)
-    yield sft.encode(config, load_rows(rows), Encoder.of(config, tokenizer))[0].prompt
+    yield sft.encoded(config, load_rows(rows), Encoder.of(config, tokenizer))[0].prompt
     pairs = preferences.PairEncoder(reward.RewardConfig(**options), tokenizer).pairs(load_rows(rows))
     yield pairs[0].chosen[0]
     yield pairs[0].rejected[0]
