@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from bench import peers
 from bench.trainer_steps import Ours, Watch, seconds
-from fused_rl.trainers.rollouts.rollout import Response, Sample
+from fused_rl.trainers.rollouts.types import Response, Sample
 
 NAME = peers.TRAINERS[0]
 

@@ -13,12 +13,12 @@ import torch
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.encode import pad
+from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.policy.policy import load_policy, load_prompts
 from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.rollout import Sampling, roll_out
-from fused_rl.trainers.run.metrics import Logger
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
+from fused_rl.trainers.run.logger import Logger
 from fused_rl.trainers.scorers.load import load_scorers
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")

@@ -18,7 +18,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.options.config import parse
 from fused_rl.trainers.run.command import LOST, around
-from fused_rl.trainers.run.metrics import read_metrics
+from fused_rl.trainers.run.logger import read_metrics
 
 PROXY, TRUTH = "objective/scores", "rewards/reasoning_gym/mean"
 

@@ -14,6 +14,7 @@ from fused_rl.trainers import reward
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.data import encode, preferences
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import parse
 from fused_rl.trainers.run.command import LOST, around
@@ -74,7 +75,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
     """Of the saved model on the held-out pairs, read and scored as PPO would: how often the right answer wins."""
-    rows = encode.load_rows(config.eval_dataset)
+    rows = load_rows(config.eval_dataset)
     pairs = preferences.PairEncoder(config, encode.load_tokenizer(config.model)).pairs(rows)
     scorer = RewardScorer(RewardModel.from_pretrained(f"{config.output_dir}/model"), 256)
     chosen = scorer([pair.chosen[0] for pair in pairs], [pair.chosen[1] for pair in pairs])

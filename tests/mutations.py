@@ -195,7 +195,7 @@ MUTATIONS = {
     ),
     # What all trainers share.
     "the last row of an epoch is left out": Mutation(
-        "trainers/data/encode.py",
+        "trainers/data/order.py",
         "divmod(self.position, self.size)",
         "divmod(self.position, max(1, self.size - 1))",
         "tests/trainers/test_data.py -k order",
@@ -207,7 +207,7 @@ MUTATIONS = {
         "tests/trainers/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
     ),
     "the response begins a token late": Mutation(
-        "trainers/data/encode.py",
+        "trainers/data/batch.py",
         "mask = (position >= start)",
         "mask = (position > start)",
         "tests/trainers/test_rollout.py tests/trainers/test_packing.py",
@@ -262,7 +262,7 @@ MUTATIONS = {
         "tests/trainers/test_truncated.py tests/trainers/test_rollout.py",
     ),
     "the sets of a minibatch are its neighbours'": Mutation(
-        "trainers/data/encode.py",
+        "trainers/data/batch.py",
         "support = self.support.select(number[index][mask])",
         "support = self.support.select(number[index][mask].flip(0))",
         "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
@@ -282,13 +282,13 @@ MUTATIONS = {
     # GRPO.
     "GRPO's gradient is divided by the ranks": Mutation(
         "trainers/grpo.py",
-        "policy.model.backward(loss * engine.world_size())",
+        "policy.model.backward(loss * ranks.world_size())",
         "policy.model.backward(loss)",
         DEFINITIONS,
     ),
     "GRPO counts its own tokens alone": Mutation(
         "trainers/grpo.py",
-        "engine.global_sum(torch.stack(counts)).clamp(min=1)",
+        "ranks.global_sum(torch.stack(counts)).clamp(min=1)",
         "torch.stack(counts).clamp(min=1)",
         DEFINITIONS,
     ),
@@ -307,7 +307,7 @@ MUTATIONS = {
     "ranks that leave nothing out meet once less": Mutation(
         "trainers/grpo.py",
         "    found = sums.over_ranks()\n",
-        "    found = sums.over_ranks()\n    _ = left_out is None or engine.global_sum(left_out.sum())\n",
+        "    found = sums.over_ranks()\n    _ = left_out is None or ranks.global_sum(left_out.sum())\n",
         "tests/trainers/test_grpo.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(
@@ -324,10 +324,10 @@ MUTATIONS = {
     ),
     # PPO.
     "PPO's gradient is divided by the ranks": Mutation(
-        "trainers/ppo.py", "policy.model.backward(loss * engine.world_size())", "policy.model.backward(loss)", PPO_STEP
+        "trainers/ppo.py", "policy.model.backward(loss * ranks.world_size())", "policy.model.backward(loss)", PPO_STEP
     ),
     "the critic's gradient is divided by the ranks": Mutation(
-        "trainers/ppo.py", "critic.backward(fitted * engine.world_size())", "critic.backward(fitted)", PPO_STEP
+        "trainers/ppo.py", "critic.backward(fitted * ranks.world_size())", "critic.backward(fitted)", PPO_STEP
     ),
     "PPO's minibatches are never shuffled": Mutation(
         "trainers/ppo.py",
@@ -376,7 +376,7 @@ MUTATIONS = {
         REWARD_MODEL,
     ),
     "SFT's gradient is divided by the ranks": Mutation(
-        "trainers/sft.py", "loss * (engine.world_size() / num_tokens)", "loss / num_tokens", SFT_SPLITS
+        "trainers/sft.py", "loss * (ranks.world_size() / num_tokens)", "loss / num_tokens", SFT_SPLITS
     ),
     "held-out accuracy is of the token before": Mutation(
         "trainers/sft.py",
@@ -386,7 +386,7 @@ MUTATIONS = {
     ),
     # Scorers and what is told.
     "a scorer that does not apply gives 1": Mutation(
-        "trainers/rollouts/rollout.py",
+        "trainers/rollouts/roll_out.py",
         "scores[scorer.name].nan_to_num()",
         "scores[scorer.name].nan_to_num(1.0)",
         "tests/trainers/test_verifiers.py -k weighted_sums",

@@ -21,6 +21,22 @@ FOLDERS = {
     "recipes": {"fused_rl", "trainers", "recipes"},
     "bench": {"kernels", "fused_rl", "trainers", "recipes", "bench"},
 }
+# Room of trainers/ -> the rooms that its files may import; the algorithms on the top floor and commands/ import any.
+GROUND = {"options"}
+BASE = GROUND | {"base"}
+DATA = BASE | {"data"}
+MIDDLE = DATA | {"models", "rollouts", "run"}
+ROOMS = {
+    "options": set(),
+    "base": GROUND,
+    "data": BASE,
+    "models": DATA,
+    "rollouts": DATA,
+    "run": DATA,
+    "policy": MIDDLE,
+    "scorers": MIDDLE,
+    "commands": MIDDLE | {"policy", "scorers"},
+}
 # Every file of trainers/ that has a command of its own to train with.
 ALGORITHMS = {path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()}
 WHOLE = ("kernels", "fused_rl", "trainers", "recipes", "bench")  # folders without circles and private names of others
@@ -170,6 +186,22 @@ def violations(folder, path):
             yield f"{path}: a trainer imports triton: if it needs a kernel, an op is missing"
 
 
+def room_of(module):
+    """The room of trainers/ that a module stands in; None for those of the top floor and everything else."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["fused_rl", "trainers"] and len(parts) > 3 else None
+
+
+def rising_arrows(path, root=ROOT):
+    """Imports of a room's file from a room, or a file of the top floor, that is not below it."""
+    room = room_of(module_of(path, root))
+    known = modules(["trainers"], root)
+    for imported in imports(path):
+        for target in targets(imported, known):
+            if room_of(target) != room and room_of(target) not in ROOMS[room]:
+                yield f"{path}: {room} imports {target}"
+
+
 def algorithm_imports(path):
     """Of the other trainers' algorithms: what two share has a room below."""
     if path.stem not in ALGORITHMS:
@@ -223,6 +255,39 @@ def test_circles_are_found(late, tmp_path):
     assert sorted(found) == ["fused_rl.kernels.a", "fused_rl.kernels.b", "fused_rl.kernels.c"]
     (tmp_path / "kernels" / "c.py").write_text("from fused_rl.kernels.d import y")
     assert circle(["kernels"], tmp_path) == []
+
+
+def test_every_file_of_the_trainers_stands_in_a_room_that_the_table_names():
+    rooms = {path.parent.name for path in files("trainers")} - {"trainers"}
+    assert rooms == set(ROOMS)
+    top = {path.stem for path in (ROOT / "trainers").glob("*.py")}
+    assert top == ALGORITHMS | {"cli"} and len(top) <= 6
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_imports_one_above_or_beside_it(room):
+    assert [arrow for path in files(f"trainers/{room}") for arrow in rising_arrows(path)] == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_small(room):
+    assert sum(len(path.read_text().splitlines()) for path in files(f"trainers/{room}")) <= 1400
+
+
+def test_rising_arrows_are_found(tmp_path):
+    for name in ("run/loop.py", "models/lora.py", "data/rows.py", "grpo.py"):
+        (tmp_path / "trainers" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "trainers" / name).write_text("")
+    sources = ["from fused_rl.trainers.models import lora", "from fused_rl.trainers.models.lora import x"]
+    for source in [
+        *sources,
+        "from fused_rl.trainers import grpo",
+        "def f():\n    import fused_rl.trainers.models.lora",
+    ]:
+        (tmp_path / "trainers" / "run" / "loop.py").write_text(source)
+        assert list(rising_arrows(tmp_path / "trainers" / "run" / "loop.py", tmp_path)), source
+    (tmp_path / "trainers" / "run" / "loop.py").write_text("from fused_rl.trainers.data import rows")
+    assert not list(rising_arrows(tmp_path / "trainers" / "run" / "loop.py", tmp_path))
 
 
 @pytest.mark.parametrize("folder", WHOLE)

@@ -18,16 +18,24 @@ import torch
 
 import fused_rl
 from fused_rl.presets import resolve_options, wide_option
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, divide_over
 from fused_rl.trainers.options.needs import check_needs
 from fused_rl.trainers.policy import reference
 from fused_rl.trainers.policy.credit import kl_estimator_of, warn_of_estimator
-from fused_rl.trainers.policy.drawing import Drawn, draw
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
-from fused_rl.trainers.policy.groups import GROUP_NEEDS, GroupConfig, advantage_of, advantages_of, keeps_groups
+from fused_rl.trainers.policy.groups import (
+    GROUP_NEEDS,
+    Drawn,
+    GroupConfig,
+    advantage_of,
+    advantages_of,
+    draw,
+    keeps_groups,
+)
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import (
     Measured,
@@ -39,12 +47,13 @@ from fused_rl.trainers.policy.policy import (
     warn_if_off_policy,
 )
 from fused_rl.trainers.policy.reference import REFERENCE_NEEDS, ReferenceConfig, needs_reference
-from fused_rl.trainers.rollouts.rollout import Prompt
+from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.curves import Against
+from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
@@ -111,14 +120,14 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": config.minibatches * config.epochs,
-        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
-        "responses in the run": epochs.in_run(config, responses),
+        "optimizer updates in the run": in_run(config, config.minibatches * config.epochs),
+        "responses in the run": in_run(config, responses),
     }
 
 
 def plan(config: GRPOConfig, count: int, device) -> list[list[torch.Tensor]]:
     """For each update of a step the micro-batches of its minibatch, as indices into this rank's `count` responses."""
-    unit = config.group_size if keeps_groups(config, engine.world_size()) else 1  # responses that stay together
+    unit = config.group_size if keeps_groups(config, ranks.world_size()) else 1  # responses that stay together
     responses = torch.arange(count).view(-1, unit)
     updates = []
     for _ in range(config.epochs):
@@ -182,7 +191,7 @@ def update(
 
 def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
     """The mean of (B,) of every rank over the responses that count."""
-    total, count = engine.global_sum(torch.stack([values.cpu()[counts].sum().double(), counts.sum().double()]))
+    total, count = ranks.global_sum(torch.stack([values.cpu()[counts].sum().double(), counts.sum().double()]))
     return (total / count.clamp(min=1)).item()
 
 
@@ -224,7 +233,7 @@ def accumulate(
         else:
             logprobs, entropy, _ = policy.model(**inputs)
             loss, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=entropy, **given)
-        policy.model.backward(loss * engine.world_size())  # the engine averages over ranks
+        policy.model.backward(loss * ranks.world_size())  # the engine averages over ranks
 
         again = _again(logprobs.detach(), before) if own else torch.zeros_like(metrics["loss"])
         sums.add(metrics | {"again_minus_1": again / counted["num_tokens"]}, part.where)
@@ -259,7 +268,7 @@ def _counted(
     if left_out is not None:
         mask, trained = mask & ~left_out[:, None], (~left_out)[index].sum().cpu()
     counts = mask[index].sum().cpu(), drawn.counts[index.cpu()].sum(), trained
-    num_tokens, num_sequences, trained = engine.global_sum(torch.stack(counts)).clamp(min=1).tolist()
+    num_tokens, num_sequences, trained = ranks.global_sum(torch.stack(counts)).clamp(min=1).tolist()
     denominators = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     return denominators | {"max_length": policy.config.max_new_tokens}, num_sequences / trained
 
@@ -301,7 +310,7 @@ def train_step(
     metrics |= drawn.metrics | {"time/train": ended - sampled}
     if charged is not None:
         metrics["objective/kl"] = _per_response(charged, drawn.counts)
-    tokens = engine.global_sum(drawn.rollout.lengths[drawn.counts].sum()).item()
+    tokens = ranks.global_sum(drawn.rollout.lengths[drawn.counts].sum()).item()
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
         "perf/tokens_per_second": tokens / (ended - began),
@@ -316,22 +325,22 @@ def train(config: GRPOConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, models.
-    with phase("read tokenizer and rows"), engine.together():
+    with phase("read tokenizer and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
-    config = epochs.in_steps(config, len(prompts))
+    config = in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates = config.steps * config.minibatches * config.epochs
-        shared = config.share_prompts if keeps_groups(config, engine.world_size()) else False
+        shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
         needed = {"share_prompts": shared, "needs_reference": needs_reference(config)}
         policy = load_policy(config, tokenizer, scorers, run.device, updates, **needed)
         check_policy_fits(policy, [*prompts, *held_out])
     evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
-    order = encode.RowOrder(len(prompts), config.prompts_per_step, config.seed)
+    order = RowOrder(len(prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model}
     if config.ref_sync_every:
         engines["reference"] = reference.SavedReference(policy.reference)
@@ -341,10 +350,10 @@ def train(config: GRPOConfig) -> str:
         loop.log(*evaluate(policy, held_out))
 
     def mine(indices: list[int]) -> list[Prompt]:
-        return [prompts[i] for i in indices[engine.rank() :: engine.world_size()]]
+        return [prompts[i] for i in indices[ranks.rank() :: ranks.world_size()]]
 
     def more(count: int) -> list[Prompt]:
-        return mine(order.take(math.ceil(count / engine.world_size()) * engine.world_size()))
+        return mine(order.take(math.ceil(count / ranks.world_size()) * ranks.world_size()))
 
     for step, indices in loop:
         metrics, samples = train_step(policy, mine(indices), step, more), []

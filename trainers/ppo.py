@@ -16,8 +16,9 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive, PositiveInt, divide_over
 from fused_rl.trainers.options.needs import Needs, check_needs
@@ -57,12 +58,13 @@ from fused_rl.trainers.policy.policy import (
     tell_if_all_left_out,
     warn_if_off_policy,
 )
-from fused_rl.trainers.rollouts.rollout import Prompt, Rollout
+from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.curves import Against
+from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, Sums, keyed, phase
+from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 
 COLUMNS = {
@@ -146,8 +148,8 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": f"{config.minibatches * config.epochs} (at most, with target_kl)",
-        "optimizer updates in the run": epochs.in_run(config, config.minibatches * config.epochs),
-        "responses in the run": epochs.in_run(config, responses),
+        "optimizer updates in the run": in_run(config, config.minibatches * config.epochs),
+        "responses in the run": in_run(config, responses),
     }
 
 
@@ -219,8 +221,8 @@ def accumulate(
     options["kl_coef"] = kl_coef if config.kl_in == "loss" else 0.0
 
     # Denominators of the whole minibatch, over all ranks: then no split of it changes the gradient.
-    num_tokens = engine.global_sum(sum(experience.mask[part].sum() for part in parts)).item()
-    num_sequences = sum(map(len, parts)) * engine.world_size()
+    num_tokens = ranks.global_sum(sum(experience.mask[part].sum() for part in parts)).item()
+    num_sequences = sum(map(len, parts)) * ranks.world_size()
 
     sums = Sums(step)
     for index in parts:
@@ -258,9 +260,9 @@ def accumulate(
         if critic is None:
             loss = loss + config.value_coef * fitted
         else:
-            critic.backward(fitted * engine.world_size())
+            critic.backward(fitted * ranks.world_size())
         if not config.critic_only:
-            policy.model.backward(loss * engine.world_size())
+            policy.model.backward(loss * ranks.world_size())
         sums.add(metrics | value_metrics, part.where)
     return sums.over_ranks()
 
@@ -319,12 +321,12 @@ def train(config: PPOConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, models.
-    with phase("read tokenizer, scorers and rows"), engine.together():
+    with phase("read tokenizer, scorers and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
-    config = epochs.in_steps(config, len(prompts))
+    config = in_steps(config, len(prompts))
     with phase("loaded the models"):
         updates, shared = config.steps * config.minibatches * config.epochs, config.critic == SHARED
         critic = None if shared else load_critic(config, tokenizer, run.device, updates)
@@ -336,7 +338,7 @@ def train(config: PPOConfig) -> str:
     evaluated, held_out = bool(held_out), share_of_rank(held_out)
 
     # The run.
-    order = encode.RowOrder(len(prompts), config.prompts_per_step, config.seed)
+    order = RowOrder(len(prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model} | ({} if shared else {"critic": critic})
     kl_coef, watch = config.kl_coef, Watch()
     loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
@@ -345,7 +347,7 @@ def train(config: PPOConfig) -> str:
     if loop.begins and evaluated:
         loop.log(*evaluate(policy, held_out))
     for step, indices in loop:
-        mine = indices[engine.rank() :: engine.world_size()]
+        mine = indices[ranks.rank() :: ranks.world_size()]
         metrics, samples = train_step(policy, critic, [prompts[i] for i in mine], step, kl_coef), []
         if not tell_if_all_left_out(config, metrics["val/stop_rate"], step):
             watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])

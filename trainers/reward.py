@@ -16,27 +16,23 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
 from fused_rl.trainers.base.written import listed_folder
-from fused_rl.trainers.data import encode, epochs
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
+from fused_rl.trainers.data.rows import load_rows, load_train_eval
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite, collate
-from fused_rl.trainers.options.config import (
-    NonNegative,
-    NonNegativeInt,
-    PositiveInt,
-    RunConfig,
-    Smoothing,
-    divide_over,
-)
+from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, evaluation, keyed, phase
+from fused_rl.trainers.run.metrics import KEYS, keyed
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 
@@ -111,8 +107,8 @@ def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
-        "pairs in the run": epochs.in_run(config, config.batch_size),
-        "optimizer steps": epochs.in_run(config, 1),
+        "pairs in the run": in_run(config, config.batch_size),
+        "optimizer steps": in_run(config, 1),
     }
 
 
@@ -130,7 +126,7 @@ def train_step(
         pairs, config, step: of the run.
         costs: of the model, by which the sides of a pair share a row; None for a row each.
     """
-    share = range(engine.rank(), len(pairs), engine.world_size())
+    share = range(ranks.rank(), len(pairs), ranks.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
     device, size = next(model.parameters()).device, _pairs_at_once(config)
@@ -144,9 +140,9 @@ def train_step(
         chosen, rejected = found.view(-1, 2).unbind(1)
         margin = torch.tensor([pairs[i].margin for i in indices], device=device)
         loss, _ = fused_rl.preference_loss(chosen, rejected, margin=margin, num_sequences=len(pairs), **options)
-        model.backward(loss * engine.world_size())
+        model.backward(loss * ranks.world_size())
         scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
-    scores = engine.global_sum(scores)
+    scores = ranks.global_sum(scores)
     # Before the step: the weights are still good.
     if not scores.isfinite().all():
         score_pairs(model, pairs, config)  # each side alone: in one row, the one makes the other NaN as well
@@ -164,14 +160,14 @@ def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, 
 
 def score_pairs(model, pairs: list[Pair], config: RewardConfig) -> torch.Tensor:
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
-    share = pairs[engine.rank() :: engine.world_size()]
+    share = pairs[ranks.rank() :: ranks.world_size()]
     sides = [pair.chosen for pair in share] + [pair.rejected for pair in share]
     scorer = RewardScorer(model, config.micro_batch_size)
     found = scorer.unchecked([prompt for prompt, _ in sides], [response for _, response in sides])
 
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    scores[engine.rank() :: engine.world_size()] = found.double().view(2, -1).T
-    scores = engine.global_sum(scores)
+    scores[ranks.rank() :: ranks.world_size()] = found.double().view(2, -1).T
+    scores = ranks.global_sum(scores)
     check_finite(scores, [pair.where for pair in pairs])
     return scores
 
@@ -253,15 +249,15 @@ def train(config: RewardConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"), engine.together():
+    with phase("read tokenizer and pairs"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
-        pairs, held_out = (encoder.pairs(rows) for rows in encode.load_train_eval(config))
+        pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config))
         elsewhere = config.reference_dataset
-        reference = pairs if elsewhere is None else encoder.pairs(encode.load_rows(elsewhere))
+        reference = pairs if elsewhere is None else encoder.pairs(load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
     run.has_read(tokenizer, rows=pairs, held_out=held_out, reference_rows=reference)
-    config = epochs.in_steps(config, len(pairs))
+    config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         model = load_model(config, run.device)
         rows = sides_of([*pairs, *held_out, *reference])
@@ -274,7 +270,7 @@ def train(config: RewardConfig) -> str:
         model = engine.initialize(model, config, config, config.steps)
 
     # The run: `constants` normalise the scores, before training and again after it.
-    order, constants = encode.RowOrder(len(pairs), config.batch_size, config.seed), {}
+    order, constants = RowOrder(len(pairs), config.batch_size, config.seed), {}
     loop = Loop(config, run, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
     if config.resume:
         constants |= loop.restored["normalization"]
@@ -301,7 +297,7 @@ def train(config: RewardConfig) -> str:
     if held_out and scores is None:  # resumed when nothing was left to do
         scores, found = evaluate(model, held_out, config)
     constants["after"] = normalize(model, reference, config)
-    if held_out and engine.rank() == 0:
+    if held_out and ranks.rank() == 0:
         with storing("evaluation.json", run.folder):
             report(run.folder, scores, found, constants)
     return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
@@ -326,14 +322,14 @@ def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
 def save(model, tokenizer, folder: Path) -> None:
     """Write reward model and tokenizer, complete or not at all."""
     state = model._zero3_consolidated_16bit_state_dict() if model.zero_optimization_stage() == 3 else None
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         config = model.module.classifier.config
         if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
             config.pad_token_id = tokenizer.pad_token_id
         with listed_folder(folder) as unfinished:
             model.module.save_pretrained(str(unfinished), state)
             tokenizer.save_pretrained(unfinished)
-    engine.barrier()
+    ranks.barrier()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,17 +14,20 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import encode, epochs
-from fused_rl.trainers.data.encode import Batch, make_batch
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
+from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.options.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, Sums, evaluation, keyed, phase
+from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -65,8 +68,8 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of at most {size}",
-        "rows in the run": epochs.in_run(config, config.batch_size),
-        "optimizer steps": epochs.in_run(config, 1),
+        "rows in the run": in_run(config, config.batch_size),
+        "optimizer steps": in_run(config, 1),
     }
 
 
@@ -82,7 +85,7 @@ class Example(NamedTuple):
         return len(self.prompt) + len(self.completion)
 
 
-def encoded(config: SFTConfig, rows: encode.Rows, encoder: encode.Encoder) -> list[Example]:
+def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
     kept = []
     for i in range(len(rows)):
@@ -90,7 +93,7 @@ def encoded(config: SFTConfig, rows: encode.Rows, encoder: encode.Encoder) -> li
         example = Example(*pair, rows.where(i))
         if len(example.prompt) <= config.max_prompt_length and example.tokens() <= config.max_length:
             kept.append(example)
-    encode.tell_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
+    tell_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
     return kept
 
 
@@ -139,12 +142,12 @@ def _micro_batch(examples: list[Example], rows: list[list[int]] | None, pad_id: 
 
 def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
-    num_tokens = engine.global_sum(sum(part.batch.response_mask.sum() for part in parts)).item()
+    num_tokens = ranks.global_sum(sum(part.batch.response_mask.sum() for part in parts)).item()
     sums = Sums(step)
     model.train()
     for part in parts:
         loss, _, entropy = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
-        model.backward(loss * (engine.world_size() / num_tokens))  # the engine averages over ranks
+        model.backward(loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
         sums.add({"loss": loss / num_tokens, "entropy": entropy.sum() / num_tokens}, part.batch.where)
     metrics = keyed(KEYS["sft"], sums.over_ranks())
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
@@ -171,12 +174,12 @@ def train(config: SFTConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"), engine.together():
+    with phase("read tokenizer and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
-        pairs, held_out = (encoded(config, rows, encoder) for rows in encode.load_train_eval(config))
+        pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))
     run.has_read(tokenizer, rows=pairs, held_out=held_out)
-    config = epochs.in_steps(config, len(pairs))
+    config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
@@ -188,13 +191,13 @@ def train(config: SFTConfig) -> str:
     held_out = micro_batches(held_out, config, pad_id, run.device, costs)
 
     # The run.
-    order = encode.RowOrder(len(pairs), config.batch_size, config.seed)
+    order = RowOrder(len(pairs), config.batch_size, config.seed)
     loop = Loop(config, run, {"policy": model}, order, COLUMNS, CURVES)
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out))
     for step, indices in loop:
         began = time.monotonic()
-        mine = [pairs[i] for i in indices[engine.rank() :: engine.world_size()]]
+        mine = [pairs[i] for i in indices[ranks.rank() :: ranks.world_size()]]
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]

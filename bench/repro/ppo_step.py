@@ -5,7 +5,8 @@ from pathlib import Path
 from fused_rl.recipes import demo, demo_ppo
 from fused_rl.trainers import ppo, sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.encode import RowOrder, load_tokenizer
+from fused_rl.trainers.data.encode import load_tokenizer
+from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import parse
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import load_critic

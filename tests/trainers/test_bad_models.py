@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model, reward_model
 from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
@@ -140,7 +141,7 @@ def test_a_folder_without_a_tokenizer_is_refused(folder):
 
 
 def test_a_name_that_nobody_has_is_one_line(tmp_path):
-    for call in (encode.load_tokenizer, encode.load_rows):
+    for call in (encode.load_tokenizer, load_rows):
         with pytest.raises(InputError) as refused:
             call(str(tmp_path / "nobody"))
         assert "nobody" in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 600

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import Incidents, Response, Sample
+from fused_rl.trainers.rollouts.types import Incidents, Response, Sample
 from fused_rl.trainers.scorers import builtin, verifiers
 
 

@@ -19,13 +19,13 @@ import torch
 import yaml
 
 from fused_rl.trainers import cli, grpo, sft
-from fused_rl.trainers.base import engine, written
+from fused_rl.trainers.base import ranks, written
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig, names_of, parse
 from fused_rl.trainers.run import checkpoint, lock, resume
-from fused_rl.trainers.run.metrics import read_metrics
+from fused_rl.trainers.run.logger import read_metrics
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -327,7 +327,7 @@ class Files:
 
     def save_checkpoint(self, folder, tag, save_latest):
         (Path(folder) / tag).mkdir(exist_ok=True)
-        torch.save(torch.zeros(self.size), Path(folder) / tag / f"weights-{engine.rank()}.pt")
+        torch.save(torch.zeros(self.size), Path(folder) / tag / f"weights-{ranks.rank()}.pt")
 
 
 def save(files, folder: Path, step: int, size: int = 10, **options):
@@ -443,15 +443,15 @@ def on_two_ranks(rank, world, files, folder) -> list[str]:
     for name in ("policy/weights-0.pt", "policy/weights-1.pt", "rng-0.pt", "rng-1.pt"):
         path = folder / "checkpoints" / "step-4" / name
         good = path.read_bytes()
-        engine.barrier()
+        ranks.barrier()
         if rank == 0:
             path.write_bytes(good[:-1])
-        engine.barrier()
+        ranks.barrier()
         told.append(checkpoint.damage(folder / "checkpoints" / "step-4"))
-        engine.barrier()
+        ranks.barrier()
         if rank == 0:
             path.write_bytes(good)
-    engine.barrier()
+    ranks.barrier()
     told.append(checkpoint.damage(folder / "checkpoints" / "step-4"))
     try:
         checkpoint.open_run(run_config(files, folder / "checkpoints" / "latest"))

@@ -2,7 +2,9 @@ import pytest
 
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.data import encode, preferences
-from fused_rl.trainers.data.encode import Encoder, RowOrder, Rows, load_rows, load_tokenizer
+from fused_rl.trainers.data.encode import Encoder, load_tokenizer
+from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
 from fused_rl.trainers.options.config import DataConfig, InputError
 from fused_rl.trainers.policy import policy
 from tests.trainers import tiny
@@ -83,7 +85,7 @@ def test_a_folder_of_several_configurations(tmp_path):
 
     def read(**options):
         config = DataConfig(dataset=str(folder), eval_dataset=str(folder), **options)
-        return [rows.rows[0]["prompt"] for rows in encode.load_train_eval(config)]
+        return [rows.rows[0]["prompt"] for rows in load_train_eval(config)]
 
     assert read() == ["main train", "main test"]
     assert read(dataset_config="b") == ["b train", "b test"]

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from fused_rl.trainers import grpo, ppo, reward, sft
-from fused_rl.trainers.data import epochs
+from fused_rl.trainers.data.order import UNKNOWN, foresee, in_steps
 from fused_rl.trainers.options.config import InputError, parse
 from fused_rl.trainers.policy import critic
 from fused_rl.trainers.run import lock
@@ -37,7 +37,7 @@ def parsed(config_class, *argv):
 def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
     for config_class, option in ((sft.SFTConfig, "batch_size"), (grpo.GRPOConfig, "prompts_per_step")):
         config = parsed(config_class, "--num_train_epochs", str(passes), f"--{option}", str(per_step))
-        assert epochs.in_steps(config, rows).steps == steps
+        assert in_steps(config, rows).steps == steps
         assert config.steps is None  # the config itself is left as it was
 
 
@@ -74,8 +74,8 @@ def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_p
 
 def test_a_dry_run_reads_no_hub_dataset():
     config = parsed(sft.SFTConfig, "--dataset", "org/name", "--num_train_epochs", "1")
-    assert epochs.foresee(config) == (config, {})
-    assert sft.arithmetic(config, 1)["optimizer steps"] == epochs.UNKNOWN
+    assert foresee(config) == (config, {})
+    assert sft.arithmetic(config, 1)["optimizer steps"] == UNKNOWN
 
 
 def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path, capsys):

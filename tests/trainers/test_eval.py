@@ -10,11 +10,12 @@ import torch
 
 from fused_rl.trainers.commands import eval as command
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, parse
 from fused_rl.trainers.rollouts import generate
-from fused_rl.trainers.rollouts.rollout import Response
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -100,7 +101,7 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
     assert a == b and a != c and a[:5] == c[:5]
     tokenizer = encode.load_tokenizer(str(folder / "model"))
     lm = language_model.load_to_sample(str(folder / "model"))
-    encoder, rows = encode.Encoder(tokenizer), encode.load_rows(str(folder / "rows.jsonl"))
+    encoder, rows = encode.Encoder(tokenizer), load_rows(str(folder / "rows.jsonl"))
     prompts = [encoder.prompt(rows, i, None) for i in range(5)]
     sampling = Sampling(0.0, 4, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
     greedy = generate.generate(lm, prompts, sampling, pad_id=0, batch_size=1)
@@ -178,9 +179,9 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
     printed = capsys.readouterr().out
     assert "verifiers: reasoning_gym (the rows name their dataset" in printed
     encoder = encode.Encoder(encode.load_tokenizer(str(folder / "model")))
-    prompt = encoder.prompt(encode.load_rows(rows), 0, None)
+    prompt = encoder.prompt(load_rows(rows), 0, None)
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
-    rows = encode.Rows([{"question": "a", "solution": "2"}], "d.jsonl")
+    rows = Rows([{"question": "a", "solution": "2"}], "d.jsonl")
     reason = "every answer, in column 'solution', is a number or a formula"
     assert command.verifiers_for(rows, "solution") == ("math", reason)
     rows.rows.append({"question": "b", "solution": "Paris"})

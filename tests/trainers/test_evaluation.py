@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fused_rl.trainers.policy import evaluate
-from fused_rl.trainers.rollouts.rollout import Prompt, Response, roll_out
+from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.run import metrics
+from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.run import logger
 from tests.trainers import tiny
 
 EOS = 3
@@ -79,7 +80,7 @@ def test_every_metric_is_its_definition(monkeypatch):
 
 
 def test_an_evaluation_tells_what_it_found(capsys):
-    @metrics.evaluation("evaluated", "eval/a", "eval/not_there")
+    @logger.evaluation("evaluated", "eval/a", "eval/not_there")
     def evaluate():
         return torch.ones(2), {"eval/a": 0.25, "eval/b": 1.0}
 

@@ -12,9 +12,10 @@ import numpy
 import pytest
 import torch
 
-from fused_rl.trainers.base.named import load_function
+from fused_rl.trainers.base.guests import load_function
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import Response, Sample, check_scores
+from fused_rl.trainers.rollouts.checks import check_scores
+from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.run.loop import Interruption
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.functions import FunctionScorer

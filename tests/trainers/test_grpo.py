@@ -13,12 +13,12 @@ import yaml
 
 from fused_rl import reference as exact_ops
 from fused_rl.trainers import grpo
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.policy import drawing, groups, policy, reference
-from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.policy import groups, policy, reference
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.test_losses import PAPERS
 from tests.trainers import tiny
@@ -207,7 +207,7 @@ def accumulated(folder, exact, **options):
     config = config_of(folder, **options)
     lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
-    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    drawn = groups.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
     measured, parts = measured_of(exact, drawn.rollout.batch), list(torch.arange(8).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
@@ -310,8 +310,8 @@ def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
 
 def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact, monkeypatch):
     """One that meets once more waits for the others for ever."""
-    meetings, global_sum = [], engine.global_sum
-    monkeypatch.setattr(engine, "global_sum", lambda values: meetings.append(values) or global_sum(values))
+    meetings, global_sum = [], ranks.global_sum
+    monkeypatch.setattr(ranks, "global_sum", lambda values: meetings.append(values) or global_sum(values))
     times = []
     for mask_truncated in (False, True):
         meetings.clear()
@@ -382,7 +382,7 @@ def drawn_by(config, numbers, rank=0, world=1):
         taken = [waiting.pop(0) for _ in range(math.ceil(count / world) * world)]
         return prompts_of(*taken[rank::world])
 
-    drawn = drawing.draw(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
+    drawn = groups.draw(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
     of_groups = [sample.prompt_ids[-1] for sample in drawn.rollout.samples[:: config.group_size]]
     return drawn, of_groups, asked
 
@@ -449,7 +449,7 @@ def test_a_step_whose_responses_were_all_cut_and_are_masked_says_so(folder, exac
     policies = [fake_policy(config, Plain(lm), of, [1.0] * 8) for of in (exact["responses"], responses)]
     told = []
     for made in policies:
-        drawing.draw(made, exact["prompts"], None, 7)
+        groups.draw(made, exact["prompts"], None, 7)
         told.append("step 7: every response was cut" in capsys.readouterr().out)
     assert told == [False, True]
 
@@ -462,7 +462,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
     lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], scores)
-    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    drawn = groups.draw(made, exact["prompts"], None, 1)
     assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
     measured = measured_of(given | {"rows": exact["rows"][: len(drawn.counts)]}, drawn.rollout.batch)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
@@ -482,7 +482,7 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     config = config_of(folder, zero_variance="drop")
     lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
-    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    drawn = groups.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
     measured = policy.Measured(*(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None)
     parts = list(torch.arange(4).split(3))
@@ -500,7 +500,7 @@ def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estima
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
     lm = language_model.load_lm(config, torch.device("cpu"))
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
-    drawn = drawing.draw(made, exact["prompts"], None, 1)
+    drawn = groups.draw(made, exact["prompts"], None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
     charged = reference.kl_charged(config, measured, mask)
     _, old, ref, there, _ = exact_terms(exact)

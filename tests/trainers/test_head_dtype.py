@@ -8,7 +8,7 @@ import torch
 import fused_rl
 from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy.critic import PolicyWithValues
@@ -30,7 +30,7 @@ def load(folder, **options):
 
 @pytest.fixture
 def batch():
-    return encode.make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
+    return make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
 
 
 def fp64_logits(lm, batch):
@@ -70,7 +70,7 @@ def test_what_is_drawn_is_what_is_trained(folder):
         sampling = generate.Sampling(0.8, 6, (3,))
         (response,) = generate.generate(lm.base, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
     drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]
-    made = encode.make_batch([[1, 70, 71]], [response], 0, "cpu")
+    made = make_batch([[1, 70, 71]], [response], 0, "cpu")
     with torch.no_grad():
         rows = lm(made.input_ids, made.response_mask, 0.8)
     # the hidden states of a step and of the whole sequence are bf16 sums in another order; the head adds nothing

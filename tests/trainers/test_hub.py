@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import hub, lock
 from tests.distributed import run_distributed
@@ -140,7 +140,7 @@ def test_where_to_push_without_pushing_is_refused(options, files, tmp_path):
 def slow_work(rank, world):
     """Work of rank 0 that takes longer than two rounds of keeping in touch, and then fails."""
     engine.setup(1)
-    engine.IN_TOUCH, done = 0.2, []
+    ranks.IN_TOUCH, done = 0.2, []
 
     def work():
         time.sleep(0.7)
@@ -148,9 +148,9 @@ def slow_work(rank, world):
         if len(done) > 1:
             raise InputError("no more")
 
-    engine.on_first_rank_at_length(work)
+    ranks.on_first_rank_at_length(work)
     try:
-        engine.on_first_rank_at_length(work)
+        ranks.on_first_rank_at_length(work)
     except InputError as error:
         return done, str(error)
 

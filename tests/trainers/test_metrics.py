@@ -11,7 +11,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import policy
-from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS, explained_variance, keyed
 from tests.distributed import run_distributed
 from tests.trainers import tiny

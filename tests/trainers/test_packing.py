@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.data.encode import make_batch
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.packing import Costs

@@ -8,10 +8,12 @@ import torch
 import fused_rl
 from fused_rl.trainers import ppo
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import credit
 from fused_rl.trainers.policy.critic import Critic, Watch
-from fused_rl.trainers.rollouts.rollout import Prompt, Response, Sampling, roll_out
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.trainers import tiny
 
 EOS = 3
@@ -132,7 +134,7 @@ def test_how_often_a_right_response_scores_above_a_wrong_one():
 
 
 def batch_of(*responses):
-    return encode.make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
+    return make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
 
 
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):

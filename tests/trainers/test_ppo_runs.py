@@ -19,7 +19,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
-from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny

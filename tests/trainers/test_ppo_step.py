@@ -9,11 +9,12 @@ import torch
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, PolicyWithValues, load_critic
-from fused_rl.trainers.rollouts import rollout
-from fused_rl.trainers.rollouts.rollout import Prompt, Response
+from fused_rl.trainers.rollouts import roll_out
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -337,10 +338,9 @@ def step_of_a_rank(rank, world, folders, pads, options):
     made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler, ppo.measure = Sampler(given["responses"]), made_up(given)
     if pads:
-        make_batch = encode.make_batch
         given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}
-        rollout.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
-        encode.Batch.rows = lambda self, index: dataclasses.replace(
+        roll_out.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
+        Batch.rows = lambda self, index: dataclasses.replace(
             self, input_ids=self.input_ids[index], response_mask=self.response_mask[index]
         )
     critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))

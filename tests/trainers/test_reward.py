@@ -12,6 +12,7 @@ import torch
 import fused_rl
 from fused_rl.trainers import reward
 from fused_rl.trainers.data import encode, preferences
+from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import InputError
@@ -213,7 +214,7 @@ def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path)
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=chat))
-    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(encode.load_rows(str(path)))
+    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
     assert [p.margin for p in pairs] == [0, 2]
     assert pairs[1].where == f"{path}, " + ("line 3" if suffix == "jsonl" else "row 2")
 
@@ -235,7 +236,7 @@ def test_a_beginning_of_sequence_is_written_once(tmp_path):
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
     encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
     rows = [{"prompt": "hi", "chosen": "yo", "rejected": "no"}, {"chosen": "hi yo", "rejected": "hi no"}]
-    for pair in encoder.pairs(encode.Rows(rows, "x")):
+    for pair in encoder.pairs(Rows(rows, "x")):
         whole = [*pair.chosen[0], *pair.chosen[1]]
         assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
 
@@ -274,7 +275,7 @@ def test_a_bad_row_names_file_line_and_column(case, tmp_path):
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
     with pytest.raises(InputError, match=f"data.jsonl, line 2: {message}"):
-        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(encode.load_rows(str(path)))
+        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
 
 
 def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
@@ -290,7 +291,7 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
 
     def responses(too_long):
         encoder = preferences.PairEncoder(make_config(tmp_path, too_long=too_long, **limits), tokenizer)
-        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(encode.Rows(rows, "x"))]
+        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(Rows(rows, "x"))]
 
     assert responses("drop") == ["bcde<eos>"]
     told = capsys.readouterr().out
@@ -323,7 +324,7 @@ def test_metrics_have_exactly_these_names(run):
 
 def held_out_pairs(config) -> list[preferences.Pair]:
     tokenizer = encode.load_tokenizer(config.model)
-    return preferences.PairEncoder(config, tokenizer).pairs(encode.load_train_eval(config)[1])
+    return preferences.PairEncoder(config, tokenizer).pairs(load_train_eval(config)[1])
 
 
 def test_the_scorer_gives_the_trainers_scores(run):
@@ -351,9 +352,7 @@ def test_the_scorer_gives_the_trainers_scores(run):
 def test_the_saved_model_is_normalised_on_the_reference_set(run):
     config, _ = run
     tokenizer = encode.load_tokenizer(config.model)
-    pairs = preferences.PairEncoder(config, tokenizer).pairs(encode.load_train_eval(config)[0])[
-        : config.normalize_pairs
-    ]
+    pairs = preferences.PairEncoder(config, tokenizer).pairs(load_train_eval(config)[0])[: config.normalize_pairs]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
     sides = [side for p in pairs for side in (p.chosen, p.rejected)]
     scores = RewardScorer(model)([p for p, _ in sides], [r for _, r in sides])

@@ -2,12 +2,13 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo
-from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts import generate
-from fused_rl.trainers.rollouts.rollout import Prompt, Sampling, roll_out
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
+from fused_rl.trainers.rollouts.types import Prompt
 from tests.trainers import tiny
 
 
@@ -29,7 +30,7 @@ def test_a_response_ends_with_its_first_stop_token():
 
 def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
     eos = pad = 3
-    batch = encode.make_batch([[5, eos, 6], [5]], [[7, eos], [eos]], pad, "cpu", width=7)
+    batch = make_batch([[5, eos, 6], [5]], [[7, eos], [eos]], pad, "cpu", width=7)
     assert batch.input_ids.tolist() == [[5, 3, 6, 7, 3, 3, 3], [5, 3, 3, 3, 3, 3, 3]]
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
     part = batch.rows(torch.tensor([1]))
@@ -40,7 +41,7 @@ def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
 def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from):
     lm = load(folder, loss_from=loss_from)
     prompts, responses = [[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]]
-    batch = encode.make_batch(prompts, responses, 0, "cpu")
+    batch = make_batch(prompts, responses, 0, "cpu")
     rows, logits = lm(batch.input_ids, batch.response_mask, 0.7, want_logits=True)
     for b, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         whole = torch.tensor([prompt + response])  # no padding at all
@@ -58,8 +59,8 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
 
 def test_pads_between_prompt_and_batch_width_change_no_score(folder):
     lm = load(folder)
-    narrow = encode.make_batch([[1, 70]], [[90, 3]], 0, "cpu")
-    wide = encode.make_batch([[1, 70]], [[90, 3]], 3, "cpu", width=104)  # 100 columns, pad = eos
+    narrow = make_batch([[1, 70]], [[90, 3]], 0, "cpu")
+    wide = make_batch([[1, 70]], [[90, 3]], 3, "cpu", width=104)  # 100 columns, pad = eos
     a, b = (lm(batch.input_ids, batch.response_mask) for batch in (narrow, wide))
     torch.testing.assert_close(a.logprobs[0], b.logprobs[0, :3], atol=1e-6, rtol=0)
     assert b.logprobs[0, 3:].abs().sum() == 0

@@ -15,10 +15,12 @@ import torch
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import language_model, packing
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import evaluate, policy
-from fused_rl.trainers.rollouts import rollout
+from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers import verifiers
 from tests.distributed import run_distributed
@@ -319,7 +321,6 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
     sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
-    make_batch = encode.make_batch
 
     def wider(prompts, responses, pad_id, device, *, where):
         width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
@@ -327,11 +328,11 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
 
     def untrimmed(batch, index):
         prompts, lengths = batch.prompts[index], batch.prompt_lengths[index]
-        return encode.Batch(batch.input_ids[index], batch.response_mask[index], batch.where, prompts, lengths)
+        return Batch(batch.input_ids[index], batch.response_mask[index], batch.where, prompts, lengths)
 
-    monkeypatch.setattr(rollout, "make_batch", wider)
+    monkeypatch.setattr(roll_out, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)
-    monkeypatch.setattr(encode.Batch, "rows", untrimmed)  # else the pads would never reach the model
+    monkeypatch.setattr(Batch, "rows", untrimmed)  # else the pads would never reach the model
     grpo.train(grpo_config(files, tmp_path / "wide", **options))
     sft.train(sft_config(files, tmp_path / "wide-sft", steps=1))
     assert_same_metrics(tmp_path / "narrow", tmp_path / "wide", rtol=1e-6)
@@ -356,7 +357,7 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
 def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
     """Negative log-likelihood, and how often the likeliest token is the right one: means over completion tokens."""
     lm = language_model.load_lm(config, torch.device("cpu"), trainable=False)
-    _, held_out = encode.load_train_eval(config)
+    _, held_out = load_train_eval(config)
     encoder, losses, hits = encode.Encoder(encode.load_tokenizer(config.model)), [], []
     for i in range(len(held_out)):
         prompt, completion = encoder.pair(held_out, i, None, "answer")
@@ -382,7 +383,7 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     generation = transformers.GenerationConfig.from_pretrained(folder)
     assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
     lm = language_model.load_lm(sft_config((folder, files[1]), tmp_path / "x"), torch.device("cpu"), trainable=False)
-    held_out = encode.load_train_eval(sft_config(files, tmp_path / "x"))[1]
+    held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
     pairs = sft.encode(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)

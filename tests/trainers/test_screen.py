@@ -18,7 +18,7 @@ from fused_rl.trainers.commands import eval as evaluation
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.curves import Against, draw_curves
-from fused_rl.trainers.run.metrics import Logger
+from fused_rl.trainers.run.logger import Logger
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.base import engine, launch
+from fused_rl.trainers.base import launch, ranks
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import Incidents, Prompt, Response, Sampling, roll_out, rollout_metrics
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
+from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -33,7 +34,7 @@ def outcome(action) -> str:
 
 
 def in_a_block(error):
-    with engine.together():
+    with ranks.together():
         if error is not None:
             raise error
 
@@ -47,7 +48,7 @@ def errors_of_ranks(rank, world):
         {},
     ]
     outcomes = [outcome(lambda case=case: in_a_block(case.get(rank))) for case in cases]
-    return outcomes, engine.gather(rank), engine.global_sum(torch.tensor(1.0)).item()
+    return outcomes, ranks.gather(rank), ranks.global_sum(torch.tensor(1.0)).item()
 
 
 def test_all_ranks_leave_the_block_or_none():
@@ -67,9 +68,9 @@ def test_all_ranks_leave_the_block_or_none():
 
 
 def test_one_process_raises_its_own():
-    with pytest.raises(KeyError), engine.together():
+    with pytest.raises(KeyError), ranks.together():
         raise KeyError("a bug")
-    with engine.together():
+    with ranks.together():
         pass
 
 
@@ -132,9 +133,9 @@ RANK = """
     store, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     timeout = datetime.timedelta(seconds=240)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
-    engine.PATIENCE = datetime.timedelta(seconds=1)
+    ranks.PATIENCE = datetime.timedelta(seconds=1)
     try:
-        with engine.together():
+        with ranks.together():
             if rank == 1 and case == "dies":
                 os._exit(3)
             if rank == 1:
@@ -173,8 +174,8 @@ FATE = """
     timeout, address = datetime.timedelta(minutes=20), f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
     try:
-        with engine.shared_fate():
-            engine.barrier()
+        with ranks.shared_fate():
+            ranks.barrier()
             if case == "killed" and rank == 0:
                 os.kill(os.getpid(), 9)
             if case == "a bug" and rank == 1:

@@ -14,10 +14,12 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
-from fused_rl.trainers.policy.drawing import Drawn
-from fused_rl.trainers.rollouts import generate, rollout
-from fused_rl.trainers.rollouts.rollout import Prompt, Response, check_responses, roll_out
+from fused_rl.trainers.policy.groups import Drawn
+from fused_rl.trainers.rollouts import generate, types
+from fused_rl.trainers.rollouts.checks import check_responses
+from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -185,11 +187,9 @@ def test_a_sampler_without_a_record_is_refused_before_it_draws():
 def test_parts_of_a_batch_have_the_sets_of_their_tokens():
     kept = [[[5, 9], [6]], [], [[7, 1, 2], [], [8]], [[9]]]
     ids = [[5, 6], [], [7, 3, 8], [9]]
-    samples = [
-        rollout.Sample({}, [1, 2, 4][: i + 1], Response(ids[i], "length", support=kept[i]), "") for i in range(3)
-    ]
-    samples.append(rollout.Sample({}, [1], Response([9], "length"), ""))  # this one told nothing
-    batch = rollout.batch_of(samples, 0, torch.device("cpu"))
+    samples = [types.Sample({}, [1, 2, 4][: i + 1], Response(ids[i], "length", support=kept[i]), "") for i in range(3)]
+    samples.append(types.Sample({}, [1], Response([9], "length"), ""))  # this one told nothing
+    batch = batch_of(samples, 0, torch.device("cpu"))
     assert lists_of(batch.support) == [[5, 9], [6], [1, 2, 7], [], [8], []]
     part = batch.rows(torch.tensor([3, 2, 1, 0]))
     assert lists_of(part.support) == [[], [1, 2, 7], [], [8], [5, 9], [6]]
@@ -197,7 +197,7 @@ def test_parts_of_a_batch_have_the_sets_of_their_tokens():
     empty = batch.rows(torch.tensor([1]))
     assert len(empty.support) == 0 and not empty.response_mask.any()
     assert batch.rows(torch.tensor([1, 3])).rows(torch.tensor([1])).support.offsets.tolist() == [0, 0]
-    assert rollout.batch_of(samples[-1:], 0, torch.device("cpu")).support is None
+    assert batch_of(samples[-1:], 0, torch.device("cpu")).support is None
 
 
 # The loss.

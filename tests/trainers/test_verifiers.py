@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fused_rl.trainers.base import guests
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import (
-    Incidents,
-    Prompt,
-    Response,
-    Sample,
-    Sampling,
-    check_responses,
-    check_scores,
-    roll_out,
-    rollout_metrics,
-    scorer_metrics,
-)
+from fused_rl.trainers.rollouts.checks import check_responses, check_scores
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics, scorer_metrics
+from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response, Sample
 from fused_rl.trainers.scorers import functions, limits, verifiers
 from fused_rl.trainers.scorers.verifiers import answer_of, load_scorers
 from tests.trainers import tiny
@@ -375,7 +367,7 @@ def test_within_leaves_signals_as_they_were():
     assert limits.within(60, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         limits.within(60, lambda: 1 / 0)
-    with pytest.raises(limits.Expired):
+    with pytest.raises(guests.Expired):
         limits.within(0.05, lambda: time.sleep(3600))
     assert signal.getsignal(limits.NUDGE) is before
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]

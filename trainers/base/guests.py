@@ -4,8 +4,10 @@ What `Ctrl-C` raises inside of one is the user's will, and passes.
 """
 
 import contextlib
+import importlib
 import random
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from pathlib import Path
 import numpy
 import torch
 
-from fused_rl.trainers.options.config import in_a_line
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.text import in_a_line
 
 
 @contextlib.contextmanager
@@ -71,3 +74,29 @@ def place(error: BaseException, *ours: str) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in (__file__, *ours)]
     theirs = [frame for frame in frames if Path(frame.filename).parent.name not in ("asyncio", "contextlib")]
     return f" ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else ""
+
+
+def load_function(name: str, what: str):
+    """The function that `module:function` names; `what` it is for stands in the error."""
+    module, _, function = name.partition(":")
+    if not function:
+        raise InputError(f"{what} {name!r}: expected module:function")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # an installed command does not see the folder that it is called from
+    with own_generators(), ctrl_c() as interrupted:
+        try:
+            found = getattr(importlib.import_module(module), function)
+        except Expired:
+            raise
+        except BaseException as error:  # whatever the user's module raises while it is imported
+            if isinstance(error, KeyboardInterrupt) and interrupted:
+                raise
+            raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
+    if not callable(found):
+        raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
+    return found
+
+
+class Expired(BaseException):
+    """The time is over; not an Exception, so that the call's own `except Exception` does not swallow it."""

@@ -8,9 +8,10 @@ with screen.kept_up():     # around a command
 import contextlib
 import os
 import sys
-import unicodedata
 from collections.abc import Iterator
 from typing import TextIO
+
+from fused_rl.trainers.options.text import shown
 
 
 def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
@@ -23,22 +24,6 @@ def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
     """
     text = "\n".join(lines if as_is else (shown(line, keep="\n") for line in lines))
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
-
-
-def shown(text: object, keep: str = "") -> str:
-    """The text with everything that a terminal would obey written out: ESC as \\x1b, a change of direction as \\u202e.
-
-    Args:
-        text: of anybody; what is none is converted.
-        keep: characters to leave as they are, such as line ends.
-    """
-    text = str(text)
-    return text if text.isprintable() else "".join(_shown(character, keep) for character in text)
-
-
-def _shown(character: str, keep: str) -> str:
-    harmless = character.isprintable() or character in keep or unicodedata.category(character) == "Zs"
-    return character if harmless else character.encode("unicode_escape").decode()
 
 
 @contextlib.contextmanager

@@ -22,10 +22,11 @@ from typing import ClassVar, Literal
 import torch
 import yaml
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints, sources
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import (
     ClosedUnitInterval,
@@ -37,16 +38,17 @@ from fused_rl.trainers.options.config import (
     Seed,
     Temperature,
     check_revision,
-    in_a_line,
 )
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.policy.policy import prompts_of
 from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.rollout import Prompt, Rollout, Sampler, Scorer, roll_out, where
+from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.metrics import phase
+from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.scorers.load import Reader, load_spelled
 from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read
 from fused_rl.trainers.scorers.verifiers import verifiers_for
@@ -175,7 +177,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
 
 
 def _say(line: str) -> None:
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         tell(line)
 
 
@@ -215,9 +217,9 @@ class Subject:
 
 def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
     """The subject, and how its responses are drawn; every row has been checked by every scorer."""
-    with phase("read tokenizer and rows"), engine.together():
+    with phase("read tokenizer and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        rows = encode.load_rows(config.dataset, config.dataset_config, config.dataset_split)
+        rows = load_rows(config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
         verifiers = config.verifiers
         if verifiers is None:
@@ -230,7 +232,7 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)
         made_of = {"held_out": fingerprints.of_rows(problems)} | fingerprints.of_tokenizer(tokenizer)
-        if engine.world_size() > 1:
+        if ranks.world_size() > 1:
             made_of |= fingerprints.of_sources(sources.of_run(config))
     fingerprints.check_ranks(made_of)
     with phase("loaded the model"):
@@ -294,7 +296,7 @@ def respond(subject: Subject, sampling: Sampling, copies: int) -> Responses:
     # Problems of like length are drawn together, and every rank gets some of each length.
     order = sorted(range(len(subject.problems)), key=lambda i: len(subject.problems[i].ids))
     share = share_of_rank([subject.problems[i] for i in order])
-    own = order[engine.rank() :: engine.world_size()]
+    own = order[ranks.rank() :: ranks.world_size()]
 
     found, at_once = Responses(), -(-subject.batch_size // copies)
     what = "sampled" if sampling.temperature else "greedy"
@@ -311,7 +313,7 @@ def respond(subject: Subject, sampling: Sampling, copies: int) -> Responses:
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator:
     """A function that moves rank 0's bar on; without a terminal a line now and then."""
-    if sys.stdout.isatty() and engine.rank() == 0:
+    if sys.stdout.isatty() and ranks.rank() == 0:
         from rich import progress
 
         columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
@@ -336,10 +338,10 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     check_needs(config, NEEDS)
     device = engine.join(config.seed)
     fingerprints.check_options(config)
-    with engine.together():
+    with ranks.together():
         config = as_its_run(config)
     if config.output_dir is not None:
-        engine.on_first_rank(lambda: _check_folder(config))
+        ranks.on_first_rank(lambda: _check_folder(config))
     subject, sampling = load(config, device)
     began = time.monotonic()
     greedy, sampled = respond(subject, dataclasses.replace(sampling, temperature=0.0), 1), Responses()
@@ -349,23 +351,23 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     # Over all ranks.
     drawn = {"greedy": _gathered(greedy), "sampled": _gathered(sampled)}
     tokens = sum(row["tokens"] for row in drawn["greedy"] + drawn["sampled"])
-    seconds = max(engine.gather(greedy.seconds + sampled.seconds))
+    seconds = max(ranks.gather(greedy.seconds + sampled.seconds))
     figures = summarize(drawn["greedy"], drawn["sampled"], config.k)
     figures["tokens_per_second"] = tokens / seconds
     figures |= {key: greedy.incidents[key] + sampled.incidents.get(key, 0.0) for key in greedy.incidents}
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         tell(table(figures, config.samples))
     _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
     if config.output_dir is not None:
         chosen = {"verifiers": subject.verifiers, "max_new_tokens": sampling.max_new_tokens}
         described = dataclasses.asdict(config) | chosen
-        engine.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
+        ranks.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
     return figures
 
 
 def _gathered(responses: Responses) -> list[dict]:
     """The responses of all ranks, in the order of the problems."""
-    rows = sum(engine.gather(responses.rows), [])
+    rows = sum(ranks.gather(responses.rows), [])
     return sorted(rows, key=lambda row: row["problem"])
 
 
@@ -374,7 +376,7 @@ def main(argv: list[str] | None = None) -> None:
     with command.around("fused-rl eval"):
         config, orderly = command.options(EvalConfig, sys.argv[1:] if argv is None else argv), False
         try:
-            with engine.shared_fate():
+            with ranks.shared_fate():
                 evaluate(config)
             orderly = True
         finally:

@@ -18,7 +18,8 @@ import fused_rl
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.encode import make_batch
+from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature
 from fused_rl.trainers.options.needs import TEMPLATE_NEEDS, Needs, check_needs, without
@@ -152,7 +153,7 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
     if len(sizes) > 1:
         raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
     tokenizer = encode.load_tokenizer(config.model)
-    rows = encode.load_rows(config.prompts)
+    rows = load_rows(config.prompts)
     encoder = encode.Encoder(tokenizer, raw_prompt=config.raw_prompt, chat_template_kwargs=config.chat_template_kwargs)
     count = min(config.num_prompts, len(rows))
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]

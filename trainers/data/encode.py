@@ -1,99 +1,20 @@
-"""Rows from a local JSONL or Parquet file or a Hub dataset, as token ids, in an order with a state, in batches.
+"""Rows as token ids, through the chat template where the tokenizer has one.
 
-Text is tokenised once, when it is loaded; from there on only token ids travel.
+Text is tokenised once, when it is loaded; from there on only token ids travel. What a run tells a template, tools and
+their calls are refused where the template does not read them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import difflib
+import functools
+import inspect
+import json
+import re
 
-import torch
-
-from fused_rl import TokenSupport
-from fused_rl.trainers.base.engine import rank
-from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.chat import SAID, check_template_kwargs, check_text, tools_of, without_nulls
-from fused_rl.trainers.data.rows import FILES, check_readable, read_dataset, read_jsonl, read_parquet
-from fused_rl.trainers.options.config import DataConfig, InputError, in_a_line
+from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.options.config import DataConfig, InputError
+from fused_rl.trainers.options.text import in_a_line
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
-
-
-@dataclass
-class Rows:
-    """Rows as dictionaries, each knowing where it came from, so that an error can say so."""
-
-    rows: list[dict]
-    source: str
-    first: int = 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def where(self, i: int) -> str:
-        """`file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
-        unit = "line" if self.source.endswith(".jsonl") else "row"
-        return f"{self.source}, {unit} {self.rows[i].get('__line__', self.first + i + 1)}"
-
-    def get(self, i: int, column: str, option: str | None = None):
-        """One cell; an error names file, line, column, and the option that names another column."""
-        row = self.rows[i]
-        if row.get(column) is None:
-            remedy = f"; name the right column with --{option}" if option else ""
-            present = sorted(key for key in row if key != "__line__")
-            if column in present:
-                raise InputError(f"{self.where(i)}: column {column!r} is null; mend or remove the row")
-            raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {present}{remedy}")
-        return row[column]
-
-    def split(self, last: int) -> tuple["Rows", "Rows"]:
-        """All but the last rows, and the last ones."""
-        cut = len(self) - last
-        if cut <= 0:
-            raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
-        before = Rows(self.rows[:cut], self.source, self.first)
-        return before, Rows(self.rows[cut:], self.source, self.first + cut)
-
-
-def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
-    path = Path(name)
-    if path.suffix in FILES:
-        if not path.is_file():
-            raise InputError(f"dataset file {name} does not exist, or is a folder")
-        check_readable(path)
-        rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
-    elif path.is_file():
-        raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
-    else:
-        rows = read_dataset(name, config_name, split)
-    if not rows:
-        raise InputError(f"dataset {name} has no rows")
-    return Rows(rows, name)
-
-
-def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
-    """The rows to train on and the held-out rows that a run config names."""
-    train = load_rows(config.dataset, config.dataset_config, config.dataset_split)
-    if not config.eval_size:
-        return train, Rows([], config.dataset)
-    if config.eval_dataset is None:
-        return train.split(config.eval_size)
-    configuration = config.eval_dataset_config
-    if configuration is None and config.eval_dataset == config.dataset:
-        configuration = config.dataset_config
-    held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
-    if len(held_out) < config.eval_size and rank() == 0:
-        tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
-    return train, Rows(held_out.rows[: config.eval_size], held_out.source)
-
-
-def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
-    """Say how many rows are left out, and why; refuse to leave out all of them."""
-    if len(rows) and not kept:
-        raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
-    if kept < len(rows) and rank() == 0:
-        tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
 
 
 def load_tokenizer(name: str, revision: str | None = None):
@@ -261,98 +182,69 @@ def _is_message(message: dict) -> bool:
     return isinstance(role, str) and (isinstance(content, str) or says_nothing)
 
 
-class RowOrder:
-    """Endless batches of row indices: a fresh permutation per epoch, the same on every rank, resumable anywhere."""
-
-    def __init__(self, size: int, batch_size: int, seed: int):
-        if size < 1:
-            raise InputError("no rows to train on")
-        self.size, self.batch_size, self.seed, self.position = size, batch_size, seed, 0
-        self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
-
-    def __next__(self) -> list[int]:
-        return self.take(self.batch_size)
-
-    def take(self, count: int) -> list[int]:
-        """The next so many indices, beside those of the batches."""
-        batch = []
-        while len(batch) < count:
-            epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
-            self.position += len(taken)
-            batch += taken
-        return batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
-
-    def _permutation_of(self, epoch: int) -> torch.Tensor:
-        if epoch != self.epoch:  # drawn once per epoch: of a million rows it takes 80 ms
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)
-        return self.permutation
+FOR_THE_TEMPLATE = {"tools", "documents"}  # of transformers' own arguments, those that reach the template
+OF_TRANSFORMERS = {"messages", "raise_exception", "strftime_now"}  # given to every template
+# What an assistant has to say in a turn besides the content.
+SAID = ("tool_calls", "function_call", "reasoning_content", "thinking")
+GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own tag, around what is generated
 
 
-def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: int = 0) -> torch.Tensor:
-    """Ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
-    width = max(width, max(map(len, sequences)))
-    fill = [[value] * (width - len(s)) for s in sequences]
-    return torch.tensor([f + s if left else s + f for s, f in zip(sequences, fill, strict=True)])
+def variables(tokenizer, tools: list | None = None) -> frozenset[str]:
+    """What the tokenizer's chat template reads of what it is told."""
+    return _undeclared(tokenizer.get_chat_template(tools=tools))
 
 
-@dataclass
-class Batch:
-    """B sequences `prompt + response`, padded on the right to T tokens; per-token tensors are (B, T - 1).
+@functools.lru_cache(maxsize=8)
+def _undeclared(template: str) -> frozenset[str]:
+    import jinja2
+    from jinja2 import meta
 
-    Row t of a per-token tensor belongs to token t + 1, the one that position t predicts.
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(GENERATION.sub("", template))
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(f"the tokenizer's chat template cannot be read: {in_a_line(error)}") from error
+    return frozenset(meta.find_undeclared_variables(parsed))
+
+
+def check_template_kwargs(tokenizer, given: dict) -> None:
+    """Refuse what the tokenizer's chat template does not read, and what is not the template's but the trainer's.
+
+    A template takes any name and ignores those that it does not know, so a slip of the pen would change nothing.
     """
-
-    input_ids: torch.Tensor
-    """(B, T) int64."""
-    response_mask: torch.Tensor
-    """(B, T - 1) bool, True where token t + 1 is of the response, its EOS included."""
-    where: tuple[str, ...]
-    """Of each sequence the file and line, or the like, that it came from: for errors."""
-    prompts: torch.Tensor
-    """(B,) int64: a number for each prompt; neighbours of one number have the same prompt."""
-    prompt_lengths: torch.Tensor
-    """(B,) int64: tokens before the response."""
-    support: TokenSupport | None = None
-    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary."""
-
-    def rows(self, index: torch.Tensor) -> "Batch":
-        """The sequences at `index` (b,), padded no wider than they need."""
-        mask = self.response_mask[index]
-        width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
-        where = tuple(self.where[i] for i in index.tolist())
-        prompts, lengths, support = self.prompts[index], self.prompt_lengths[index], None
-        if self.support is not None:
-            number = self.response_mask.flatten().cumsum(0).view_as(self.response_mask) - 1  # of each response token
-            support = self.support.select(number[index][mask])
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths, support)
+    ours = set(inspect.signature(tokenizer.apply_chat_template).parameters) - FOR_THE_TEMPLATE | OF_TRANSFORMERS
+    known = variables(tokenizer, given.get("tools")) - ours
+    for name in given:
+        if name in ours:
+            raise InputError(f"chat_template_kwargs: {name} is set by the trainer and cannot be given")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}{hint}")
 
 
-def make_batch(
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    pad_id: int,
-    device,
-    *,
-    where: Sequence[str] = (),
-    width: int = 0,
-) -> Batch:
-    """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids."""
-    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    input_ids = pad(whole, pad_id, width=max(width, 2)).to(device)
-    position = torch.arange(1, input_ids.shape[1], device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    start = lengths[:, None]
-    end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
-    mask = (position >= start) & (position < end)
-    return Batch(input_ids, mask, tuple(where) or ("a row",) * len(prompts), _numbered(prompts).to(device), lengths)
+def tools_of(tokenizer, row: dict, told: dict, where: str) -> list | None:
+    """The row's tools for the template; refuses what no template takes, and tools that this one does not read."""
+    tools = row.get("tools")
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: column 'tools' must be a list of functions as JSON objects, got {tools!r:.80}")
+    if "tools" in told:
+        raise InputError(f"{where}: the row has tools, and chat_template_kwargs has others; give them in one place")
+    if tools and "tools" not in variables(tokenizer, tools):
+        raise InputError(f"{where}: the row has tools, but the chat template does not read them; remove the column")
+    return tools or None
 
 
-def _numbered(prompts: list[list[int]]) -> torch.Tensor:
-    """(B,) int64: as many numbers as there are runs of equal neighbours."""
-    changes = [0, *(int(prompts[i] != prompts[i - 1]) for i in range(1, len(prompts)))]
-    return torch.tensor(changes).cumsum(0)
+def without_nulls(message: dict) -> dict:
+    """The message as JSON would have it: a Parquet table fills in null for what other messages have."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def check_text(tokenizer, turn: dict, where: str) -> None:
+    """Refuse a turn that spells the token which ends a response: what it says next would never be trained on."""
+    eos = tokenizer.eos_token
+    if json.dumps(eos, ensure_ascii=False)[1:-1] in json.dumps(turn, ensure_ascii=False, default=str):
+        what = f"the completion spells {eos!r}, the token that ends a response"
+        raise InputError(f"{where}: {what}; mend or remove the row")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import fingerprint
 from fused_rl.trainers.data.sources import Source
 from fused_rl.trainers.options.config import InputError
@@ -132,7 +132,7 @@ def _shown(part: str, one: dict[str, str], other: dict[str, str]) -> str:
 
 def check_ranks(found: Fingerprints) -> None:
     """Refuse processes that do not read the same, on all of them; the first one is what others are compared with."""
-    of_ranks = engine.gather(found)
+    of_ranks = ranks.gather(found)
     told = [f"{_listed(differing(of_ranks[0], of))} of rank {n}" for n, of in enumerate(of_ranks) if of != of_ranks[0]]
     if told:
         raise InputError(
@@ -143,7 +143,7 @@ def check_ranks(found: Fingerprints) -> None:
 
 def check_options(config) -> None:
     """Refuse processes that were told other options, on all of them."""
-    of_ranks = engine.gather({"command": config.command} | dataclasses.asdict(config))
+    of_ranks = ranks.gather({"command": config.command} | dataclasses.asdict(config))
     told = []
     for number, options in enumerate(of_ranks):
         names = [name for name in {**of_ranks[0], **options} if options.get(name) != of_ranks[0].get(name)]

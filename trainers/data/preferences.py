@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.chat import SAID
+from fused_rl.trainers.data.encode import SAID
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
 
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
@@ -45,7 +46,7 @@ class PairEncoder:
         self.config, self.tokenizer = config, tokenizer
         self.encoder = encode.Encoder.of(config, tokenizer)
 
-    def pairs(self, rows: encode.Rows) -> list[Pair]:
+    def pairs(self, rows: Rows) -> list[Pair]:
         """All rows that fit; how many were dropped, and why, or cut is printed."""
         kept, dropped, self.truncated = [], {}, 0
         for i in range(len(rows)):
@@ -58,13 +59,13 @@ class PairEncoder:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if dropped and not kept:
             raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
-        if dropped and engine.rank() == 0:
+        if dropped and ranks.rank() == 0:
             tell(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
-        if self.truncated and engine.rank() == 0:
+        if self.truncated and ranks.rank() == 0:
             tell(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
         return kept
 
-    def _pair(self, rows: encode.Rows, i: int) -> Pair:
+    def _pair(self, rows: Rows, i: int) -> Pair:
         sides = [self._side(rows, i, column) for column in (self.config.chosen_column, self.config.rejected_column)]
         if self.config.too_long == "truncate":
             limit, eos = self.config.max_response_length, self.tokenizer.eos_token_id
@@ -84,7 +85,7 @@ class PairEncoder:
             return "with a response longer than max_response_length"
         return "whose two sides are the same tokens" if pair.chosen == pair.rejected else None
 
-    def _side(self, rows: encode.Rows, i: int, column: str) -> tuple[list[int], list[int]]:
+    def _side(self, rows: Rows, i: int, column: str) -> tuple[list[int], list[int]]:
         option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
         value = rows.get(i, column, option)
         prompt = rows.rows[i].get(self.config.prompt_column)
@@ -114,9 +115,9 @@ class PairEncoder:
             )
         return self._encode(rows, i, {"prompt": value}, column)  # a whole conversation, whatever the prompt column says
 
-    def _encode(self, rows: encode.Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
+    def _encode(self, rows: Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
         known = {"tools": rows.rows[i].get("tools"), "__line__": rows.rows[i].get("__line__", rows.first + i + 1)}
-        located = encode.Rows([row | known], rows.source)
+        located = Rows([row | known], rows.source)
         return self.encoder.pair(located, 0, "prompt", column)
 
     def _whole_text(self, text: str) -> tuple[list[int], list[int]]:

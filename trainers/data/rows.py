@@ -1,11 +1,13 @@
 """Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error names what cannot be read and where."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from fused_rl.trainers.options.config import InputError, in_a_line
-
-FILES = (".jsonl", ".parquet")
+from fused_rl.trainers.base.ranks import rank
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.options.config import FILES, DataConfig, InputError
+from fused_rl.trainers.options.text import in_a_line
 
 
 def check_readable(path: Path) -> None:
@@ -110,3 +112,80 @@ def _without_repeats(pairs: list[tuple[str, object]], where: str) -> dict:
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"{where}: key {twice!r} stands {names.count(twice)} times in one object")
     return row
+
+
+@dataclass
+class Rows:
+    """Rows as dictionaries, each knowing where it came from, so that an error can say so."""
+
+    rows: list[dict]
+    source: str
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, i: int) -> str:
+        """`file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
+        unit = "line" if self.source.endswith(".jsonl") else "row"
+        return f"{self.source}, {unit} {self.rows[i].get('__line__', self.first + i + 1)}"
+
+    def get(self, i: int, column: str, option: str | None = None):
+        """One cell; an error names file, line, column, and the option that names another column."""
+        row = self.rows[i]
+        if row.get(column) is None:
+            remedy = f"; name the right column with --{option}" if option else ""
+            present = sorted(key for key in row if key != "__line__")
+            if column in present:
+                raise InputError(f"{self.where(i)}: column {column!r} is null; mend or remove the row")
+            raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {present}{remedy}")
+        return row[column]
+
+    def split(self, last: int) -> tuple["Rows", "Rows"]:
+        """All but the last rows, and the last ones."""
+        cut = len(self) - last
+        if cut <= 0:
+            raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
+        before = Rows(self.rows[:cut], self.source, self.first)
+        return before, Rows(self.rows[cut:], self.source, self.first + cut)
+
+
+def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
+    """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
+    path = Path(name)
+    if path.suffix in FILES:
+        if not path.is_file():
+            raise InputError(f"dataset file {name} does not exist, or is a folder")
+        check_readable(path)
+        rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
+    elif path.is_file():
+        raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
+    else:
+        rows = read_dataset(name, config_name, split)
+    if not rows:
+        raise InputError(f"dataset {name} has no rows")
+    return Rows(rows, name)
+
+
+def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
+    """The rows to train on and the held-out rows that a run config names."""
+    train = load_rows(config.dataset, config.dataset_config, config.dataset_split)
+    if not config.eval_size:
+        return train, Rows([], config.dataset)
+    if config.eval_dataset is None:
+        return train.split(config.eval_size)
+    configuration = config.eval_dataset_config
+    if configuration is None and config.eval_dataset == config.dataset:
+        configuration = config.dataset_config
+    held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
+    if len(held_out) < config.eval_size and rank() == 0:
+        tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
+    return train, Rows(held_out.rows[: config.eval_size], held_out.source)
+
+
+def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
+    """Say how many rows are left out, and why; refuse to leave out all of them."""
+    if len(rows) and not kept:
+        raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
+    if kept < len(rows) and rank() == 0:
+        tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")

@@ -8,11 +8,12 @@ from torch import nn
 
 import fused_rl
 from fused_rl import tiles
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.written import listed_folder
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.packing import inputs_of
-from fused_rl.trainers.options.config import InputError, RunConfig, in_a_line
+from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options.text import in_a_line
 
 NOT_A_MODEL = "neither a local folder with a model nor on the Hub, or it is damaged"
 
@@ -324,7 +325,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
         merged: write whole weights where there are adapters, instead of the adapters alone.
     """
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         lm = trained.module.lm
         base = trained.module.base
         if state is not None:
@@ -339,4 +340,4 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
             lm.save_pretrained(unfinished, state_dict=state)
             tokenizer.save_pretrained(unfinished)
         base.generation_config = training_config
-    engine.barrier()
+    ranks.barrier()

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fused_rl.trainers.options.config import InputError, ModelConfig, in_a_line
+from fused_rl.trainers.options.config import InputError, ModelConfig
+from fused_rl.trainers.options.text import in_a_line
 
 ALL_LINEAR = "all-linear"
 

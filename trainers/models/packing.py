@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fused_rl.trainers.base.engine import rank
+from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.encode import Batch, make_batch
+from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.options.config import InputError
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does

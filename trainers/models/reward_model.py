@@ -13,11 +13,12 @@ import math
 import torch
 from torch import nn
 
-from fused_rl.trainers.data.encode import pad
+from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.language_model import NOT_A_MODEL, check_weights, switch_off_dropout, unreadable
 from fused_rl.trainers.models.packing import Packed, inputs_of
-from fused_rl.trainers.options.config import InputError, in_a_line
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.text import in_a_line
 
 
 class RewardModel(nn.Module):

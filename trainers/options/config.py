@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import re
+import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,23 +29,15 @@ from jsonargparse.typing import (
 )
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.names import unknown
+from fused_rl.trainers.options.text import shown
 
 Config = TypeVar("Config", bound="Options")
+FILES = (".jsonl", ".parquet")  # a dataset that ends so is a file, any other a name
 
 
 class InputError(ValueError):
     """The user's options, data or disk cannot be used; the message says what came, what was expected and the remedy."""
-
-
-def in_a_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, in one line of at most 300 characters, whatever its text does."""
-    try:
-        text = " ".join(str(error).split()) or "no reason given"
-    except BaseException:  # of the class's own __str__
-        text = "its message cannot be read"
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 # Numbers with a range. NaN is in none of them, infinity only where it says so.
@@ -359,7 +352,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message, ex=None):
         line = self._in_a_line(message)
-        tell(f"{self.prog}: error: {line}", to_errors=True)
+        self._print_message(f"{self.prog}: error: {shown(line)}\n", sys.stderr)
         raise Refused(line)
 
     def _in_a_line(self, message: str) -> str:

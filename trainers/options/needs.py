@@ -10,8 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_rl.trainers.data.rows import FILES
-from fused_rl.trainers.options.config import InputError, Options, RunConfig
+from fused_rl.trainers.options.config import FILES, InputError, Options, RunConfig
 
 MAY_BE_EMPTY = {"system_prompt", "verifiers"}  # a message without text; refused by the spelling of verifiers
 

@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.options.config import ClosedUnitInterval, Finite, InputError, NonNegative, Options, Positive
 from fused_rl.trainers.options.needs import Needs, without
 from fused_rl.trainers.policy.policy import Measured
-from fused_rl.trainers.rollouts.rollout import Rollout, scorer_metrics
+from fused_rl.trainers.rollouts.roll_out import scorer_metrics
+from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums, explained_variance
 
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
@@ -128,7 +129,7 @@ def advantages_and_returns(
     config: CreditConfig, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both (B, T - 1), from `rewards` and `values` (B, T - 1): each with its own lambda; whitened over all ranks."""
-    whiten, group = fused_rl.whiten, engine.all_ranks()
+    whiten, group = fused_rl.whiten, ranks.all_ranks()
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, group=group)
     advantages, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
@@ -162,17 +163,17 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
         "completions/mean_length": lengths,
         "val/stop_rate": rollout.stopped,
     }
-    count = len(lengths) * engine.world_size()
-    totals = engine.global_sum(torch.stack([column.double().sum().cpu() for column in columns.values()]))
+    count = len(lengths) * ranks.world_size()
+    totals = ranks.global_sum(torch.stack([column.double().sum().cpu() for column in columns.values()]))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
 
-    tokens = engine.global_sum(mask.sum()).item()
+    tokens = ranks.global_sum(mask.sum()).item()
     values, returns = experience.values, experience.returns
     sums = Sums(step)
     sums.add(fused_rl.value_loss(values, values, returns, mask, num_tokens=tokens)[1], rollout.batch.where)
     metrics |= {
-        "completions/min_length": -engine.global_max(-lengths.min()),
-        "completions/max_length": engine.global_max(lengths.max()),
+        "completions/min_length": -ranks.global_max(-lengths.min()),
+        "completions/max_length": ranks.global_max(lengths.max()),
         "completions/clipped_ratio": 1 - metrics["val/stop_rate"],
         "val/num_eos_tokens": metrics["val/stop_rate"] * count,
         "val/var_explained": explained_variance(sums.over_ranks()),
@@ -191,5 +192,5 @@ def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dic
     lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
     differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
     wins = (lead[differ] > 0).double() + (lead[differ] == 0).double() / 2
-    won, pairs = engine.global_sum(torch.stack([wins.sum(), differ.sum().double()])).tolist()
+    won, pairs = ranks.global_sum(torch.stack([wins.sum(), differ.sum().double()])).tolist()
     return {"val/win_rate": won / pairs} if pairs else {}

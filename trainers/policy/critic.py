@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.written import listed_folder
 from fused_rl.trainers.data.sources import SHARED
@@ -186,11 +186,11 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
 def save_critic(trained, tokenizer, folder: Path) -> None:
     """Write critic and tokenizer in the Hub format, complete or not at all."""
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         with listed_folder(folder) as unfinished:
             trained.module.save_pretrained(str(unfinished), state)
             tokenizer.save_pretrained(unfinished)
-    engine.barrier()
+    ranks.barrier()
 
 
 class Watch:
@@ -220,5 +220,5 @@ class Watch:
 
 
 def _warn(text: str) -> None:
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         tell(f"warning: {text}")

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.policy.policy import Policy, measure
-from fused_rl.trainers.rollouts.rollout import Prompt, Rollout
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at_k, usual_ks
-from fused_rl.trainers.run.metrics import evaluation
+from fused_rl.trainers.rollouts.types import Prompt, Rollout
+from fused_rl.trainers.run.logger import evaluation
 
 
 @dataclass
@@ -24,8 +24,8 @@ class HeldOut:
 
 def share_of_rank(prompts: list[Prompt]) -> HeldOut:
     """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
-    mine = prompts[engine.rank() :: engine.world_size()]
-    size = -(-len(prompts) // engine.world_size())
+    mine = prompts[ranks.rank() :: ranks.world_size()]
+    size = -(-len(prompts) // ranks.world_size())
     return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
 
 
@@ -36,7 +36,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     config, k, count = policy.config, policy.config.eval_samples, held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
     with torch.random.fork_rng():
-        torch.manual_seed(config.seed + engine.rank())
+        torch.manual_seed(config.seed + ranks.rank())
         greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
         sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
     parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
@@ -55,7 +55,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
     own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}
     own |= outcome_sums(sampled.solved[: count * k], sampled.lengths[: count * k], sampled.stopped[: count * k])
-    totals = engine.global_sums(sums | own)
+    totals = ranks.global_sums(sums | own)
 
     metrics = {name: totals[name] / totals["problems"] for name in sums}
     metrics["eval/entropy"] = totals["entropy"] / max(totals["tokens"], 1)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from fused_rl.trainers.base.guests import ctrl_c, own_generators, raised
-from fused_rl.trainers.base.named import load_function
+from fused_rl.trainers.base.guests import ctrl_c, load_function, own_generators, raised
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import shortened
+from fused_rl.trainers.rollouts.types import shortened
 
 ARGUMENTS = ("log_ratio", "advantages", "logprobs", "sequences", "options")
 

@@ -10,17 +10,19 @@ from dataclasses import dataclass, field
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.encode import Batch
+from fused_rl.trainers.data.batch import Batch
+from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.policy.stuck import Stuck
 from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.rollout import Prompt, Rollout, Sampler, Scorer, roll_out
+from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
 
 @dataclass
@@ -110,13 +112,13 @@ def load_policy(
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
     encoder = encode.Encoder.of(config, tokenizer)
-    train, held_out = encode.load_train_eval(config)
+    train, held_out = load_train_eval(config)
     chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
     return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
 
 
 def prompts_of(
-    rows: encode.Rows, encoder: encode.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
+    rows: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
 ) -> list[Prompt]:
     """A prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
@@ -127,7 +129,7 @@ def prompts_of(
         ids = encoder.prompt(rows, i, column)
         if len(ids) <= max_length:
             kept.append(Prompt(ids, row))
-    encode.tell_dropped(rows, len(kept), "longer than max_prompt_length")
+    tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept
 
 
@@ -219,7 +221,7 @@ def tell_if_all_left_out(config: PolicyConfig, stop_rate: float, step: int) -> b
     """Whether `mask_truncated` left every response of a step out, over all ranks; says so."""
     if not config.mask_truncated or stop_rate > 0:
         return False
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
         tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
     return True
@@ -228,7 +230,7 @@ def tell_if_all_left_out(config: PolicyConfig, stop_rate: float, step: int) -> b
 def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:
     """The first minibatch is on-policy: its ratio is 1, or log-probabilities are not those of the sampling policy."""
     tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-6
-    if not abs(ratio - 1) <= tolerance and engine.rank() == 0:
+    if not abs(ratio - 1) <= tolerance and ranks.rank() == 0:
         tell(
             f"warning: the first minibatch's mean ratio is {ratio:.7g}, not 1 within {tolerance:g}: the forward of "
             "the update does not repeat the one before it (dropout? a non-deterministic kernel?), so clipping and "

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, NonNegativeInt, Options, PositiveFraction
 from fused_rl.trainers.options.needs import Needs
@@ -116,9 +116,9 @@ class SavedReference:
         weights = {}
         for name, parameter in self.model.named_parameters():
             with engine.whole(parameter):
-                if engine.rank() == 0:
+                if ranks.rank() == 0:
                     weights[name] = parameter.cpu().clone()
-        if engine.rank() == 0:
+        if ranks.rank() == 0:
             path = Path(folder) / tag / "reference.safetensors"
             path.parent.mkdir()
             save_file(weights, path)

@@ -2,9 +2,9 @@
 
 import torch
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.rollouts.rollout import Rollout
+from fused_rl.trainers.rollouts.types import Rollout
 
 
 class Stuck:
@@ -20,7 +20,7 @@ class Stuck:
         groups = rollout.rewards.view(-1, group_size or 1)
         differing = (groups != groups[:, :1]).any(1).sum() if group_size else torch.ones(())
         applied = [(~scores.isnan()).sum() for scores in rollout.scores.values()]
-        differing, *applied = engine.global_sum(torch.stack([differing.double(), *map(torch.Tensor.double, applied)]))
+        differing, *applied = ranks.global_sum(torch.stack([differing.double(), *map(torch.Tensor.double, applied)]))
         for name, count in zip(rollout.scores, applied, strict=True):
             self.silent[name] = 0 if count else self.silent.get(name, 0) + 1
             if self.silent[name] == self.PATIENCE:
@@ -34,5 +34,5 @@ class Stuck:
 
 
 def _warn(text: str) -> None:
-    if engine.rank() == 0:
+    if ranks.rank() == 0:
         tell(f"warning: {text}")

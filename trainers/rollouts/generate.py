@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.data.encode import pad
-from fused_rl.trainers.rollouts.rollout import Response
+from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
+from fused_rl.trainers.rollouts.types import Response
 
 Drawn = tuple[list[list[int]], list[TokenSupport] | None, torch.Tensor]
 """Token ids of each response; what each token was drawn from, None for the whole vocabulary; and (B,) bool, of the

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.data.fingerprints import Fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import checkpoint
-from fused_rl.trainers.run.metrics import phase
+from fused_rl.trainers.run.logger import phase
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Run:
         Raises:
             InputError: on all ranks, where any of it differs; names what, and how to go on.
         """
-        with engine.together():  # a name that is on no Hub has been told by now
+        with ranks.together():  # a name that is on no Hub has been told by now
             known = sources.of_run(self.config, hub=False)
             on_hub = [source for source in sources.of_run(self.config) if source not in known]
             for name, parts in fingerprints.of_sources(on_hub).items():
@@ -54,7 +54,7 @@ class Run:
         fingerprints.check_ranks(self.made_of)
         if self.config.resume:
             for line in checkpoint.check_made_of(self.config, self.folder, self.made_of):
-                if engine.rank() == 0:
+                if ranks.rank() == 0:
                     tell(f"resume: {line}")
         self.complete = True
 
@@ -72,9 +72,9 @@ def begin(config: RunConfig, arithmetic: Callable[[RunConfig, int], dict[str, ob
         )
     device = engine.setup(config.seed)
     fingerprints.check_options(config)
-    with engine.together():
-        arithmetic(config, engine.world_size())
+    with ranks.together():
+        arithmetic(config, ranks.world_size())
     folder = checkpoint.open_run(config)
-    with phase("took the fingerprints of models and functions"), engine.together():
+    with phase("took the fingerprints of models and functions"), ranks.together():
         made_of = fingerprints.of_sources(sources.of_run(config, hub=False))
     return Run(config, device, folder, made_of)

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from fused_rl.trainers.base import engine, written
-from fused_rl.trainers.base.engine import barrier, rank, world_size
+from fused_rl.trainers.base import engine, ranks, written
 from fused_rl.trainers.base.files import (
     Fingerprint,
     delete,
@@ -34,12 +33,13 @@ from fused_rl.trainers.base.files import (
     sync_folders,
     write_atomically,
 )
+from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.data.fingerprints import Fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig, to_yaml
 from fused_rl.trainers.run import hub, lock, resume
-from fused_rl.trainers.run.metrics import require_trackers
+from fused_rl.trainers.run.logger import require_trackers
 
 OF_A_RUN = "# fused-rl "  # how the config.yaml of a run begins
 
@@ -60,7 +60,7 @@ def open_run(config: RunConfig) -> Path:
     require_trackers(config)
     hub.check(config)
     folder = Path(config.output_dir)
-    engine.on_first_rank(lambda: _check_folder(config, folder))
+    ranks.on_first_rank(lambda: _check_folder(config, folder))
     if config.resume:
         _check_resume(config, folder)
     return folder
@@ -114,7 +114,7 @@ def check_config_files(config: RunConfig, files: list[Path]) -> None:
 
 def claim(config: RunConfig, folder: Path, step: int) -> None:
     """Make an opened folder this run's: what lies beyond `step` goes, and all of another run; the config is kept."""
-    engine.on_first_rank(lambda: _claim(config, folder, step))
+    ranks.on_first_rank(lambda: _claim(config, folder, step))
 
 
 def _claim(config: RunConfig, folder: Path, step: int) -> None:
@@ -217,7 +217,7 @@ def _seal(folder: Path) -> None:
     for path in files_below(folder)[rank() :: world_size()]:
         sync(path)
         found[path.relative_to(folder).as_posix()] = fingerprint(path)
-    parts = engine.gather(found)
+    parts = ranks.gather(found)
     if rank() == 0:
         files = {}
         for part in parts:
@@ -367,7 +367,7 @@ def damage(checkpoint: Path) -> str | None:
     for name in sorted(files)[rank() :: world_size()]:
         problem = _difference(checkpoint / name, Fingerprint(*files[name]))
         problems += [] if problem is None else [problem]
-    problems = sum(engine.gather(problems), [])
+    problems = sum(ranks.gather(problems), [])
     return min(problems, default=None)
 
 

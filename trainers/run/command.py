@@ -4,10 +4,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from fused_rl.trainers.base import engine, launch
-from fused_rl.trainers.base.screen import kept_up, shown, tell
-from fused_rl.trainers.data import epochs
+from fused_rl.trainers.base import engine, launch, ranks
+from fused_rl.trainers.base.screen import kept_up, tell
+from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.options.config import Config, InputError, Refused, RunConfig, config_files, parse, to_yaml
+from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run import checkpoint, lock
 from fused_rl.trainers.run.loop import Stopped
 
@@ -33,18 +34,18 @@ def run(
     with around(f"fused-rl {config_class.command}", LOST):
         config = options(config_class, argv)
         if config.dry_run:
-            counted, steps = epochs.foresee(config)
+            counted, steps = foresee(config)
             tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
             return
         try:
             arithmetic(config, launch.processes())
             checkpoint.check_config_files(config, config_files(argv))
         except InputError as error:
-            engine.refused(error)
+            ranks.refused(error)
             raise
         orderly = False
         try:
-            with engine.shared_fate():
+            with ranks.shared_fate():
                 train(config)
             orderly = True
         except Stopped:
@@ -60,7 +61,7 @@ def options(config_class: type[Config], argv: list[str]) -> Config:
     try:
         return parse(config_class, argv, f"fused-rl {config_class.command}")
     except Refused as error:
-        engine.refused(InputError(error.line))
+        ranks.refused(InputError(error.line))
         raise
 
 

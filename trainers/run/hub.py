@@ -6,15 +6,16 @@ Left out: pushing checkpoints, model cards, pull requests.
 
 from pathlib import Path
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import InputError, RunConfig, in_a_line
+from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options.text import in_a_line
 
 
 def check(config: RunConfig) -> None:
     """Refuse a run that is to push its model and could not: as far as that can be known before there is one."""
     if config.push_to_hub:
-        engine.on_first_rank(lambda: _check(config))
+        ranks.on_first_rank(lambda: _check(config))
 
 
 def _check(config: RunConfig) -> None:
@@ -68,7 +69,7 @@ def push(config: RunConfig, model: Path, step: int) -> None:
         InputError: it could not be pushed; the line says where it is, and how to push it.
     """
     if config.push_to_hub:
-        engine.on_first_rank_at_length(lambda: _push(config, model, step))
+        ranks.on_first_rank_at_length(lambda: _push(config, model, step))
 
 
 def _push(config: RunConfig, model: Path, step: int) -> None:

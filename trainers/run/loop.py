@@ -22,15 +22,15 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base.engine import global_sum, rank
 from fused_rl.trainers.base.files import storing
+from fused_rl.trainers.base.ranks import global_sum, rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.encode import RowOrder
+from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
 from fused_rl.trainers.run import checkpoint, hub, lock
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.curves import Curves
-from fused_rl.trainers.run.metrics import Logger, phase
+from fused_rl.trainers.run.logger import Logger, phase
 
 
 class Stopped(KeyboardInterrupt):

@@ -10,9 +10,10 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from fused_rl.trainers.base.guests import Expired
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import Incidents, Sample, where
-from fused_rl.trainers.scorers.limits import Expired, within_cpu
+from fused_rl.trainers.rollouts.types import Incidents, Sample, where
+from fused_rl.trainers.scorers.limits import within_cpu
 
 ANSWER_COLUMNS = ("ground_truth", "answer")
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends

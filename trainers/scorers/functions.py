@@ -14,12 +14,12 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fused_rl.trainers.base.guests import ctrl_c, own_generators, place, raised
+from fused_rl.trainers.base.guests import Expired, ctrl_c, own_generators, place, raised
 from fused_rl.trainers.data.encode import PROMPT_COLUMNS
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.rollout import Sample, shortened, where
+from fused_rl.trainers.rollouts.types import Sample, shortened, where
 from fused_rl.trainers.scorers import limits
-from fused_rl.trainers.scorers.limits import Expired, within
+from fused_rl.trainers.scorers.limits import within
 
 FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for the import of its module
 AWAIT_TIMEOUT = 120.0  # seconds for one response that an async function of one response is given

@@ -10,16 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from fused_rl.trainers.base.guests import Expired
 from fused_rl.trainers.base.screen import tell
 
 Result = TypeVar("Result")
 
 GRACE = 60.0  # seconds for C code to give Python the turn
 NUDGE = signal.SIGVTALRM  # of a timer that nobody uses: SIGALRM is math-verify's
-
-
-class Expired(BaseException):
-    """The time is over; not an Exception, so that the call's own `except Exception` does not swallow it."""
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:

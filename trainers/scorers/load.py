@@ -9,7 +9,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_reads_policy, has_score_head
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy.options import PolicyConfig
-from fused_rl.trainers.rollouts.rollout import Sample, Scorer
+from fused_rl.trainers.rollouts.types import Sample, Scorer
 from fused_rl.trainers.scorers import verifiers
 from fused_rl.trainers.scorers.spelling import Spelled, check_weights, read, reward_of
 

@@ -11,15 +11,16 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.named import load_function
-from fused_rl.trainers.data.encode import Rows
-from fused_rl.trainers.options.config import InputError, in_a_line
-from fused_rl.trainers.rollouts.rollout import Incidents, Sample, Scorer, where
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.guests import Expired, load_function
+from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.rollouts.types import Incidents, Sample, Scorer, where
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.builtin import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactMatch, Length, Pattern, answer_of
 from fused_rl.trainers.scorers.functions import FunctionScorer
-from fused_rl.trainers.scorers.limits import Expired, within
+from fused_rl.trainers.scorers.limits import within
 from fused_rl.trainers.scorers.math_judge import unfit
 from fused_rl.trainers.scorers.spelling import FUNCTION, KINDS, Spelled, read
 from fused_rl.trainers.scorers.workers import Pool, WorkerError
@@ -43,7 +44,7 @@ def load_scorers(spelled: str | list[Spelled], answer_column: str | None = None)
 
     All ranks call it together: where one cannot load its scorers, all raise.
     """
-    with engine.together():
+    with ranks.together():
         parts = read(spelled) if isinstance(spelled, str) else spelled
         scorers = [_load(part, answer_column) for part in parts]
     if all(scorer.solved_at is None for scorer in scorers):

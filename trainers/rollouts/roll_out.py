@@ -1,0 +1,168 @@
+"""From prompts to scored responses: what a sampler returns, what a scorer sees, and the rollout made of both.
+
+A sampler may be this process's model (generate.py) or a server; a scorer may read text (a verifier), token ids (a
+reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.guests import own_generators
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.checks import check_responses, check_scores, place_of, without_stop
+from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling, check_sampler, joined
+from fused_rl.trainers.rollouts.types import (
+    Prompt,
+    Response,
+    Rollout,
+    Sample,
+    Sampler,
+    Scorer,
+    Watched,
+    where,
+)
+
+
+@torch.no_grad()
+def roll_out(
+    sampler: Sampler,
+    scorers: Sequence[Scorer],
+    prompts: list[Prompt],
+    sampling: Sampling,
+    tokenizer,
+    device: torch.device,
+    *,
+    copies: int = 1,
+    vocab: int | None = None,
+) -> Rollout:
+    """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none.
+
+    `vocab` is the size of the model's vocabulary, where it is known.
+    """
+    # What can go wrong on one rank alone: a server, a verifier.
+    began = time.monotonic()
+    check_sampler(sampler, sampling)
+    with ranks.together():
+        prompts = [prompt for prompt in prompts for _ in range(copies)]
+        responses = _sampled(sampler, prompts, sampling)
+        check_responses(responses, prompts, sampling, vocab)
+        sampled = time.monotonic()
+
+        texts = tokenizer.batch_decode([without_stop(response) for response in responses])
+        parts = zip(prompts, responses, texts, strict=True)
+        samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in parts]
+        with own_generators():
+            scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+        rewards = _rewards(scorers, scores, samples)
+
+    # The batch to train on.
+    incidents = _report_incidents(scorers, len(samples))
+    scored = time.monotonic()
+    batch = batch_of(samples, tokenizer.pad_token_id, device)
+    seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
+    return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
+
+
+def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> list[Response]:
+    """The sampler's responses; logits to draw from that are none are an error with their rows."""
+    try:
+        return sampler.sample([prompt.ids for prompt in prompts], sampling)
+    except NoDistribution as error:
+        rows = ", ".join(dict.fromkeys(place_of(prompts[number]) for number in error.responses))
+        raise InputError(
+            f"sampling{error.after}: the model's logits are NaN or infinite; their rows: {rows}"
+        ) from error
+
+
+def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
+    """Prompts and responses as one batch, with the sets that the tokens were drawn from."""
+    prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
+    batch = make_batch(prompt_ids, response_ids, pad_id, device, where=[where(sample) for sample in samples])
+    support = joined([s.response.support for s in samples], list(map(len, response_ids)))
+    return batch if support is None else replace(batch, support=support.to(device))
+
+
+def _report_incidents(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
+    """The metrics of what struck on any rank since the last time; rank 0 prints a line where something did."""
+    metrics = {}
+    for scorer in scorers:
+        if not isinstance(scorer, Watched):
+            continue
+        of_ranks, counts = zip(*ranks.gather((scorer.take_incidents(), count)), strict=True)
+        timeouts, restarts = sum(i.timeouts for i in of_ranks), sum(i.restarts for i in of_ranks)
+        metrics[f"verifier/{scorer.name}/timeouts"] = float(timeouts)
+        metrics[f"verifier/{scorer.name}/restarts"] = float(restarts)
+
+        said = []
+        if timeouts:
+            first = next(i.first for i in of_ranks if i.first is not None)
+            said.append(f"{timeouts} of {sum(counts)} answers broke a limit and score 0; first: {first}")
+        if restarts:
+            said.append(f"{restarts} processes died, and their answers were scored again")
+        if said and ranks.rank() == 0:
+            tell(f"{scorer.name}: {'; '.join(said)}")
+    return metrics
+
+
+def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], samples: Sequence[Sample]) -> torch.Tensor:
+    """(B,) the weighted sums; refuses one that fp32 cannot hold."""
+    weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
+    rewards = torch.stack(weighted).sum(0)
+    for reward, sample in zip(rewards.tolist(), samples, strict=True):
+        if not math.isfinite(reward):
+            raise InputError(f"the reward of {where(sample)} is {reward}: the weighted sum of its scores is too large")
+    return rewards
+
+
+def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:
+    judges = [scorer for scorer in scorers if scorer.solved_at is not None]
+    if not judges:
+        return torch.zeros(len(next(iter(scores.values()))), dtype=torch.bool)
+    right = [(scores[judge.name] >= judge.solved_at) | scores[judge.name].isnan() for judge in judges]
+    applies = [~scores[judge.name].isnan() for judge in judges]
+    return torch.stack(right).all(0) & torch.stack(applies).any(0)
+
+
+def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, float]:
+    """What the responses were like, over all ranks."""
+    rewards, lengths = rollout.rewards.double(), rollout.lengths.double()
+    groups = rewards.view(-1, group_size)
+    columns = {
+        "reward": rewards,
+        "reward_std": groups.std(1).repeat_interleave(group_size),
+        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).repeat_interleave(group_size),
+        "completions/mean_length": lengths,
+        "val/stop_rate": rollout.stopped,
+    }
+    count = len(rewards) * ranks.world_size()
+    totals = ranks.global_sum(torch.stack([column.double().sum() for column in columns.values()]))
+    metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
+    metrics |= {
+        "completions/min_length": -ranks.global_max(-lengths.min()),
+        "completions/max_length": ranks.global_max(lengths.max()),
+        "completions/clipped_ratio": 1 - metrics["val/stop_rate"],
+        "val/num_eos_tokens": metrics["val/stop_rate"] * count,
+        "objective/scores": metrics["reward"],
+        "episode": step * count,
+    }
+    return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
+
+
+def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Mean and standard deviation of each scorer's scores, over all ranks and the samples that it applies to."""
+    metrics = {}
+    for name, values in scores.items():
+        applies = values[~values.isnan()].double()
+        moments = torch.stack([torch.ones_like(applies).sum(), applies.sum(), applies.square().sum()])
+        count, total, square = ranks.global_sum(moments).tolist()
+        mean, mean_square = total / max(count, 1), square / max(count, 1)
+        metrics[f"rewards/{name}/mean"] = mean
+        metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
+    return metrics

@@ -1,0 +1,189 @@
+"""What a run writes down as it goes: metrics.jsonl, TensorBoard, trackers, the progress bar, lines on the screen."""
+
+import functools
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from fused_rl.trainers.base.files import as_json, write_atomically
+from fused_rl.trainers.base.ranks import rank
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options.text import shown
+from fused_rl.trainers.run.curves import Curves, draw_curves
+from fused_rl.trainers.run.metrics import KEYS, PREFIXES
+
+
+class Logger:
+    """Writes a run's metrics from step `start` on; `columns` are {header: key} of the progress bar."""
+
+    def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
+        self.folder, self.steps, self.columns = Path(config.output_dir), config.steps, columns
+        self.keys, self.last, self.line = KEYS[config.command], {}, 0.0
+        self.active = rank() == 0
+        if not self.active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.history = _kept(self.folder / "metrics.jsonl", start)
+        _kept(self.folder / "samples.jsonl", start)
+        self.file = (self.folder / "metrics.jsonl").open("a")
+        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
+        self.trackers = _trackers(config)
+        self.progress = _progress_bar(columns, self.steps, start)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl; the keys must be those of the table."""
+        unknown = [k for k in metrics if k not in self.keys and not k.startswith(PREFIXES)]
+        if unknown:
+            raise KeyError(f"metrics {unknown} are not in the table of metrics.py")
+        if not self.active:
+            return
+        entry = {"step": step, **{k: float(v) for k, v in metrics.items()}}
+        self.history.append(entry)
+        self.file.write(as_json(entry) + "\n")
+        self.file.flush()
+        for key, value in metrics.items():
+            self.board.add_scalar(key, value, step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
+        self.last.update(metrics)
+        told = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step, shown=told)
+        elif told and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
+            self.line = time.monotonic()
+            tell(f"step {step}/{self.steps}  {told}")
+
+    def samples(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Show a few responses as a table, and keep them in samples.jsonl."""
+        if not self.active or not rows:
+            return
+        import rich.table
+        from rich.text import Text
+
+        with (self.folder / "samples.jsonl").open("a") as file:
+            file.write("".join(as_json({"step": step, **row}) + "\n" for row in rows))
+        table = rich.table.Table(*map(shown, rows[0]), title=f"samples at step {step}", title_justify="left")
+        for row in rows:
+            table.add_row(*(Text(shown(str(value)[-200:], keep="\n\t")) for value in row.values()))
+        (self.progress.console.print if self.progress is not None else rich.print)(table)
+
+    def close(self, curves: Curves) -> None:
+        """Flush everything and draw curves.png."""
+        if not self.active:
+            return
+        if self.progress is not None:
+            self.progress.stop()
+        self.file.close()
+        self.board.close()
+        for tracker in self.trackers:
+            tracker.finish()
+        draw_curves(self.history, curves, self.folder / "curves.png")
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Tell what has been done and how long it took, once it is done; nothing where it fails."""
+    began = time.monotonic()
+    yield
+    if rank() == 0:
+        tell(f"{what} ({time.monotonic() - began:.1f} s)")
+
+
+def evaluation(what: str, *keys: str):
+    """Decorator of a function that evaluates: tells how long it took, and the metrics of these keys that it found.
+
+    The function returns a dictionary of metrics, or a tuple with one in it.
+    """
+
+    def decorate(function):
+        @functools.wraps(function)
+        def evaluate(*args):
+            began = time.monotonic()
+            found = function(*args)
+            metrics = next(part for part in (found if isinstance(found, tuple) else (found,)) if isinstance(part, dict))
+            if rank() == 0:
+                values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
+                tell(f"{what} ({time.monotonic() - began:.1f} s): {values}")
+            return found
+
+        return evaluate
+
+    return decorate
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The entries of a metrics.jsonl; a line that is damaged, as a kill leaves the last one, is told and left out."""
+    entries = []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line)
+        if entry is not None:
+            entries.append(entry)
+        elif line:
+            tell(f"{path}, line {number} is damaged and left out")
+    return entries
+
+
+def _entry(line: bytes) -> dict | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+        return None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
+
+
+def _kept(path: Path, start: int) -> list[dict]:
+    """The entries up to step `start`, where the run begins; later ones are cut from the file."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
+    write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
+    return entries
+
+
+def _progress_bar(columns, steps: int, start: int):
+    if not sys.stdout.isatty():
+        return None
+    from rich import progress
+    from rich.table import Column
+
+    # Step count and time left come first and are never cut; at 80 columns the metrics are, from their end.
+    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    shown = progress.TextColumn("{task.fields[shown]}", table_column=metrics)
+    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), shown, expand=True)
+    bar.add_task("train", total=steps, completed=start, shown="")
+    bar.start()
+    return bar
+
+
+def require_trackers(config: RunConfig) -> None:
+    """Refuse to log to Weights & Biases or trackio where they are not installed."""
+    for package in ("wandb", "trackio"):
+        project = getattr(config, f"{package}_project")
+        if project is not None and importlib.util.find_spec(package) is None:
+            raise InputError(f"{package}_project is set, but {package} is not installed: pip install {package}")
+
+
+def _trackers(config: RunConfig) -> list:
+    """A run of each tracker that the config names: they have `log(metrics, step)` and `finish()`."""
+    runs = []
+    if config.wandb_project is not None:
+        import wandb
+
+        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=asdict(config)))
+    if config.trackio_project is not None:
+        import trackio
+
+        # The same run again when it is resumed; trackio has no way to take back steps, and shows those twice.
+        name, resume = Path(config.output_dir).resolve().name, "allow" if config.resume else "never"
+        options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
+        project = config.trackio_project
+        runs.append(trackio.init(project=project, name=name, config=asdict(config), resume=resume, **options))
+    return runs
