@@ -1,7 +1,7 @@
 """The storeys of the project, over the syntax tree: who may import whom, no circle among files, no private name abroad.
 
 A folder comes under a rule by standing in `FOLDERS` with the folders below it, and in the rule's parametrization.
-`python -m tests.test_architecture | dot -Tsvg -o docs/imports.svg` draws the imports between files (graphviz).
+`python -m tests.test_architecture | dot -Tsvg -o docs/imports.svg` draws the imports between rooms (graphviz).
 """
 
 import ast
@@ -126,19 +126,40 @@ def circle(folders, root=ROOT):
     return []
 
 
+def room_of(module):
+    """The room of trainers/ that a module stands in; None for those of the top floor and everything else."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["fused_rl", "trainers"] and len(parts) > 3 else None
+
+
+def place_of(module):
+    """Where a module stands, for the drawing: a room of trainers/, the trainers on its top floor, or a folder."""
+    room = room_of(module)
+    if room is not None:
+        return f"trainers/{room}"
+    parts = module.split(".")
+    return (
+        f"fused_rl/{parts[1]}"
+        if parts[0] == "fused_rl" and parts[1:2] in (["cpu"], ["integrations"])
+        else folder_of(module)
+    )
+
+
 def drawing(folders, root=ROOT):
-    """The imports between files as a graph for graphviz, one box per folder, arrows to what is imported."""
+    """The imports between rooms as a graph for graphviz, arrows to what is imported."""
     known = modules(folders, root)
-    lines = ["digraph imports {", "rankdir=TB; node [shape=box, fontsize=10]; edge [arrowsize=0.5, color=grey40];"]
-    for folder in folders:
-        names = [module for module in known if folder_of(module) == folder and known[module].stem != "__init__"]
-        boxes = " ".join(f'"{name}" [label="{name.split(".")[-1]}"];' for name in names)
-        lines.append(f'subgraph "cluster_{folder}" {{ label="{folder}"; {boxes} }}')
+    places, arrows = {}, set()
     for module, path in known.items():
-        reached = {target for imported in imports(path) for target in targets(imported, known)} - {module}
-        drawn = [target for target in sorted(reached) if known[target].stem != "__init__"]
-        if path.stem != "__init__":
-            lines += [f'"{module}" -> "{target}";' for target in drawn]
+        names = places.setdefault(place_of(module), [])
+        names += [path.stem] if path.stem != "__init__" else []
+        for imported in imports(path):
+            arrows |= {(place_of(module), place_of(target)) for target in targets(imported, known)}
+    lines = ["digraph imports {", "rankdir=TB; node [shape=box, fontsize=11]; edge [arrowsize=0.5, color=grey40];"]
+    for place, names in places.items():
+        rows = [", ".join(names[i : i + 6]) for i in range(0, len(names), 6)]
+        label = "\\n".join([place, *rows])
+        lines.append(f'"{place}" [label="{label}"];')
+    lines += [f'"{place}" -> "{other}";' for place, other in sorted(arrows) if place != other]
     return "\n".join([*lines, "}"])
 
 
@@ -184,12 +205,6 @@ def violations(folder, path):
             yield f"{path}: the library imports {imported.module}"
         if folder == "trainers" and top == "triton":
             yield f"{path}: a trainer imports triton: if it needs a kernel, an op is missing"
-
-
-def room_of(module):
-    """The room of trainers/ that a module stands in; None for those of the top floor and everything else."""
-    parts = module.split(".")
-    return parts[2] if parts[:2] == ["fused_rl", "trainers"] and len(parts) > 3 else None
 
 
 def rising_arrows(path, root=ROOT):
