@@ -16,7 +16,7 @@ from fused_rl.trainers import data, drawing, engine, groups, grpo, models, polic
 from fused_rl.trainers.config import InputError
 from fused_rl.trainers.rollout import Prompt, Response
 from tests.distributed import run_distributed
-from tests.test_losses import PAPERS
+from tests.papers import PAPERS
 from tests.trainers import tiny
 from tests.trainers.test_ppo_step import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close
 
