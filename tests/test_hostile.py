@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 import fused_rl
 from bench import interpreter
 from tests import hostile_tokens
-from tests.hostile import OPS, Case, Row, blurred, build, cases, sizes_of_head
+from tests.hostile import FILLS, LOOKS, OPS, PLACES, SIDES, Case, Row, blurred, build, cases, sizes_of_head
+from tests.hostile import OTHERS as OTHER_ROWS
+from tests.marks import diagonal
 
 SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 SETTINGS["phases"] = [Phase.generate]  # what fails is printed as it was drawn: looking for less would take minutes
@@ -88,14 +90,42 @@ MASKED = [
 MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", MASKED, ids=lambda case: f"{case.rows[0].place} of {case.vocab}, {case.direction}")
-@pytest.mark.parametrize("name", [name for name in OPS if name.endswith("token_kl")])
+def masked(case):
+    return f"{case.rows[0].place} of {case.vocab}, {case.direction}"
+
+
+DIVERGENCES = [name for name in OPS if name.endswith("token_kl")]
+
+
+@pytest.mark.parametrize(("name", "case"), diagonal(DIVERGENCES, {masked(case): case for case in MASKED}))
 def test_masks_of_most_columns(backend, name, case):
     check(OPS[name], case)
 
 
+AXES = [*LOOKS], [*OTHER_ROWS], [*PLACES], FILLS, SIDES
+
+
+def whole(number):
+    """A batch of four rows; in three such batches every look, relation, place, fill and side stands."""
+    rows = []
+    for i in range(4 * number, 4 * number + 4):
+        look, other, place, fill, side = (axis[i % len(axis)] for axis in AXES)
+        rows.append(Row(look, other, place, fill, side))
+    drawn = Case(tuple(rows), 513, torch.float32, "odd stride", "per row", None, True, "reverse", 5, number)
+    if number == 1:
+        return drawn._replace(vocab=2100, dtype=torch.bfloat16, view="columns apart", temperature=0.7, softcap=30.0)
+    return drawn._replace(vocab=33, view="transposed", direction="forward", masked=False) if number == 2 else drawn
+
+
+WHOLE = [whole(number) for number in range(3)]
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_ops(backend, name):
+    """On the CPU path a dozen draws; on the kernels, whose interpreter takes seconds, one batch of `WHOLE`."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        check(OPS[name], WHOLE[[*OPS].index(name) % len(WHOLE)])
+        return
     examples = 6 if name.startswith("vocab_parallel") else 12  # whose ranks run again for each reduction
     settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
 
@@ -132,10 +162,13 @@ def check_tokens(function, case):
         assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
-def test_functions_of_tokens(name):
+def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]
-    settings(max_examples=40, **SETTINGS)(given(hostile_tokens.cases())(lambda case: check_tokens(function, case)))()
+    settings(max_examples=examples, **SETTINGS)(
+        given(hostile_tokens.cases())(lambda case: check_tokens(function, case))
+    )()
 
 
 # Names that are no functions of logits, hidden states or tokens.
