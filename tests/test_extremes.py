@@ -7,6 +7,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference, token_kl, token_logprobs
+from tests.marks import on_backends, slow
 from tests.masks import LOWEST, VOCAB, assert_divergence, masked_pairs
 
 MOST, LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
@@ -71,7 +72,7 @@ def test_every_finite_logit_counts_as_what_it_is(backend, case):
     assert_right(logprobs_and_gradient(token_logprobs, row.to(backend), temperature), exact)
 
 
-@pytest.mark.parametrize(("count", "vocab"), [(64, VOCAB), (8, 20000)])  # one segment of a row, and two
+@pytest.mark.parametrize(("count", "vocab"), [(8, VOCAB), slow(64, VOCAB), slow(8, 20000)])  # a segment, and two
 def test_rows_of_one_large_value(backend, count, vocab):
     """Of values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
     values = torch.linspace(0.5e9, 1.5e9, count).to(backend)
@@ -114,8 +115,7 @@ def divergence(x, y, direction, temperature):
     return ((logp.exp() * (logp - mean)).sum(-1) + (logq.exp() * (logq - mean)).sum(-1)) / 2
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction, temperature", DIRECTIONS, [1.0, 0.7, 1.3], most=1)
 def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature):
     """Heads that share a column with the other row, and heads that do not; one in the columns looked at first."""
     generator = torch.Generator().manual_seed(0)
@@ -137,8 +137,7 @@ def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature)
     assert (relative <= 2e-6).all(), relative
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-4, 1e-2, 1e6])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction, temperature", DIRECTIONS, [1e-6, 1e-4, 1e-2, 1e6])
 def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperature):
     """5e-6 of the value, or less than 1e-7 nats; Jensen-Shannon knows x - y to an fp32 ulp, over T."""
     x = torch.stack([noise(3.0, seed) for seed in range(4)])
@@ -169,39 +168,32 @@ def test_a_forced_token_is_right_or_nan(backend, column):
         assert value.isnan() if height > 1e7 else known, (height, value)
 
 
-def with_slow(*values):
-    """Of these only the first in the fast suite."""
-    return [values[0], *(pytest.param(value, marks=pytest.mark.slow) for value in values[1:])]
-
-
-@pytest.mark.parametrize("fill", with_slow(-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST))
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction, fill", DIRECTIONS, [-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST], most=1)
 def test_finite_masks(backend, direction, fill):
     """Where one row has a mask, x - y has no digits of the other row, whose mass counts all the same."""
     assert_divergence(*masked_pairs(torch.float32, fill), direction, backend)
 
 
-@pytest.mark.parametrize(
-    "of", with_slow((torch.bfloat16, -1e4), (torch.bfloat16, -1e9), (torch.bfloat16, LOWEST), (torch.float16, LOWEST))
-)
-@pytest.mark.parametrize("direction", DIRECTIONS)
+HALVES = [(torch.bfloat16, -1e4), (torch.bfloat16, -1e9), (torch.bfloat16, LOWEST), (torch.float16, LOWEST)]
+
+
+@on_backends("direction, of", DIRECTIONS, HALVES, most=1)
 def test_finite_masks_in_16_bits(backend, direction, of):
     assert_divergence(*masked_pairs(*of), direction, backend)
 
 
-@pytest.mark.parametrize("vocab", with_slow(100, 2, 5))  # lanes of one column
-@pytest.mark.parametrize("fill", [-1e3, -1e9])
+@on_backends("fill, vocab", [-1e9, -1e3], [100, 2, 5], most=1)  # lanes of one column
 def test_finite_masks_of_short_rows(backend, fill, vocab):
     x, y = (z[:, -vocab:] for z in masked_pairs(torch.float32, fill))
     for direction in DIRECTIONS:
         assert_divergence(x[:12], y[:12], direction, backend)
 
 
-def test_jensen_shannon_is_at_most_log_2(backend):
+@pytest.mark.parametrize("every", [3, slow(1)])
+def test_jensen_shannon_is_at_most_log_2(backend, every):
     """Of rows that share nothing it is that, but for the rounding below it, and has no gradient."""
-    x, y = masked_pairs(torch.float32, -1e9)
-    x, y = (torch.cat([z[3::4]] * 2) for z in (x, y))  # masked where the other is not
-    x[7:], y[7:] = (z[7:].masked_fill(z[7:] == -1e9, -torch.inf) for z in (x, y))
+    x, y = (z[3::4][::every] for z in masked_pairs(torch.float32, -1e9))  # masked where the other is not
+    x, y = (torch.cat([z, z.masked_fill(z == -1e9, -torch.inf)]) for z in (x, y))
     leaves = [z.to(backend).requires_grad_() for z in (x, y)]
     value = token_kl(*leaves, direction="jensen-shannon")
     assert (value.double() <= math.log(2)).all() and (value >= math.log(2) * (1 - 5e-7)).all()

@@ -24,6 +24,7 @@ from tests.integrations.trl_heads import (
     same_bits,
     upstream_of,
 )
+from tests.marks import on_backends
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -80,8 +81,7 @@ def test_head_in_bf16(name, workspace, monkeypatch):
         assert_close(*one, luck(one[0]))
 
 
-@pytest.mark.parametrize("name", ["all of it", "banned"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@on_backends("name, dtype", ["all of it", "banned"], [BF16, FP32], most=1)
 def test_head_by_the_kernels(name, dtype, backend):
     for one in head_on_both(name, dtype, 14, backend):
         assert_close(*one, slack=2 if dtype == FP32 else 1.5)  # few rows
@@ -301,7 +301,7 @@ def test_divergence(beta, dtype, scales, workspace, monkeypatch):
             assert_near_the_host(*one)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
+@on_backends("beta", [0.0, 0.5], most=1)
 def test_divergence_by_the_kernels(beta, backend):
     for one in divergence_on_both(beta, BF16, SCALES[1], 5, backend):
         assert_close(*one, slack=1.02)

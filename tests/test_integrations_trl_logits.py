@@ -7,6 +7,7 @@ import torch
 
 from tests.integrations import formulas
 from tests.integrations.trl_heads import assert_near_the_host, backward_of, error
+from tests.marks import on_backends
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -94,7 +95,7 @@ def test_logits(dtype, temperature, masked, several):
         assert (ours[-1][:, :-1][row_mask == 0] == 0).all()
 
 
-@pytest.mark.parametrize("several", [False, True])
+@on_backends("several", [True, False], most=1)
 def test_logits_by_the_kernels(several, backend):
     ours, theirs, exact, _ = logits_on_both(BF16, 0.7, torch.bool, several, backend)
     for one, other, truth in zip(ours, theirs, exact, strict=True):

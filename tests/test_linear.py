@@ -27,6 +27,7 @@ from tests.heads import (
     token_loss,
     upstream_of,
 )
+from tests.marks import on_backends
 
 
 def test_tiles():
@@ -44,9 +45,10 @@ def test_tiles():
     assert plan(SINGLE_ROWS, FP32) == (1, (1, 131)) and plan(SINGLE_ROWS, BF16) == (1, (14, 16))
 
 
-@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS, MORE_ROWS], ids=["one", "more tokens", "more rows"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+THREE = {name: CUTS[name] for name in ("one", "more tokens", "more rows")}
+
+
+@on_backends("run, dtype, workspace", [logprobs_and_gradients, loss_and_gradients], [BF16, FP32], THREE, most=2)
 def test_on_both_backends(backend, run, dtype, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, backend)

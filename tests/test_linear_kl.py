@@ -17,10 +17,11 @@ from tests.heads import (
     peak_bytes,
     reference_head,
 )
+from tests.marks import on_backends
+from tests.pairs import DIRECTIONS
 
 
-@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS], ids=["one", "more tokens"])
-@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+@on_backends("direction, workspace", DIRECTIONS, {"one": ONE_TILE, "more tokens": MORE_TOKENS}, most=2)
 def test_kl_on_both_backends(backend, direction, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
@@ -31,7 +32,7 @@ def test_kl_on_both_backends(backend, direction, workspace):
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_kl(direction, dtype, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype)
@@ -88,9 +89,10 @@ def test_kl_retained_frozen_empty_and_errors():
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_kl_memory(dtype):
-    shape = (1024, 64, 20480)
+    shape, workspace_mb = (256, 64, 20480), 12
     leaves, targets, _ = make(shape, dtype)
     ref = reference_head(shape, dtype)
-    kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=48)
-    most = peak_bytes(lambda: kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=48))
-    assert 12 * 2**20 < most <= 1.1 * 48 * 2**20 + sum(leaf.nbytes for leaf in leaves)
+    kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=workspace_mb)
+    most = peak_bytes(lambda: kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=workspace_mb))
+    workspace = workspace_mb * 2**20
+    assert workspace / 4 < most <= 1.1 * workspace + sum(leaf.nbytes for leaf in leaves)

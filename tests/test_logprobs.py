@@ -19,13 +19,13 @@ from tests.logits import (
     run,
     upstream_of,
 )
+from tests.marks import diagonal, on_backends, slow
 
 # one column; less than one block; one block of the CPU path and a tail; several tiles of the kernel and an odd tail
 VOCABULARIES = [1, 7, 1000, 9001]
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@on_backends("dtype, vocab", FLOATS, VOCABULARIES)
 def test_values_and_every_gradient(backend, dtype, vocab):
     logits, targets = random_rows(4, vocab, dtype, backend)
     for names in (s for n in (1, 2, 3) for s in itertools.combinations(OUTPUTS, n)):
@@ -37,10 +37,11 @@ def test_values_and_every_gradient(backend, dtype, vocab):
         assert_gradient_close(gradient, expected_gradient, naive)
 
 
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0.7}, {"softcap": 5.0}, {"temperature": 1.3, "softcap": 20.0}], ids=str
-)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+OPTIONS = {"temperature": {"temperature": 0.7}, "softcap": {"softcap": 5.0}}
+OPTIONS["both"] = {"temperature": 1.3, "softcap": 20.0}
+
+
+@on_backends("dtype, options", FLOATS, OPTIONS)
 def test_temperature_and_softcap(backend, dtype, options):
     logits, targets = random_rows(5, 1500, dtype, backend)
     upstream = upstream_of(targets.shape, backend)
@@ -51,7 +52,7 @@ def test_temperature_and_softcap(backend, dtype, options):
     assert_gradient_close(gradient, expected_gradient, naive)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (1, 4), (4,), (3, 4)], ids=str)
+@on_backends("shape", [(3, 1), (3, 4), (), (1,), (1, 4), (4,)], most=2)
 def test_temperature_per_row_in_any_broadcastable_shape(backend, shape):
     logits, targets = random_rows(12, 200, torch.float32, backend)
     logits, targets = logits.view(3, 4, -1), targets.view(3, 4)
@@ -64,9 +65,14 @@ def test_temperature_per_row_in_any_broadcastable_shape(backend, shape):
     assert_gradient_close(gradient, expected_gradient, naive)
 
 
-@pytest.mark.parametrize("flat", [True, False], ids=["flat rest", "random rest"])
-@pytest.mark.parametrize("vocab", [32, 1000, 50304, 151936])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "backend, dtype, vocab, flat",
+    [
+        *diagonal(["kernel"], FLOATS, [32, 1000, 50304, 151936], {"flat rest": True, "random rest": False}, most=2),
+        *diagonal(["cpu"], FLOATS, [32, 1000, 50304, 151936], {"flat rest": True, "random rest": False}, most=3),
+    ],
+    indirect=["backend"],
+)
 def test_entropy_never_negative(backend, dtype, vocab, flat, request):
     few = "kernel" in request.node.callspec.id  # the interpreter takes up to 0.1 s a row
     gaps, offsets = (0, 10, 20, 30, 40, 60), (0, 20, 1000, -1000)
@@ -146,8 +152,7 @@ def test_nan_and_inf_show_in_their_row_alone(backend, bad):
         assert after[1].isnan() and torch.equal(after[::2], before[::2])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@on_backends("dtype, poison", FLOATS, [torch.nan, torch.inf, -torch.inf])
 def test_masked_rows_reach_nothing(backend, poison, dtype):
     logits, targets = random_rows(8, 1100, dtype, backend)
     mask = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool, device=backend)
@@ -173,8 +178,7 @@ def test_nothing_to_score(backend):
     assert not any(o.any() for o in outputs) and not gradient.any()
 
 
-@pytest.mark.parametrize("vocab", [600, 9001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [600, 9001], most=1)
 def test_bits_of_a_row_depend_on_the_row_alone(backend, dtype, vocab):
     logits, targets = random_rows(8, vocab, dtype, backend)
     logits, targets = logits.view(2, 4, vocab), targets.view(2, 4)[:, :3]
@@ -214,8 +218,7 @@ def test_row_offsets_past_2_to_the_31():
     assert all(map(torch.equal, outputs, expected)) and torch.equal(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize("temperature", [0.8, "row"])
+@on_backends("temperature, with_mask", ["row", 0.8], [True, False], most=1)
 def test_shift_equals_slicing(backend, with_mask, temperature):
     logits, targets = random_rows(3 * 6, 800, torch.bfloat16, backend)
     logits, targets = logits.view(3, 6, 800), targets.view(3, 6)
@@ -320,14 +323,16 @@ def test_targets_outside_the_vocabulary_on_a_gpu(monkeypatch):
         token_logprobs(logits, targets)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+@on_backends("dtype", [torch.int32, torch.int16, torch.uint8], most=1)
 def test_other_integer_targets(backend, dtype):
     logits, targets = random_rows(4, 60, torch.float32, backend)
     for a, b in zip(token_logprobs(logits, targets), token_logprobs(logits, targets.to(dtype)), strict=True):
         assert torch.equal(a, b)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EVERY = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
 @given(
     shape=st.sampled_from([(), (1,), (5,), (2, 3), (3, 1), (2, 1, 3)]),
     vocab=st.one_of(st.integers(1, 40), st.integers(500, 700)),
@@ -338,7 +343,7 @@ def test_other_integer_targets(backend, dtype):
     offset=st.sampled_from([0.0, 300.0]),
     seed=st.integers(0, 99),
 )
-def test_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layout, banned, masked, offset, seed):
+def check_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layout, banned, masked, offset, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = (4 * torch.randn(*shape, vocab, generator=generator) + offset).to(dtype)
     logits[torch.rand(*shape, vocab, generator=generator) < banned] = -torch.inf
@@ -362,8 +367,13 @@ def test_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layou
         assert not gradient[~mask].any() and not any(o[~mask].any() for o in outputs)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("interpret", "ulps"), [("0", 0), ("1", 4)])  # the CPU path; the kernels
+@pytest.mark.parametrize("examples", [8, slow(40)])
+def test_any_shape_stride_mask_dtype_and_ban(backend, examples):
+    settings(max_examples=examples, **EVERY)(check_any_shape_stride_mask_dtype_and_ban)(backend)
+
+
+# the CPU path; the kernels
+@pytest.mark.parametrize(("interpret", "ulps", "seed"), [("0", 0, 0), ("0", 0, 1), ("1", 4, 0), slow("1", 4, 1)])
 def test_an_offset_cancels(interpret, ulps, seed, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     torch.manual_seed(seed)

@@ -12,6 +12,7 @@ import fused_rl
 from fused_rl import reference
 from fused_rl.aggregation import LOSS_AGGS, aggregate
 from fused_rl.surrogates import RATIO_LEVELS
+from tests.marks import grid
 from tests.papers import F64, MASKS, PAPERS, B, T, batch, head
 
 KLS = (None, "k2", "k3", "rk3")
@@ -74,8 +75,7 @@ def assert_grads_close(grads, wants, upstream):
         torch.testing.assert_close(grad.double(), want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("preset", PAPERS)
+@grid("preset, kind", [*PAPERS], MASKS)
 def test_gradient_matrix(preset, kind, monkeypatch):
     """In fp64 on (B, T), and in fp32 from logits and from hidden states."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the CPU path; the kernels have their own tests

@@ -90,12 +90,13 @@ def pip_install(python, *arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "editable_mode",
     [
         pytest.param(None, id="wheel"),
-        pytest.param("lenient", id="editable", marks=pytest.mark.slow),
-        pytest.param("strict", id="editable-strict", marks=pytest.mark.slow),
+        pytest.param("lenient", id="editable"),
+        pytest.param("strict", id="editable-strict"),
     ],
 )
 def test_installed_package_works_from_another_folder(editable_mode, sources, environment, tmp_path):
@@ -153,9 +154,13 @@ def command(places, *words):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_without_extras_help_is_help_and_a_command_says_what_to_install(without_extras):
+@pytest.mark.slow
+def test_without_extras_help_is_help(without_extras):
     status, out, _ = command(without_extras, "--help")
     assert status == 0 and out.startswith("usage: fused-rl {sft,reward")
+
+
+def test_without_extras_a_command_says_what_to_install(without_extras):
     status, out, err = command(without_extras, "grpo", "--model", "x")
     assert (status, out) == (1, "") and err.count("\n") == 1, err
     assert err.startswith("fused-rl grpo: error: not installed: jsonargparse, ")

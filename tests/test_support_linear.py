@@ -20,6 +20,7 @@ from tests.kept_sets import (
     run_on,
     upstream_of,
 )
+from tests.marks import on_backends
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
@@ -104,9 +105,7 @@ def sets_of(sizes, vocab=701):
     return TokenSupport.from_lists(lists), torch.stack(targets)
 
 
-@pytest.mark.parametrize("sizes", [MIXED, SHORT], ids=["mixed", "short"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)])
+@on_backends("dtype, name, sizes", [FP32, BF16, FP16], OPTIONS.keys(), {"mixed": MIXED, "short": SHORT}, most=2)
 def test_linear_values_and_gradients(backend, dtype, name, sizes):
     support, targets = sets_of(sizes)
     options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
@@ -133,8 +132,8 @@ def test_linear_singletons_give_no_gradient(backend):
     assert not any(found[i].any() for i in (0, 1, 3, 4, 5))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype):
+@on_backends("dtype, seed, zeros", [BF16, FP32], range(2), [False, True], most=2)
+def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype, seed, zeros):
     """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""
     n, vocab = 24, 97
     generator = torch.Generator().manual_seed(0)
@@ -146,13 +145,12 @@ def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dt
     upstream[:, ::4] = upstream[:, :1]
     leaves[0].data[:8] = leaves[0].data[8:16]
     targets, upstream = run_on(backend, targets, upstream)
-    for head in (leaves[1:], [torch.zeros_like(leaf).requires_grad_() for leaf in leaves[1:]]):
-        expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
-        for seed in range(2):
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(backend)
-            moved = [leaves[0].detach()[order].requires_grad_(), *head]
-            found = linear(fused_rl, moved, targets[order], upstream[:, order], support=support.select(order))
-            assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
+    head = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves[1:]] if zeros else leaves[1:]
+    expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(backend)
+    moved = [leaves[0].detach()[order].requires_grad_(), *head]
+    found = linear(fused_rl, moved, targets[order], upstream[:, order], support=support.select(order))
+    assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
 
 
 def test_whole_rows_go_through_tiles_with_their_bits(backend):
