@@ -12,6 +12,10 @@ def slow(*values):
     return pytest.param(*values, marks=SLOW)
 
 
+# For a test that asks nothing of the kernels that other tests do not ask: interpreted, they are slow here.
+cpu_fast = pytest.mark.parametrize("backend", [slow("kernel"), "cpu"], indirect=True)
+
+
 def first_fast(cases: Iterable) -> list:
     """The cases, all but the first marked slow."""
     first, *others = cases

@@ -115,7 +115,7 @@ def divergence(x, y, direction, temperature):
     return ((logp.exp() * (logp - mean)).sum(-1) + (logq.exp() * (logq - mean)).sum(-1)) / 2
 
 
-@on_backends("direction, temperature", DIRECTIONS, [1.0, 0.7, 1.3], most=1)
+@on_backends("direction, temperature", DIRECTIONS, [1.0, 0.7, 1.3], most=0)
 def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature):
     """Heads that share a column with the other row, and heads that do not; one in the columns looked at first."""
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +137,7 @@ def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature)
     assert (relative <= 2e-6).all(), relative
 
 
-@on_backends("direction, temperature", DIRECTIONS, [1e-6, 1e-4, 1e-2, 1e6])
+@on_backends("direction, temperature", DIRECTIONS, [1e-6, 1e-4, 1e-2, 1e6], most=1)
 def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperature):
     """5e-6 of the value, or less than 1e-7 nats; Jensen-Shannon knows x - y to an fp32 ulp, over T."""
     x = torch.stack([noise(3.0, seed) for seed in range(4)])
@@ -177,12 +177,12 @@ def test_finite_masks(backend, direction, fill):
 HALVES = [(torch.bfloat16, -1e4), (torch.bfloat16, -1e9), (torch.bfloat16, LOWEST), (torch.float16, LOWEST)]
 
 
-@on_backends("direction, of", DIRECTIONS, HALVES, most=1)
+@on_backends("direction, of", DIRECTIONS, HALVES, most=0)
 def test_finite_masks_in_16_bits(backend, direction, of):
     assert_divergence(*masked_pairs(*of), direction, backend)
 
 
-@on_backends("fill, vocab", [-1e9, -1e3], [100, 2, 5], most=1)  # lanes of one column
+@on_backends("fill, vocab", [-1e9, -1e3], [100, 2, 5], most=0)  # lanes of one column
 def test_finite_masks_of_short_rows(backend, fill, vocab):
     x, y = (z[:, -vocab:] for z in masked_pairs(torch.float32, fill))
     for direction in DIRECTIONS:

@@ -7,6 +7,7 @@ import fused_rl
 from fused_rl import reference
 from tests.distributed import run_distributed
 from tests.heads import MORE_TOKENS, token_loss
+from tests.marks import slow
 
 
 class Policy(torch.nn.Module):
@@ -115,15 +116,17 @@ def assert_trained_alike(results, cases):
                 torch.testing.assert_close(torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name)
 
 
+# stage, tied
 @pytest.mark.usefixtures("cpu")
-def test_deepspeed_zero():
+@pytest.mark.parametrize("cases", [[(3, True)], slow([(0, False), (1, False), (2, False), (3, False)])], ids=str)
+def test_deepspeed_zero(cases):
     """ZeRO 0 to 3 over two processes train as one process does on the whole batch, loss scaled after the op."""
-    cases = [(0, False), (1, False), (2, False), (3, False), (3, True)]
     assert_trained_alike(run_distributed(zero_training, 2, cases), cases)
 
 
+# a head of its own group, tied
 @pytest.mark.usefixtures("cpu")
-def test_fsdp():
+@pytest.mark.parametrize("cases", [[(True, False)], slow([(False, False), (False, True)])], ids=str)
+def test_fsdp(cases):
     """FSDP2 over two processes, the head in the root's group and in one of its own."""
-    cases = [(False, False), (True, False), (False, True)]
     assert_trained_alike(run_distributed(fsdp_training, 2, cases), cases)

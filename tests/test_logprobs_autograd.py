@@ -6,9 +6,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_rl import token_logprobs
 from tests.logits import FLOATS, OUTPUTS, exact, random_rows, run, upstream_of
-from tests.marks import on_backends
+from tests.marks import cpu_fast, on_backends
 
 
+@cpu_fast
 def test_stride_0_and_missing_upstream_gradients(backend):
     logits, targets = random_rows(5, 300, torch.float32, backend)
     for name in OUTPUTS:
@@ -54,7 +55,7 @@ def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype):
     assert torch.equal(logits.detach(), expected_gradient)
 
 
-@on_backends("cut", {"cut off": lambda x: x[:, :-1], "transposed": lambda x: x.transpose(0, 1)}, most=1)
+@on_backends("cut", {"cut off": lambda x: x[:, :-1], "transposed": lambda x: x.transpose(0, 1)}, most=0)
 def test_inplace_over_rows_that_do_not_merge(backend, cut):
     leaf, targets = random_rows(12, 130, torch.float32, backend)
     leaf, targets = leaf.view(3, 4, 130), cut(targets.view(3, 4))
@@ -64,6 +65,7 @@ def test_inplace_over_rows_that_do_not_merge(backend, cut):
     assert torch.equal(gradient, expected)
 
 
+@cpu_fast
 def test_inplace_shift(backend):
     leaf, targets = random_rows(12, 130, torch.float32, backend)
     leaf, targets = leaf.view(3, 4, 130), targets.view(3, 4)
@@ -106,6 +108,7 @@ def test_a_second_derivative_raises(backend, inplace):
         torch.autograd.grad(loss, logits, create_graph=True)[0].square().sum().backward()
 
 
+@cpu_fast
 def test_function_transforms_raise(backend):
     logits, targets = random_rows(4, 60, torch.float32, backend)
 
@@ -124,6 +127,7 @@ def test_function_transforms_raise(backend):
         entropy(torch.autograd.forward_ad.make_dual(logits, logits))
 
 
+@cpu_fast
 def test_operators_pass_opcheck(backend):
     logits, targets = random_rows(6, 40, torch.float32, backend)
     logits, targets = logits.view(2, 3, 40).requires_grad_(), targets.view(2, 3)
@@ -135,6 +139,7 @@ def test_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 
+@cpu_fast
 def test_one_graph_for_all_lengths_and_temperatures(backend, request):
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -143,7 +148,7 @@ def test_one_graph_for_all_lengths_and_temperatures(backend, request):
         return (outputs.logprobs - 0.1 * outputs.entropy).sum()
 
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    lengths = range(3, 6) if request.node.callspec.id == "kernel" else range(3, 23)  # the interpreter is slow
+    lengths = range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)  # the interpreter is slow
     for i, length in enumerate(lengths):
         logits, targets = random_rows(2 * length, 64, torch.float32, backend)
         logits, targets = logits.view(2, length, 64).requires_grad_(), targets.view(2, length)

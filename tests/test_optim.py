@@ -9,6 +9,7 @@ import torch
 import fused_rl
 from fused_rl.trainers import config, optim
 from tests.distributed import run_distributed
+from tests.marks import slow
 
 EPS, BETAS = 1e-5, (0.9, 0.999)
 OPTIMIZERS = {
@@ -261,17 +262,12 @@ def check_through_deepspeed(world, stage, steps, make, timeout=120):
             torch.testing.assert_close(torch.tensor(p).double(), expected, atol=3e-9, rtol=2e-5)
 
 
-SLOW = pytest.mark.slow  # DeepSpeed takes seconds of CPU to be imported, in every process
+@pytest.mark.parametrize(("stage", "steps"), [(2, 20), slow(0, 200), slow(1, 200), slow(2, 200), slow(3, 200)])
+def test_steps_through_zero_with_groups_and_sub_groups(stage, steps):
+    check_through_deepspeed(1 if stage < 2 else 2, stage, steps, torch_adamw)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
-)
-def test_two_hundred_steps_through_zero_with_groups_and_sub_groups(stage):
-    check_through_deepspeed(1 if stage < 2 else 2, stage, 200, torch_adamw)
-
-
-@SLOW  # DeepSpeed compiles its own optimizers, a minute each
+@pytest.mark.slow  # DeepSpeed compiles its own optimizers, a minute each
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
 def test_deepspeeds_own_adams_through_zero(stage, make):

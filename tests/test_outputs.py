@@ -4,7 +4,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference
-from tests.marks import on_backends
+from tests.marks import cpu_fast, on_backends
 
 LEADING, VOCAB, WIDTH = (2, 5), 60, 8
 MODIFICATIONS = {
@@ -57,7 +57,7 @@ OPS = {
 }
 
 
-@on_backends("op, modify", OPS, MODIFICATIONS)
+@on_backends("op, modify", OPS, MODIFICATIONS, most=1)
 def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
     """Every output, one after the other, in one graph: what was kept for the backward pass is none of them."""
     function, options = op
@@ -76,6 +76,7 @@ def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
         assert (d.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
+@cpu_fast
 def test_a_modified_output_of_a_token_loss(backend):
     """The first backward pass has its gradients already; the second one recomputes them from what was kept."""
     (_, hidden, weight), targets, mask = leaves(backend)

@@ -21,7 +21,7 @@ from tests.kept_sets import (
     some_rows,
     upstream_of,
 )
-from tests.marks import on_backends
+from tests.marks import cpu_fast, on_backends
 
 
 def test_lists_and_scores_and_selections():
@@ -141,7 +141,7 @@ def test_what_the_mask_drops_may_have_any_set(backend):
     assert out.logprobs[1] == 0 and out.logprobs[0] < 0
 
 
-@on_backends("dtype, name", [FP32, BF16, FP16], OPTIONS.keys(), most=2)
+@on_backends("dtype, name", [FP32, BF16, FP16], OPTIONS.keys(), most=1)
 def test_values_and_gradients(backend, dtype, name):
     """Against masked_fill(-inf) and a softmax in fp64."""
     lists, targets = some_rows()
@@ -160,7 +160,7 @@ def test_values_and_gradients(backend, dtype, name):
     assert_same_bits(in_place, found)
 
 
-@on_backends("size", [999, 5000, 5003], most=1)
+@on_backends("size", [999, 5000, 5003], most=0)
 def test_long_sets(backend, size):
     ids = torch.randperm(5003, generator=torch.Generator().manual_seed(size))[:size]
     logits, targets = run_on(backend, random_logits(1, 5003).to(BF16), ids[7:8])
@@ -172,7 +172,7 @@ def test_long_sets(backend, size):
     assert_as_good(found, exact, same, atol=1e-6)
 
 
-@on_backends("used", range(3), most=1)
+@on_backends("used", range(3), most=0)
 def test_gradient_of_one_output(backend, used):
     lists, targets = some_rows(vocab=701, longest=300)
     support = TokenSupport.from_lists(lists).to(backend)
@@ -217,7 +217,7 @@ def test_few_whole_rows_have_the_bits_of_all_on_a_cpu(monkeypatch, whole, compil
     assert_same_bits([x[:whole] for x in found], [x[:whole] for x in plain])
 
 
-@on_backends("dtype", [BF16, FP32], most=1)
+@on_backends("dtype", [BF16, FP32], most=0)
 def test_singletons_are_certain(backend, dtype):
     """logprob and entropy exactly 0 and no gradient from them; lse is the logit, with a gradient of 1."""
     logits = random_logits(4, 300).to(backend, dtype)
@@ -248,6 +248,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend):
         assert_same_bits(alone, [x[at] for x in together])
 
 
+@cpu_fast
 def test_shapes_strides_and_shift(backend):
     """(B, T, V), rows that do not merge, a last dimension that is not contiguous; shift drops the first target."""
     generator = torch.Generator().manual_seed(0)
@@ -301,7 +302,7 @@ def test_masked_and_banned_rows(backend):
     assert all(o[3].isnan() for o in fused_rl.token_logprobs(logits, targets, mask=mask, support=support))
 
 
-@on_backends("gap, size", [10.0, 17.0, 23.0, 29.0], [5, 1000])
+@on_backends("gap, size", [10.0, 17.0, 23.0, 29.0], [5, 1000], most=1)
 def test_one_token_with_all_the_mass(backend, gap, size):
     """The rest and the entropy where sum(exp) - 1 is far below an ulp of 1; any offset of the logits cancels."""
     generator = torch.Generator().manual_seed(int(gap))
@@ -358,6 +359,7 @@ def test_reference_by_finite_differences(options):
         )
 
 
+@cpu_fast
 def test_operators_pass_opcheck(backend):
     lists, targets = [[3], [5, 2, 9], [], [1, 0, 40]], torch.tensor([3, 9, 50, 1])
     logits, targets = run_on(backend, random_logits(len(lists), 61).to(BF16), targets)
@@ -372,7 +374,8 @@ def test_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.fused_rl.kept_logprobs_backward.default, (*grads, *saved))
 
 
-@on_backends("shift", [True, False], most=1)
+@cpu_fast
+@pytest.mark.parametrize("shift", [True, False])
 def test_compiled_without_a_break(backend, shift):
     lists, targets = some_rows(vocab=701, longest=300)
     logits = random_logits(len(lists), 701).view(2, 6, 701).to(backend)

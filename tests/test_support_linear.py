@@ -20,7 +20,7 @@ from tests.kept_sets import (
     run_on,
     upstream_of,
 )
-from tests.marks import on_backends
+from tests.marks import cpu_fast, on_backends
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
@@ -105,7 +105,7 @@ def sets_of(sizes, vocab=701):
     return TokenSupport.from_lists(lists), torch.stack(targets)
 
 
-@on_backends("dtype, name, sizes", [FP32, BF16, FP16], OPTIONS.keys(), {"mixed": MIXED, "short": SHORT}, most=2)
+@on_backends("dtype, name, sizes", [FP32, BF16, FP16], OPTIONS.keys(), {"mixed": MIXED, "short": SHORT}, most=1)
 def test_linear_values_and_gradients(backend, dtype, name, sizes):
     support, targets = sets_of(sizes)
     options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
@@ -132,7 +132,7 @@ def test_linear_singletons_give_no_gradient(backend):
     assert not any(found[i].any() for i in (0, 1, 3, 4, 5))
 
 
-@on_backends("dtype, seed, zeros", [BF16, FP32], range(2), [False, True], most=2)
+@on_backends("dtype, seed, zeros", [BF16, FP32], range(2), [False, True], most=1)
 def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype, seed, zeros):
     """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""
     n, vocab = 24, 97
@@ -153,6 +153,7 @@ def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dt
     assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
 
 
+@cpu_fast
 def test_whole_rows_go_through_tiles_with_their_bits(backend):
     """What they get with `support` is what they get without, as a batch of their own."""
     support, targets = sets_of([1, 0, 2, 0, 0, 8])
