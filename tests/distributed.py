@@ -71,6 +71,41 @@ def _collect(processes, results, timeout):
     return [returned[rank] for rank in range(len(processes))]
 
 
+def ragged_batches(lengths):
+    """Micro-batches of two sequences of these lengths: [(token ids (2, n + 1), advantages (2, n))] for each rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+
+    def batch(n):
+        return torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator)
+
+    ranks = []
+    for of_rank in lengths:
+        ranks.append([batch(n) for n in of_rank])
+    return ranks
+
+
+def zero_engine(model, optimizer, stage, **zero):
+    """A DeepSpeed engine that partitions the smallest parameter, too."""
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
+    deepspeed.init_distributed("gloo")
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
 def run_distributed(fn, world, *args, timeout=120):
     """`[fn(rank, world, *args) for each rank]`, each in a process of a gloo group of `world`.
 

@@ -82,11 +82,11 @@ def unknown_gradients(op, promised, leaves, sizes):
 
 
 # What took 23 to 401 draws to find, drawn every time: a mask of -1e9 on the policy's lanes, blocks and most columns.
-MASKED = [
-    Case((Row("ordinary", "another", place, "-1e9", "policy"),), vocab, dtype, "contiguous", 1.0, None, False, to, 2, 0)
-    for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.float32))
-    for to in ("reverse", "forward")
-]
+MASKED = []
+for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.float32)):
+    row = Row("ordinary", "another", place, "-1e9", "policy")
+    for direction in ("reverse", "forward"):
+        MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, False, direction, 2, 0))
 MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16))
 
 

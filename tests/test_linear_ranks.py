@@ -1,11 +1,13 @@
 """Both ops in the forward of a module whose weights are sharded: ZeRO 0 to 3 and FSDP2."""
 
+import itertools
+
 import pytest
 import torch
 
 import fused_rl
 from fused_rl import reference
-from tests.distributed import run_distributed
+from tests.distributed import ragged_batches, run_distributed, zero_engine
 from tests.heads import MORE_TOKENS, token_loss
 from tests.marks import slow
 
@@ -31,17 +33,7 @@ class Policy(torch.nn.Module):
         return loss - (logprobs * advantages + 0.1 * entropy.square()).sum()
 
 
-def batches(world):
-    """Three micro-batches for each of `world` ranks, of different lengths."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = [[12, 7, 9], [5, 12, 8]]
-    return [
-        [
-            (torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator))
-            for n in lengths[rank]
-        ]
-        for rank in range(world)
-    ]
+BATCHES = ragged_batches([[12, 7, 9], [5, 12, 8]])
 
 
 def plain_training(tied):
@@ -50,7 +42,7 @@ def plain_training(tied):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
-        for batch in (b for rank in batches(2) for b in rank):
+        for batch in itertools.chain(*BATCHES):
             (model(reference, *batch) / 50).backward()
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -58,27 +50,14 @@ def plain_training(tied):
 
 def zero_training(rank, world, cases):
     import deepspeed
-    import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
-    deepspeed.init_distributed("gloo")
     trained = []
     for stage, tied in cases:
         model = Policy(tied)
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "managed_gradient_accumulation": False,
-                "gradient_clipping": 0.0,
-                "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            },
-        )
+        engine = zero_engine(model, torch.optim.SGD(model.parameters(), lr=0.5), stage)
         assert stage < 3 or model.head.weight.numel() == 0  # else nothing is sharded, and nothing tested
         for _ in range(2):
-            for batch in batches(world)[rank]:
+            for batch in BATCHES[rank]:
                 engine.backward(engine(fused_rl, *batch) / 50 * world)
             engine.step()
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
@@ -98,7 +77,7 @@ def fsdp_training(rank, world, cases):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for _ in range(2):
             optimizer.zero_grad()
-            for batch in batches(world)[rank]:
+            for batch in BATCHES[rank]:
                 (model(fused_rl, *batch) / 50 * world).backward()
             optimizer.step()
         trained.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})

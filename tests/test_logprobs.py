@@ -28,7 +28,7 @@ VOCABULARIES = [1, 7, 1000, 9001]
 @on_backends("dtype, vocab", FLOATS, VOCABULARIES, most=3)
 def test_values_and_every_gradient(backend, dtype, vocab):
     logits, targets = random_rows(4, vocab, dtype, backend)
-    for names in (s for n in (1, 2, 3) for s in itertools.combinations(OUTPUTS, n)):
+    for names in itertools.chain(*(itertools.combinations(OUTPUTS, n) for n in (1, 2, 3))):
         upstream = upstream_of(targets.shape, backend, names)
         outputs, gradient = run(token_logprobs, logits, targets, upstream)
         expected, expected_gradient = exact(logits, targets, upstream)

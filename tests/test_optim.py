@@ -8,7 +8,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import config, optim
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, zero_engine
 from tests.marks import slow
 
 EPS, BETAS = 1e-5, (0.9, 0.999)
@@ -212,23 +212,11 @@ class Scaled(torch.nn.Module):
 def through_deepspeed(rank, world, stage, steps, make):
     """Two parameter groups, sub-groups of one parameter, two micro-batches per step; returns the displacements."""
     import deepspeed
-    import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}
     model = Scaled()
     groups = [{"params": [model.a, model.b], "lr": 1e-5}, {"params": [model.c], "lr": 3e-5}]
     optimizer = fused_rl.tf_adam_epsilon(make(groups))
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 60}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    engine = zero_engine(model, optimizer, stage, sub_group_size=60)
     for g in gradients_of(steps):
         for _ in range(2):
             engine.backward(engine(g.float()) / 2)

@@ -1,5 +1,6 @@
 """Every way of installing and importing the package works."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -131,9 +132,10 @@ def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
 def without_extras(tmp_path_factory):
     """What `pip install .` leaves: the package, torch and what it needs, none of the extras."""
     places, installed = tmp_path_factory.mktemp("installed"), Path(torch.__file__).parent.parent
-    brought = [name for extra, _ in cli.EXTRAS.values() for name in extra]
+    brought = itertools.chain(*(packages for packages, _ in cli.EXTRAS.values()))
+    others = {*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"}
     for path in installed.iterdir():
-        if path.name.split(".")[0].split("-")[0] not in (*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"):
+        if path.name.split(".")[0].split("-")[0] not in others:
             (places / path.name).symlink_to(path)
     (places / "fused_rl").mkdir()
     for path in (ROOT / "fused_rl").iterdir():

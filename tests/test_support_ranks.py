@@ -1,5 +1,6 @@
 """Kept sets in several processes: sharded weights, a sharded vocabulary."""
 
+import itertools
 import os
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenSupport, reference
-from tests.distributed import run_distributed
+from tests.distributed import ragged_batches, run_distributed, zero_engine
 from tests.kept_sets import OPTIONS, outputs_and_gradient, random_logits, some_rows, upstream_of
 from tests.marks import slow
 
@@ -31,13 +32,7 @@ class Head(torch.nn.Module):
         return -(logprobs * advantages + 0.1 * entropy.square()).sum()
 
 
-def batches():
-    generator = torch.Generator().manual_seed(3)
-    sizes = [(12, 9), (5, 8)]
-    return [
-        [(torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator)) for n in lengths]
-        for lengths in sizes
-    ]
+BATCHES = ragged_batches([(12, 9), (5, 8)])
 
 
 def trained(model, optimizer, mine, module, world, backward):
@@ -50,34 +45,21 @@ def trained(model, optimizer, mine, module, world, backward):
 
 def sharded_training(rank, world):
     import deepspeed
-    import deepspeed.ops
     from torch.distributed.fsdp import fully_shard
 
     os.environ["TRITON_INTERPRET"] = "0"
-    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
-    deepspeed.init_distributed("gloo")
     model = Head()
     fully_shard(model.head)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    trained(model, optimizer, batches()[rank], fused_rl, world, lambda loss: loss.backward())
+    trained(model, optimizer, BATCHES[rank], fused_rl, world, lambda loss: loss.backward())
     by_fsdp = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
 
     model = Head()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
+    engine = zero_engine(model, torch.optim.SGD(model.parameters(), lr=0.5), 3)
     assert engine.module.head.weight.numel() == 0
     for _ in range(2):
-        for batch in batches()[rank]:
+        for batch in BATCHES[rank]:
             engine.backward(engine(fused_rl, *batch) / 20 * world)
         engine.step()
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -91,7 +73,7 @@ def test_fsdp_and_zero_3():
     """Two processes train as one does on the whole batch with the reference."""
     model = Head()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    everything = [batch for rank in batches() for batch in rank]
+    everything = [*itertools.chain(*BATCHES)]
     trained(model, optimizer, everything, reference, 1, lambda loss: loss.backward())
     for of_rank in run_distributed(sharded_training, 2):
         for found in of_rank:

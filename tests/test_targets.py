@@ -310,7 +310,7 @@ def test_one_read_forward_one_read_and_one_write_backward(inplace):
 
 
 # Every cut on the CPU path; on the kernels, which are interpreted, those that give each kind of tile.
-CUT_CASES = [("cpu", cut, dtype) for cut in CUTS for dtype in (torch.float32, torch.bfloat16)]
+CUT_CASES = [*itertools.product(["cpu"], CUTS, (torch.float32, torch.bfloat16))]
 CUT_CASES += [slow("kernel", "more tokens", torch.bfloat16), slow("kernel", "one", torch.float32)]
 
 
