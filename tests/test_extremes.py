@@ -7,7 +7,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference, token_kl, token_logprobs
-from tests.marks import on_backends, slow
+from tests.marks import cpu_fast, on_backends, slow
 from tests.masks import LOWEST, VOCAB, assert_divergence, masked_pairs
 
 MOST, LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
@@ -155,7 +155,7 @@ def test_divergence_of_logits_beyond_its_bound_is_nan(backend):
     assert token_kl(x, torch.zeros_like(x)).isnan().all()
 
 
-@pytest.mark.parametrize("column", [3, 900])
+@on_backends("column", [3, 900], most=1)
 def test_a_forced_token_is_right_or_nan(backend, column):
     """KL(forced || other) = -log q(forced), to 5e-8 of the distance between the rows; NaN where that says nothing."""
     other = noise(seed=1)
@@ -189,7 +189,8 @@ def test_finite_masks_of_short_rows(backend, fill, vocab):
         assert_divergence(x[:12], y[:12], direction, backend)
 
 
-@pytest.mark.parametrize("every", [3, slow(1)])
+@cpu_fast
+@pytest.mark.parametrize("every", [3, 1])
 def test_jensen_shannon_is_at_most_log_2(backend, every):
     """Of rows that share nothing it is that, but for the rounding below it, and has no gradient."""
     x, y = (z[3::4][::every] for z in masked_pairs(torch.float32, -1e9))  # masked where the other is not

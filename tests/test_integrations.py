@@ -20,7 +20,7 @@ FP32 = 1e-5  # what the integration promises
 OFF_POLICY = {"num_iterations": 2, "beta": 0.04}  # the second step's ratios are not 1, and the reference has a say
 GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 DPO_LOSSES = ["hinge", "ipo", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down"]
-DPO_LOSSES += ["discopop", "sft", "sigmoid_norm"]
+DPO_LOSSES += ["sft", "sigmoid_norm"]
 HEADS = ["tied", "bias", "gemma2", "cohere", "granite"]
 
 # One cell of each of these primitives' users stays in the fast suite; the other trainers read no more than these.
@@ -79,10 +79,12 @@ MORE_CELLS = [
     *(Cell("Distillation", {"beta": 0.5}, model=head) for head in HEADS),
 ]
 # Exponentials and squares of whole responses' log-probabilities: TRL's own fp32 gradients are off by more than 1e-5.
+FP64 = {"dtype": torch.float64}
 ILL_CONDITIONED = [
-    Cell("DPO", {"loss_type": ["sppo_hard"]}),
-    Cell("DPO", {"f_divergence_type": "forward_kl"}),
-    Cell("DPO", {"f_divergence_type": "alpha_divergence"}),
+    (Cell("DPO", {"loss_type": ["discopop"]}), FP64),
+    (Cell("DPO", {"loss_type": ["sppo_hard"]}), FP64),
+    (Cell("DPO", {"f_divergence_type": "forward_kl"}), FP64),
+    (Cell("DPO", {"f_divergence_type": "alpha_divergence"}), {}),  # TRL has no fp64 for it: the head alone is exact
 ]
 BF16 = {"dtype": torch.bfloat16}
 AUTOCAST = {"bf16": True}
@@ -144,14 +146,15 @@ def test_trl_every_run_with_gradient_accumulation(cell, trl, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("cell", ILL_CONDITIONED, ids=str)
-def test_trl_run_is_as_near_to_fp64_as_trl(cell, accumulation, trl, tmp_path):
-    primitives = ("exact", "host", "ours")
-    how = {"max_steps": 1, "gradient_accumulation_steps": accumulation}
-    exact, theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in primitives)
-    allowed = trl_runs.differences(theirs, exact)
-    found = trl_runs.differences(ours, exact)
-    assert all(found[kind] <= max(FP32, allowed[kind]) for kind in found), (found, allowed)
+@pytest.mark.parametrize(("cell", "exactly"), ILL_CONDITIONED, ids=str)
+def test_trl_run_is_as_near_to_fp64_as_trl(cell, exactly, accumulation, trl, tmp_path):
+    """At most twice as far from the run in fp64 as TRL's own in fp32, or 1e-5."""
+    how = {"gradient_accumulation_steps": accumulation}
+    exact = trl_runs.train(cell, "exact", tmp_path, **exactly, **how)
+    theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in ("host", "ours"))
+    assert ours.served == theirs.host and not ours.host, "TRL's own primitive was called"
+    allowed, found = trl_runs.differences(theirs, exact), trl_runs.differences(ours, exact)
+    assert all(found[kind] <= max(FP32, 2 * allowed[kind]) for kind in found), (found, allowed)
 
 
 @pytest.mark.parametrize("accumulation", [1, slow(2)])
