@@ -15,7 +15,7 @@ import traceback
 from multiprocessing import forkserver
 
 # conftest chooses Triton's interpreter before anything imports Triton.
-PRELOADED = ["tests.conftest", "fused_rl", "deepspeed", "transformers"]
+PRELOADED = ["tests.conftest", "fused_rl", "torch.distributed.fsdp", "deepspeed", "transformers"]
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(PRELOADED)
 atexit.register(forkserver._forkserver._stop)  # waited for: its seconds are ours, and nothing outlives the tests

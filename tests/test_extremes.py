@@ -168,7 +168,7 @@ def test_a_forced_token_is_right_or_nan(backend, column):
         assert value.isnan() if height > 1e7 else known, (height, value)
 
 
-@on_backends("direction, fill", DIRECTIONS, [-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST], most=1)
+@on_backends("direction, fill", DIRECTIONS, [-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST], most=0)
 def test_finite_masks(backend, direction, fill):
     """Where one row has a mask, x - y has no digits of the other row, whose mass counts all the same."""
     assert_divergence(*masked_pairs(torch.float32, fill), direction, backend)

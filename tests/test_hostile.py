@@ -124,7 +124,8 @@ WHOLE = [whole(number) for number in range(3)]
 def test_ops(backend, name):
     """On the CPU path a dozen draws; on the kernels, whose interpreter takes seconds, one batch of `WHOLE`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        check(OPS[name], WHOLE[[*OPS].index(name) % len(WHOLE)])
+        # the ranks of a split vocabulary run again for each reduction: the smallest
+        check(OPS[name], WHOLE[-1 if name.startswith("vocab_parallel") else [*OPS].index(name) % len(WHOLE)])
         return
     examples = 6 if name.startswith("vocab_parallel") else 12  # whose ranks run again for each reduction
     settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()

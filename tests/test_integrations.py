@@ -166,6 +166,7 @@ def test_trl_reward_is_untouched(accumulation, trl, tmp_path):
     assert not ours.served and not ours.host
 
 
+@pytest.mark.slow  # by the primitive itself: test_other_divergences_are_the_hosts
 def test_trl_mixture_that_is_not_even_is_trls_own(trl, tmp_path):
     cell = Cell("Distillation", {"beta": 0.1})
     theirs, ours = (trl_runs.train(cell, primitive, tmp_path) for primitive in ("host", "ours"))

@@ -132,6 +132,7 @@ def test_a_patched_host_pickles(tmp_path):
     assert copy.deepcopy(functions) == functions
 
 
+@pytest.mark.slow  # beside the rest of the package: test_import_with_torch_alone
 def test_the_integration_imports_torch_alone():
     code = "import sys, fused_rl.integrations.trl; print({'trl', 'transformers', 'accelerate'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -179,7 +179,7 @@ def test_nothing_to_score(backend):
     assert not any(o.any() for o in outputs) and not gradient.any()
 
 
-@on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [600, 9001], most=1)
+@on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [600, 9001], most=0)
 def test_bits_of_a_row_depend_on_the_row_alone(backend, dtype, vocab):
     logits, targets = random_rows(8, vocab, dtype, backend)
     logits, targets = logits.view(2, 4, vocab), targets.view(2, 4)[:, :3]

@@ -81,7 +81,10 @@ OTHERS = [preset for preset in PAPERS if preset not in ONE_OF_EACH]
 SLOW_CELLS = [slow(*cell) for cell in itertools.product(OTHERS, MASKS)]
 
 
-@pytest.mark.parametrize("preset, kind", [*diagonal(ONE_OF_EACH, MASKS), *SLOW_CELLS])
+CELLS = [*diagonal(ONE_OF_EACH, MASKS), *SLOW_CELLS]
+
+
+@pytest.mark.parametrize(("preset", "kind"), CELLS)
 def test_gradient_matrix(preset, kind, monkeypatch):
     """In fp64 on (B, T), and in fp32 from logits and from hidden states."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the CPU path; the kernels have their own tests
@@ -108,8 +111,7 @@ def test_gradient_matrix(preset, kind, monkeypatch):
                 assert_grads_close(grads, leaf_grads, upstream)
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("preset", PAPERS)
+@pytest.mark.parametrize(("preset", "kind"), CELLS)
 def test_gradient_matrix_in_one_pass(preset, kind, monkeypatch):
     """From hidden states with the gradient formed in the forward pass; what cannot be formed so is refused."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")

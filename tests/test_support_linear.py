@@ -20,7 +20,7 @@ from tests.kept_sets import (
     run_on,
     upstream_of,
 )
-from tests.marks import cpu_fast, on_backends
+from tests.marks import cpu_fast, on_backends, slow
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
@@ -202,7 +202,7 @@ def test_a_weight_that_is_not_contiguous_and_autocast():
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, slow(FP32)])
 def test_linear_needs_neither_logits_nor_a_gemm(dtype):
     """N V would be 160 MB and more; beside gradients there are a few MB of gathered rows."""
     n, width, vocab = 1024, 64, 40960

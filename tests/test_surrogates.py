@@ -7,7 +7,7 @@ import fused_rl
 from fused_rl import surrogates
 from tests.papers import F64, B, T, batch, head
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = pytest.mark.usefixtures("cpu", "seeded")
 
 
 def test_a_surrogate_of_ones_own_and_per_token_advantages():
