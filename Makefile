@@ -47,12 +47,12 @@ demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, o
 	$(BIN)/python -m fused_rl.recipes.demo_ppo
 
 .PHONY: test
-test: $(VENV)/installed  ## every test that needs neither a GPU nor minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not mutations"
+test: $(VENV)/installed  ## the cheapest test of every guarantee: 6 minutes of CPU
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations"
 
 .PHONY: test-slow
-test-slow: $(VENV)/installed  ## the tests marked slow
-	$(BIN)/python -m pytest -m "slow and not gpu"
+test-slow: $(VENV)/installed  ## the others: every option, whole runs, compiled and interpreted kernels; 40 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 # Not in CI: it says what the tests see, not whether the code is right.
 .PHONY: test-mutations

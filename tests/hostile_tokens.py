@@ -4,6 +4,7 @@ A function joins by one row of `FUNCTIONS`: what it is called with, ours and its
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,8 +103,9 @@ def _ratio(level):
             log_ratio = log_ratio.sum(1, keepdim=True).expand(x.shape)
         if level == "sequence":
             log_ratio = log_ratio / b.mask.sum(1, keepdim=True).clamp(min=1)
-        exp = log_ratio.clamp(max=20).exp() * (1 + (log_ratio - 20).clamp(min=0))
-        return torch.where(b.mask, exp, 0)
+        exp = log_ratio.clamp(max=20).exp()
+        tangent = math.exp(20) * (log_ratio - 19)
+        return torch.where(b.mask, torch.where(log_ratio > 20, tangent, exp), 0)
 
     return Function(ours, definition)
 

@@ -7,8 +7,9 @@ import torch
 
 import fused_rl
 from fused_rl import reference, token_kl, token_logprobs
+from tests.marks import cpu_fast, on_backends, slow
+from tests.masks import LOWEST, VOCAB, assert_divergence, masked_pairs
 
-VOCAB = 2100  # several elements in every lane of a kernel, several blocks of the CPU path, and a tail
 MOST, LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")
 
@@ -71,7 +72,7 @@ def test_every_finite_logit_counts_as_what_it_is(backend, case):
     assert_right(logprobs_and_gradient(token_logprobs, row.to(backend), temperature), exact)
 
 
-@pytest.mark.parametrize(("count", "vocab"), [(64, VOCAB), (8, 20000)])  # one segment of a row, and two
+@pytest.mark.parametrize(("count", "vocab"), [(8, VOCAB), slow(64, VOCAB), slow(8, 20000)])  # a segment, and two
 def test_rows_of_one_large_value(backend, count, vocab):
     """Of values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
     values = torch.linspace(0.5e9, 1.5e9, count).to(backend)
@@ -114,8 +115,7 @@ def divergence(x, y, direction, temperature):
     return ((logp.exp() * (logp - mean)).sum(-1) + (logq.exp() * (logq - mean)).sum(-1)) / 2
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction, temperature", DIRECTIONS, [1.0, 0.7, 1.3], most=0)
 def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature):
     """Heads that share a column with the other row, and heads that do not; one in the columns looked at first."""
     generator = torch.Generator().manual_seed(0)
@@ -137,8 +137,7 @@ def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature)
     assert (relative <= 2e-6).all(), relative
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-4, 1e-2, 1e6])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction, temperature", DIRECTIONS, [1e-6, 1e-4, 1e-2, 1e6], most=1)
 def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperature):
     """5e-6 of the value, or less than 1e-7 nats; Jensen-Shannon knows x - y to an fp32 ulp, over T."""
     x = torch.stack([noise(3.0, seed) for seed in range(4)])
@@ -156,7 +155,7 @@ def test_divergence_of_logits_beyond_its_bound_is_nan(backend):
     assert token_kl(x, torch.zeros_like(x)).isnan().all()
 
 
-@pytest.mark.parametrize("column", [3, 900])
+@on_backends("column", [3, 900], most=1)
 def test_a_forced_token_is_right_or_nan(backend, column):
     """KL(forced || other) = -log q(forced), to 5e-8 of the distance between the rows; NaN where that says nothing."""
     other = noise(seed=1)
@@ -169,110 +168,33 @@ def test_a_forced_token_is_right_or_nan(backend, column):
         assert value.isnan() if height > 1e7 else known, (height, value)
 
 
-# A finite mask in place of -inf: which columns of a row, (VOCAB,) bool.
-COLUMNS = torch.arange(VOCAB)
-SOME = torch.rand(VOCAB, generator=torch.Generator().manual_seed(7))
-PLACES = {
-    "a column": COLUMNS == 900,
-    "the first column": COLUMNS == 0,
-    "whole lanes of the kernels": COLUMNS % 128 < 40,
-    "the first 512 columns": COLUMNS < 512,
-    "the last 60 %": COLUMNS > 0.4 * VOCAB,
-    "99 % of the columns": SOME < 0.99,
-    "all but five": SOME.argsort() >= 5,
-}
-LOWEST = "the dtype's lowest"
-
-
-def masked_pairs(dtype, fill, seed=0):
-    """(rows, VOCAB) twice: each place masked in x, in y, in both, and x there while y is masked everywhere else."""
-    fill = torch.finfo(dtype).min if fill == LOWEST else fill
-    x = 3 * torch.randn(4 * len(PLACES), VOCAB, generator=torch.Generator().manual_seed(seed))
-    y = x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1))
-    x[1::3] += 100.0  # an offset
-    x[::5, 1500] += 60.0  # a peak
-    x, y = x.to(dtype), y.to(dtype)
-    for i, place in enumerate(PLACES.values()):
-        x[4 * i, place] = fill
-        y[4 * i + 1, place] = fill
-        x[4 * i + 2, place], y[4 * i + 2, place] = fill, fill
-        x[4 * i + 3, place], y[4 * i + 3, ~place] = fill, fill
-    return x, y
-
-
-def by_definition(x, y, direction):
-    """Value, dx and dy of the sum in fp64; -1e20 and below is -inf."""
-    logp, logq = (torch.log_softmax(z.double().masked_fill(z <= -1e20, -torch.inf), -1) for z in (x, y))
-    if direction == "forward":
-        value, dy, dx = by_definition(y, x, "reverse")
-        return value, dx, dy
-    p, q = logp.exp(), logq.exp()
-    if direction == "reverse":
-        delta = torch.where(p == 0, 0.0, logp - logq)
-        value = (p * delta).sum(-1, True)
-        value[((logp > -torch.inf) & (logq == -torch.inf)).any(-1)] = torch.inf
-        dx = torch.where(p == 0, 0.0, p * (delta - value))
-        still = value.isinf()
-        return value[:, 0], dx.masked_fill(still, 0), (q - p).masked_fill(still, 0)
-    log_mean = torch.logaddexp(logp, logq).masked_fill(logp.isinf() & logq.isinf(), 0.0) - math.log(2)
-    a, b = (torch.where(z.exp() == 0, 0.0, z - log_mean) for z in (logp, logq))
-    p_a, q_b = (p * a).sum(-1, True), (q * b).sum(-1, True)
-    return (p_a + q_b)[:, 0] / 2, p * (a - p_a) / 2, q * (b - q_b) / 2
-
-
-def assert_divergence(x, y, direction, device="cpu"):
-    leaves = [z.to(device).requires_grad_() for z in (x, y)]
-    value = token_kl(*leaves, direction=direction)
-    gradients = torch.autograd.grad(value.sum(), leaves)
-    exact, *exact_gradients = by_definition(x, y, direction)
-    got, finite = value.detach().cpu().double(), exact.isfinite()
-    distance = (x.double().amax(-1) - y.double().amax(-1)).abs()
-    kl = exact if direction != "jensen-shannon" else by_definition(x, y, "reverse")[0]
-    known = (distance <= 1e7) | (kl >= 0.01 * distance)
-    assert torch.equal(got.isinf(), ~finite) and torch.equal(got.isnan(), ~known)
-    error = ((got - exact) / (3e-6 * exact + 1e-7 * distance + 1e-12))[finite & known].abs()
-    assert (error <= 1).all(), (error, got, exact)
-    # delta = log(p / q) is known to some ulps of the KL, p and q of their logits' distance
-    digits = 1e-6 + 2e-7 * (exact.where(finite & (direction != "jensen-shannon"), 0.0) + distance)
-    for gradient, best in zip(gradients, exact_gradients, strict=True):
-        rounding = torch.finfo(x.dtype).eps * best.abs() if x.dtype != torch.float32 else 0.0
-        allowed = rounding + (5e-6 * best.abs().amax(-1) + digits)[:, None]
-        assert ((gradient.cpu().double() - best).abs() <= allowed)[known].all()
-
-
-def with_slow(*values):
-    """Of these only the first in the fast suite."""
-    return [values[0], *(pytest.param(value, marks=pytest.mark.slow) for value in values[1:])]
-
-
-@pytest.mark.parametrize("fill", with_slow(-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST))
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction, fill", DIRECTIONS, [-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST], most=0)
 def test_finite_masks(backend, direction, fill):
     """Where one row has a mask, x - y has no digits of the other row, whose mass counts all the same."""
     assert_divergence(*masked_pairs(torch.float32, fill), direction, backend)
 
 
-@pytest.mark.parametrize(
-    "of", with_slow((torch.bfloat16, -1e4), (torch.bfloat16, -1e9), (torch.bfloat16, LOWEST), (torch.float16, LOWEST))
-)
-@pytest.mark.parametrize("direction", DIRECTIONS)
+HALVES = [(torch.bfloat16, -1e4), (torch.bfloat16, -1e9), (torch.bfloat16, LOWEST), (torch.float16, LOWEST)]
+
+
+@on_backends("direction, of", DIRECTIONS, HALVES, most=0)
 def test_finite_masks_in_16_bits(backend, direction, of):
     assert_divergence(*masked_pairs(*of), direction, backend)
 
 
-@pytest.mark.parametrize("vocab", with_slow(100, 2, 5))  # lanes of one column
-@pytest.mark.parametrize("fill", [-1e3, -1e9])
+@on_backends("fill, vocab", [-1e9, -1e3], [100, 2, 5], most=0)  # lanes of one column
 def test_finite_masks_of_short_rows(backend, fill, vocab):
     x, y = (z[:, -vocab:] for z in masked_pairs(torch.float32, fill))
     for direction in DIRECTIONS:
         assert_divergence(x[:12], y[:12], direction, backend)
 
 
-def test_jensen_shannon_is_at_most_log_2(backend):
+@cpu_fast
+@pytest.mark.parametrize("every", [3, 1])
+def test_jensen_shannon_is_at_most_log_2(backend, every):
     """Of rows that share nothing it is that, but for the rounding below it, and has no gradient."""
-    x, y = masked_pairs(torch.float32, -1e9)
-    x, y = (torch.cat([z[3::4]] * 2) for z in (x, y))  # masked where the other is not
-    x[7:], y[7:] = (z[7:].masked_fill(z[7:] == -1e9, -torch.inf) for z in (x, y))
+    x, y = (z[3::4][::every] for z in masked_pairs(torch.float32, -1e9))  # masked where the other is not
+    x, y = (torch.cat([z, z.masked_fill(z == -1e9, -torch.inf)]) for z in (x, y))
     leaves = [z.to(backend).requires_grad_() for z in (x, y)]
     value = token_kl(*leaves, direction="jensen-shannon")
     assert (value.double() <= math.log(2)).all() and (value >= math.log(2) * (1 - 5e-7)).all()

@@ -11,7 +11,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference, tiles
-from tests.test_linear import (
+from tests.heads import (
     BF16,
     FP16,
     FP32,
@@ -29,15 +29,11 @@ from tests.test_linear import (
     reference_head,
     upstream_of,
 )
+from tests.marks import cpu_fast, on_backends, slow
+from tests.pairs import DIRECTIONS
 
-# the interpreter takes 3 s for several tiles
-TILES = [pytest.param(ONE_TILE, id="one"), pytest.param(MORE_TOKENS, id="more tokens", marks=pytest.mark.slow)]
+TILES = {"one": ONE_TILE, "more tokens": MORE_TOKENS}
 CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
-
-
-@pytest.fixture
-def cpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 class Rounded(torch.autograd.Function):
@@ -77,8 +73,7 @@ def check(run, leaves, targets, *args, monkeypatch, **options):
     return results
 
 
-@pytest.mark.parametrize("workspace", TILES)
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+@on_backends("run, workspace", [logprobs_and_gradients, loss_and_gradients], TILES, most=1)
 def test_on_both_backends(backend, monkeypatch, run, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
@@ -87,6 +82,7 @@ def test_on_both_backends(backend, monkeypatch, run, workspace):
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
+@cpu_fast
 def test_several_targets(backend, monkeypatch):
     leaves, targets, mask = make(ONE_TILE[0], BF16, backend)
     several = torch.stack([targets, (targets + 7) % ONE_TILE[0][2]], 1)
@@ -109,8 +105,7 @@ def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace)
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
-@pytest.mark.parametrize("workspace", TILES)
-@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+@on_backends("direction, workspace", DIRECTIONS, TILES, most=0)
 def test_divergence(backend, monkeypatch, direction, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
@@ -120,14 +115,14 @@ def test_divergence(backend, monkeypatch, direction, workspace):
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_divergence_in_tiles(monkeypatch, direction):
     leaves, targets, mask = make(MORE_TOKENS[0], BF16)
     options = {"direction": direction, "mask": mask, "workspace_mb": MORE_TOKENS[1]}
     check(kl_and_gradients, leaves, targets, reference_head(MORE_TOKENS[0], BF16), monkeypatch=monkeypatch, **options)
 
 
-@pytest.mark.parametrize("lengths", [(200,), (0, 3, 131)], ids=["gathered and tiled", "whole rows beside sets"])
+@on_backends("lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0)
 def test_kept_sets(backend, lengths):
     """Sets that are gathered, that go through tiles, and rows without a set; the values of each against fp64's."""
     vocab = 1024
@@ -177,7 +172,7 @@ def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):
     [
         (1, 0, "", {}),
         (3, 0, "", {}),
-        (3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}),  # a sum of so many in one go is off by more
+        slow(3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}),  # a sum of so many in one go is off by more
         (3, 30, "weight", {}),
         (3, 30, "bias", {}),
         (3, 100, "weight", {}),

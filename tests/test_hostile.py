@@ -1,5 +1,6 @@
 """Every public op on hostile inputs (tests/hostile.py), kernels and CPU path, values and gradients, against fp64."""
 
+import os
 import sys
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 import fused_rl
 from bench import interpreter
 from tests import hostile_tokens
-from tests.hostile import OPS, Case, Row, blurred, build, cases, sizes_of_head
+from tests.hostile import FILLS, LOOKS, OPS, PLACES, SIDES, Case, Row, blurred, build, cases, sizes_of_head
+from tests.hostile import OTHERS as OTHER_ROWS
+from tests.marks import diagonal
 
 SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 SETTINGS["phases"] = [Phase.generate]  # what fails is printed as it was drawn: looking for less would take minutes
@@ -79,24 +82,61 @@ def unknown_gradients(op, promised, leaves, sizes):
 
 
 # What took 23 to 401 draws to find, drawn every time: a mask of -1e9 on the policy's lanes, blocks and most columns.
-MASKED = [
-    Case((Row("ordinary", "another", place, "-1e9", "policy"),), vocab, dtype, "contiguous", 1.0, None, False, to, 2, 0)
-    for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.float32))
-    for to in ("reverse", "forward")
-]
+MASKED = []
+for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.float32)):
+    row = Row("ordinary", "another", place, "-1e9", "policy")
+    for direction in ("reverse", "forward"):
+        MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, False, direction, 2, 0))
 MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", MASKED, ids=lambda case: f"{case.rows[0].place} of {case.vocab}, {case.direction}")
-@pytest.mark.parametrize("name", [name for name in OPS if name.endswith("token_kl")])
+def masked(case):
+    return f"{case.rows[0].place} of {case.vocab}, {case.direction}"
+
+
+DIVERGENCES = [name for name in OPS if name.endswith("token_kl")]
+
+
+@pytest.mark.parametrize(("name", "case"), diagonal(DIVERGENCES, {masked(case): case for case in MASKED}))
 def test_masks_of_most_columns(backend, name, case):
     check(OPS[name], case)
 
 
+AXES = [*LOOKS], [*OTHER_ROWS], [*PLACES], FILLS, SIDES
+
+
+def whole(number):
+    """A batch of four rows; in three such batches every look, relation, place, fill and side stands."""
+    rows = []
+    for i in range(4 * number, 4 * number + 4):
+        look, other, place, fill, side = (axis[i % len(axis)] for axis in AXES)
+        rows.append(Row(look, other, place, fill, side))
+    drawn = Case(tuple(rows), 513, torch.float32, "odd stride", "per row", None, True, "reverse", 5, number)
+    if number == 1:
+        return drawn._replace(vocab=2100, dtype=torch.bfloat16, view="columns apart", temperature=0.7, softcap=30.0)
+    return drawn._replace(vocab=33, view="transposed", direction="forward", masked=False) if number == 2 else drawn
+
+
+WHOLE = [whole(number) for number in range(3)]
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_ops(backend, name):
+    """On the CPU path a dozen draws; on the kernels, whose interpreter takes seconds, one batch of `WHOLE`."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # the ranks of a split vocabulary run again for each reduction: the smallest
+        check(OPS[name], WHOLE[-1 if name.startswith("vocab_parallel") else [*OPS].index(name) % len(WHOLE)])
+        return
     examples = 6 if name.startswith("vocab_parallel") else 12  # whose ranks run again for each reduction
     settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+def test_ops_at_length(backend, name):
+    """Ten times as many on the CPU path, twice a dozen on the kernels."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    settings(max_examples=24 if interpreted else 120, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
 
 
 def check_tokens(function, case):
@@ -123,10 +163,13 @@ def check_tokens(function, case):
         assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
-def test_functions_of_tokens(name):
+def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]
-    settings(max_examples=40, **SETTINGS)(given(hostile_tokens.cases())(lambda case: check_tokens(function, case)))()
+    settings(max_examples=examples, **SETTINGS)(
+        given(hostile_tokens.cases())(lambda case: check_tokens(function, case))
+    )()
 
 
 # Names that are no functions of logits, hidden states or tokens.

@@ -6,6 +6,7 @@ import torch
 import fused_rl
 from fused_rl import policy_loss, policy_token_loss
 
+pytestmark = pytest.mark.usefixtures("cpu")
 SHAPE = (3, 6)
 IMPOSSIBLE = [(0, 1), (1, 0), (2, 5)]  # in both policies; in the one that sampled; in the reference
 

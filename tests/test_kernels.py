@@ -9,6 +9,7 @@ import triton.language as tl  # noqa: E402
 
 from bench import interpreter  # noqa: E402
 from fused_rl.kernels import logprob, online  # noqa: E402
+from tests.marks import grid  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
 # With 32 threads a program streams tiles of 2048 bf16 columns and segments of 4096, so that small rows have all parts:
@@ -58,8 +59,7 @@ def assert_same_bits(actual, expected):
         assert torch.equal(a.contiguous().view(torch.uint8), e.expand(a.shape).contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@grid("dtype, vocab", [torch.bfloat16, torch.float32], VOCABULARIES, most=5)
 def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatch):
     row, target = one_row(vocab, dtype)
     split(monkeypatch, False)
@@ -98,8 +98,7 @@ def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     torch.testing.assert_close(gradient, -torch.softmax(row, 1))  # as on a shard that does not hold the target
 
 
-@pytest.mark.parametrize("offset", [0, 3])
-@pytest.mark.parametrize("vocab", [2048 + 256, 4099, 3 * 4096])
+@grid("vocab, offset", [2048 + 256, 4099, 3 * 4096], [0, 3], most=2)
 def test_bytes(vocab, offset, monkeypatch):
     """One read forward; one read and one write backward; of a masked row no read, and zeros written."""
     split(monkeypatch, False)
@@ -128,9 +127,8 @@ def test_an_offset_of_all_logits_cancels():
         torch.testing.assert_close(actual[5], expected[5], rtol=2e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("inv_t", [1.0, 1 / 0.7, 1 / 1.3])
-@pytest.mark.parametrize("gap", [10.0, 17.0, 23.0, 29.0])
-@pytest.mark.parametrize("column", [0, 2380, 2399])  # the last two: beside the narrow end of the row, and in it
+# the last two columns: beside the narrow end of the row, and in it
+@grid("gap, column, inv_t", [10.0, 17.0, 23.0, 29.0], [0, 2380, 2399], [1.0, 1 / 0.7, 1 / 1.3])
 def test_one_token_with_all_the_mass(gap, column, inv_t):
     """l' and H where sum(exp) - 1 is far below an ulp of 1, wherever the maximum stands."""
     generator = torch.Generator().manual_seed(int(gap))

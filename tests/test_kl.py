@@ -15,69 +15,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fused_rl
 from bench import interpreter
 from fused_rl import reference
+from tests.marks import cpu_fast, on_backends, slow
+from tests.pairs import DIRECTIONS, DTYPES, assert_as_good_as_reference, both_gradients, exact, pair
 
-DIRECTIONS = ("reverse", "forward", "jensen-shannon")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def pair(*shape, dtype=torch.float32, spread=3.0, distance=0.5, seed=0, device="cpu"):
-    """Logits and reference logits that differ by noise of the given standard deviation, before rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    x = spread * torch.randn(*shape, generator=generator)
-    y = x + distance * torch.randn(*shape, generator=generator)
-    return x.to(device, dtype), y.to(device, dtype)
+# less than a tile, one exactly, a tail
+SIZES = [(torch.float32, 4096), (torch.bfloat16, 33), (torch.float16, 1000), (torch.float32, 1), (torch.bfloat16, 8200)]
+SIZES += [(torch.float32, 2), (torch.float32, 33), (torch.float32, 10007)]
 
 
-def exact(x, y, direction, temperature=1.0):
-    """fp64, by sums whose terms are >= 0, so that close distributions keep their digits."""
-    logp, logq = (torch.log_softmax(z.double() / temperature, -1) for z in (x, y))
-    none = logp.isinf() & logq.isinf()
-    logp, logq = logp.masked_fill(none, -1e4), logq.masked_fill(none, -1e4)
-    if direction == "forward":
-        logp, logq = logq, logp
-    if direction == "jensen-shannon":
-        r = torch.tanh((logp - logq) / 2)
-        j = ((1 + r) * torch.log1p(r) + (1 - r) * torch.log1p(-r)) / 2
-        j = torch.where(r.abs() < 1e-2, r**2 / 2 + r**4 / 12 + r**6 / 30, j)
-        return (j * (logp.exp() + logq.exp()) / 2).sum(-1)
-    d = logp - logq
-    excess = torch.expm1(-d) + d
-    excess = torch.where(d.abs() < 1e-3, d**2 / 2 - d**3 / 6 + d**4 / 24, excess)
-    return (logp.exp() * excess).sum(-1)
-
-
-def both_gradients(op, x, y, upstream, **options):
-    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
-    value = op(x, y, **options)
-    return value.detach(), *torch.autograd.grad(value, (x, y), upstream.to(value.dtype))
-
-
-def assert_as_good_as_reference(got, x, y, upstream, floor=1e-6, **options):
-    """Each of value, dlogits, dref: error against fp64 at most twice that of the reference in the inputs' dtype."""
-    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream, **options)
-    plain = both_gradients(reference.token_kl, x, y, upstream, **options)
-    for name, ours, best, theirs in zip(("value", "dlogits", "dref"), got, want, plain, strict=True):
-        assert torch.isfinite(ours).all(), name
-        allowed = 2 * (theirs - best).abs().max() + floor * best.abs().max()
-        assert (ours - best).abs().max() <= allowed, (name, (ours - best).abs().max(), allowed)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "vocab"),
-    [
-        *((torch.float32, vocab) for vocab in (1, 2, 33, 4096, 10007)),  # less than a tile, one exactly, a tail
-        (torch.bfloat16, 33),
-        (torch.bfloat16, 8200),
-        (torch.float16, 1000),
-    ],
-)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_value_and_gradients(backend, direction, dtype, vocab):
+@on_backends("direction, size", DIRECTIONS, SIZES, most=3)
+def test_value_and_gradients(backend, direction, size):
+    dtype, vocab = size
     x, y = pair(2, 3, vocab, dtype=dtype, device=backend)
     upstream = torch.randn(2, 3, device=backend)
     options = {"direction": direction, "temperature": 0.7}
@@ -86,9 +37,8 @@ def test_value_and_gradients(backend, direction, dtype, vocab):
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("distance", [1e-1, 1e-3, 1e-5])  # KL from 5e-3 to 5e-11 nats
-@pytest.mark.parametrize("spread", [3.0, 30.0])  # smooth; nearly all mass on one token
+# KL from 5e-3 to 5e-11 nats; smooth, and nearly all mass on one token
+@on_backends("direction, distance, spread", DIRECTIONS, [1e-1, 1e-3, 1e-5], [3.0, 30.0], most=1)
 def test_close_distributions_keep_their_relative_precision(backend, spread, distance, direction):
     x, y = pair(4, 5000, spread=spread, distance=distance, device=backend)
     got = fused_rl.token_kl(x, y, direction=direction)
@@ -97,8 +47,7 @@ def test_close_distributions_keep_their_relative_precision(backend, spread, dist
     torch.testing.assert_close(got.double(), want, rtol=3e-6, atol=1e-18)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("offset", [1000.0, -1000.0])
+@on_backends("direction, offset", DIRECTIONS, [1000.0, -1000.0], most=1)
 def test_an_offset_of_one_row_costs_nothing(backend, offset, direction):
     """Against fp64 of the same rounded logits, where x - y in fp32 would be off by 6e-5."""
     x, y = pair(4, 5000, distance=1e-2, device=backend)
@@ -109,8 +58,8 @@ def test_an_offset_of_one_row_costs_nothing(backend, offset, direction):
     torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=3e-6, atol=0)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("spread", [1.0, 100.0])  # 100: KL of thousands of nats, exp(u) far beyond fp32
+# 100: KL of thousands of nats, exp(u) far beyond fp32
+@on_backends("direction, spread", DIRECTIONS, [1.0, 100.0], most=1)
 def test_far_distributions(backend, spread, direction):
     x, _ = pair(4, 3000, spread=spread, device=backend)
     y, _ = pair(4, 3000, spread=spread, seed=1, device=backend)
@@ -120,8 +69,7 @@ def test_far_distributions(backend, spread, direction):
     )
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("offset", [0.0, 64.0, -1024.0])
+@on_backends("direction, offset", DIRECTIONS, [0.0, 64.0, -1024.0], most=1)
 def test_equal_rows_are_exactly_zero(backend, offset, direction):
     """Also where the rows differ by a constant that their fp32 values hold exactly."""
     x = torch.randint(-64, 64, (5, 3001), device=backend) / 8.0
@@ -145,8 +93,7 @@ def test_equal_rows_are_exactly_zero(backend, offset, direction):
     seed=st.integers(0, 1000),
 )
 @example(142, 50.0, 300.0, 0.0, 0.0, torch.float32, "jensen-shannon", 1)  # at 660 nats, log 2 but for the rounding
-@settings(max_examples=20, deadline=None)
-def test_never_negative_never_nan(vocab, spread, distance, offset, banned, dtype, direction, seed):
+def check_never_negative_never_nan(vocab, spread, distance, offset, banned, dtype, direction, seed):
     """On both backends; and they agree within what an fp32 sum allows."""
     x, y = pair(3, vocab, dtype=dtype, spread=spread, distance=distance, seed=seed)
     x = x + offset
@@ -165,7 +112,12 @@ def test_never_negative_never_nan(vocab, spread, distance, offset, banned, dtype
         assert (values[0] <= 0.6931473).all()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("examples", [2, slow(40)])
+def test_never_negative_never_nan(examples):
+    settings(max_examples=examples, deadline=None)(check_never_negative_never_nan)()
+
+
+@on_backends("direction", DIRECTIONS, most=0)
 def test_banned_in_both(backend, direction):
     """Whole leading tiles, scattered columns, all but one: as if the columns were not there."""
     x, y = pair(3, 9001, device=backend)
@@ -186,12 +138,13 @@ def test_banned_in_both(backend, direction):
             torch.testing.assert_close(ours.double(), best, rtol=1e-5, atol=1e-7)
 
 
+@cpu_fast
 def test_jensen_shannon_where_one_bans_the_likeliest(backend):
     """Columns with mass in one distribution alone: early and late ones, small and nearly all of the mass."""
-    x, y = pair(4, 9001, device=backend)
-    for row, (at, height) in enumerate([(3, 12.0), (8999, 12.0), (3, 300.0), (8999, 300.0)]):
+    x, y = pair(4, 5001, device=backend)
+    for row, (at, height) in enumerate([(3, 12.0), (4999, 12.0), (3, 300.0), (4999, 300.0)]):
         x[row, at], y[row, at] = height, -torch.inf
-        y[row, 9000 - at], x[row, 9000 - at] = 5.0, -torch.inf
+        y[row, 5000 - at], x[row, 5000 - at] = 5.0, -torch.inf
     upstream = torch.ones(4, device=backend)
     got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
     want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
@@ -200,6 +153,7 @@ def test_jensen_shannon_where_one_bans_the_likeliest(backend):
     assert fused_rl.token_kl(x, y).isinf().all()
 
 
+@cpu_fast
 def test_banned_in_one(backend):
     """Only in the first: a finite KL. Only in the second: inf with a gradient of 0; Jensen-Shannon stays finite."""
     x, y = pair(2, 5000, device=backend)
@@ -220,7 +174,7 @@ def test_banned_in_one(backend):
         torch.testing.assert_close(ours.double(), best.nan_to_num(0), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction", DIRECTIONS, most=1)
 def test_disjoint_and_empty_rows(backend, direction):
     x, y = pair(3, 50, device=backend)
     x[0, 25:], y[0, :25] = -torch.inf, -torch.inf  # disjoint
@@ -236,8 +190,7 @@ def test_disjoint_and_empty_rows(backend, direction):
     assert dx.abs().max() < 1e-6 and dy.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("which", ["logits", "ref_logits"])
+@on_backends("which, bad", ["logits", "ref_logits"], [torch.nan, torch.inf], most=0)
 def test_nan_shows_unless_masked(backend, which, bad):
     x, y = pair(4, 5000, device=backend)
     (x if which == "logits" else y)[1:3, 4444] = bad
@@ -251,7 +204,7 @@ def test_nan_shows_unless_masked(backend, which, bad):
         assert torch.isfinite(dx[[0, 3]]).all() and torch.isfinite(dy[[0, 3]]).all()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction", DIRECTIONS, most=0)
 def test_temperature_per_row_and_mask(backend, direction):
     x, y = pair(2, 3, 1500, device=backend)
     temperature = torch.tensor([[0.3], [2.0]], device=backend)
@@ -264,7 +217,7 @@ def test_temperature_per_row_and_mask(backend, direction):
     assert (got[0][~mask] == 0).all() and (got[1][~mask] == 0).all() and (got[2][~mask] == 0).all()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@on_backends("direction", DIRECTIONS, most=0)
 def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
     x, y = pair(2, 3, 1500, device=backend)
     wide = torch.randn(2, 4, 2000, device=backend)
@@ -286,8 +239,8 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
             assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
 
 
-@pytest.mark.parametrize("vocab", [5001, 5008])  # neighbouring columns in neighbouring threads, or in one
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+# neighbouring columns in neighbouring threads, or in one
+@on_backends("dtype, vocab", [torch.float32, torch.bfloat16], [5001, 5008], most=1)
 def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
     """Both rows at 0, 1 and 5 elements from a 16-byte boundary, and at different ones; with a banned column, too."""
     x, y = pair(2, vocab, dtype=dtype, device=backend)
@@ -299,13 +252,15 @@ def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device decides by its own count")
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_row_in_several_programs_has_the_bits_of_one(direction, monkeypatch):
+# segments of 4096 columns in place of 32768; the kernels' own
+@pytest.mark.parametrize(("direction", "segment"), [("reverse", 1), *(slow(direction, 8) for direction in DIRECTIONS)])
+def test_a_row_in_several_programs_has_the_bits_of_one(direction, segment, monkeypatch):
     """Three segments: one of fast sums, one with a banned column and a rival hundreds of nats up, an end."""
     kernels = [pytest.importorskip(f"fused_rl.kernels.{name}") for name in ("kl", "kl_gradient")]
-    x, y = pair(2, 2 * 32768 + 77, dtype=torch.bfloat16)
-    x[:, 40000], y[:, 40000] = -torch.inf, -torch.inf
-    x[1, 50000], y[1, 60000] = 300.0, 250.0
+    monkeypatch.setattr(kernels[0], "SEGMENT", segment)
+    x, y = pair(2, 2 * 4096 * segment + 77, dtype=torch.bfloat16)
+    x[:, 5000 * segment], y[:, 5000 * segment] = -torch.inf, -torch.inf
+    x[1, 6250 * segment], y[1, 7500 * segment] = 300.0, 250.0
     upstream = torch.randn(2)
     one = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
     for kernel in kernels:
@@ -331,20 +286,20 @@ def test_an_offset_of_masked_columns_is_looked_for_once_more(first, reads):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")
-def test_only_segments_that_need_it_are_read_again():
+@pytest.mark.parametrize("far", [-80.0, slow(-torch.inf)])
+def test_only_segments_that_need_it_are_read_again(far):
     """Three times more: a banned column, or one 80 nats off in one row, in one segment of three."""
-    vocab, segment = 2 * 32768 + 77, 32768
-    for column, far in ((40000, -torch.inf), (40000, -80.0)):
-        x, y = pair(1, vocab, dtype=torch.bfloat16)
-        x[0, column] = y[0, column] = far
-        y[0, column] += 80.0
-        with interpreter.count_traffic() as launches:
-            value = fused_rl.token_kl(x, y)
-        assert round(launches[0].bytes()[0] / (2 * 2), -3) == round(vocab + 3 * segment, -3)
-        torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=2e-6, atol=0)
-        with interpreter.count_traffic() as launches:
-            fused_rl.token_kl(*pair(1, vocab, dtype=torch.bfloat16))
-        assert round(launches[0].bytes()[0] / (2 * 2), -3) == round(vocab, -3)
+    vocab, segment, column = 2 * 32768 + 77, 32768, 40000
+    x, y = pair(1, vocab, dtype=torch.bfloat16)
+    with interpreter.count_traffic() as launches:
+        fused_rl.token_kl(x, y)
+    assert round(launches[0].bytes()[0] / (2 * 2), -3) == round(vocab, -3)
+    x[0, column] = y[0, column] = far
+    y[0, column] += 80.0
+    with interpreter.count_traffic() as launches:
+        value = fused_rl.token_kl(x, y)
+    assert round(launches[0].bytes()[0] / (2 * 2), -3) == round(vocab + 3 * segment, -3)
+    torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=2e-6, atol=0)
 
 
 def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
@@ -420,7 +375,7 @@ def test_by_enumeration(backend):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads and stores")
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("direction", ["reverse", slow("forward")])
 def test_traffic_and_memory(direction):
     """Two reads forward, two reads and one write backward; a masked row costs nothing and one write."""
     n, vocab = 4, 9001

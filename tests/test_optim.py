@@ -9,7 +9,8 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import optim
 from fused_rl.trainers.options import config
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, zero_engine
+from tests.marks import slow
 
 EPS, BETAS = 1e-5, (0.9, 0.999)
 OPTIMIZERS = {
@@ -212,23 +213,11 @@ class Scaled(torch.nn.Module):
 def through_deepspeed(rank, world, stage, steps, make):
     """Two parameter groups, sub-groups of one parameter, two micro-batches per step; returns the displacements."""
     import deepspeed
-    import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}
     model = Scaled()
     groups = [{"params": [model.a, model.b], "lr": 1e-5}, {"params": [model.c], "lr": 3e-5}]
     optimizer = fused_rl.tf_adam_epsilon(make(groups))
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 60}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    engine = zero_engine(model, optimizer, stage, sub_group_size=60)
     for g in gradients_of(steps):
         for _ in range(2):
             engine.backward(engine(g.float()) / 2)
@@ -262,17 +251,12 @@ def check_through_deepspeed(world, stage, steps, make, timeout=120):
             torch.testing.assert_close(torch.tensor(p).double(), expected, atol=3e-9, rtol=2e-5)
 
 
-SLOW = pytest.mark.slow  # DeepSpeed takes seconds of CPU to be imported, in every process
+@pytest.mark.parametrize(("stage", "steps"), [(2, 20), slow(0, 200), slow(1, 200), slow(2, 200), slow(3, 200)])
+def test_steps_through_zero_with_groups_and_sub_groups(stage, steps):
+    check_through_deepspeed(1 if stage < 2 else 2, stage, steps, torch_adamw)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
-)
-def test_two_hundred_steps_through_zero_with_groups_and_sub_groups(stage):
-    check_through_deepspeed(1 if stage < 2 else 2, stage, 200, torch_adamw)
-
-
-@SLOW  # DeepSpeed compiles its own optimizers, a minute each
+@pytest.mark.slow  # DeepSpeed compiles its own optimizers, a minute each
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
 def test_deepspeeds_own_adams_through_zero(stage, make):

@@ -1,10 +1,10 @@
 """What a caller may do with an output: modify it in place while it carries a gradient, as in plain PyTorch."""
 
-import pytest
 import torch
 
 import fused_rl
 from fused_rl import reference
+from tests.marks import cpu_fast, on_backends
 
 LEADING, VOCAB, WIDTH = (2, 5), 60, 8
 MODIFICATIONS = {
@@ -57,18 +57,17 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("modify", MODIFICATIONS.values(), ids=MODIFICATIONS)
-@pytest.mark.parametrize("op", OPS)
+@on_backends("op, modify", OPS, MODIFICATIONS, most=1)
 def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
     """Every output, one after the other, in one graph: what was kept for the backward pass is none of them."""
-    function, options = OPS[op]
+    function, options = op
     inputs, targets, mask = leaves(backend)
 
     def gradients(module, dtype):
         xs = [x.to(dtype).requires_grad_() for x in inputs]
         outputs = function(module, *xs, targets, **options)
         for output in outputs:
-            modify(output, mask[:, 1:] if "shift" in op else mask)
+            modify(output, mask[:, 1:] if "shift" in options else mask)
         loss = sum((output * (i + 1)).sum() for i, output in enumerate(outputs))
         return [d for d in torch.autograd.grad(loss, xs, allow_unused=True) if d is not None]
 
@@ -77,6 +76,7 @@ def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
         assert (d.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 
 
+@cpu_fast
 def test_a_modified_output_of_a_token_loss(backend):
     """The first backward pass has its gradients already; the second one recomputes them from what was kept."""
     (_, hidden, weight), targets, mask = leaves(backend)

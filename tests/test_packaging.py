@@ -1,5 +1,6 @@
 """Every way of installing and importing the package works."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -28,13 +29,16 @@ def test_import_with_torch_alone(tmp_path):
     code = """
         import importlib.abc, sys
 
+        absent = "triton deepspeed transformers datasets peft accelerate trl".split()
+
         class Absent(importlib.abc.MetaPathFinder):
             def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in ("triton", "deepspeed", "transformers", "datasets", "peft", "accelerate"):
+                if name.split(".")[0] in absent:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
         sys.meta_path.insert(0, Absent())
         import torch, fused_rl
+        import fused_rl.integrations.trl  # which imports its host when it patches it
         from fused_rl import reference
         logits = torch.randn(4, 50, requires_grad=True)
         targets = torch.tensor([1, 2, 3, 4])
@@ -99,13 +103,14 @@ def pip_install(python, *arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
         "wheel",
-        pytest.param("sdist", marks=pytest.mark.slow),
-        pytest.param("lenient", id="editable", marks=pytest.mark.slow),
-        pytest.param("strict", id="editable-strict", marks=pytest.mark.slow),
+        "sdist",
+        pytest.param("lenient", id="editable"),
+        pytest.param("strict", id="editable-strict"),
     ],
 )
 def test_installed_package_works_from_another_folder(way, sources, environment, tmp_path):
@@ -137,6 +142,7 @@ def test_in_a_checkout_the_trainers_are_files_of_the_package(tmp_path):
     assert Path(path).resolve() == ROOT / "trainers" / "grpo.py"
 
 
+@pytest.mark.slow
 def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
     """Even from the checkout's root, `import kernels` finds the other package and ours stays reachable."""
     (tmp_path / "kernels").mkdir()
@@ -150,9 +156,10 @@ def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
 def without_extras(tmp_path_factory):
     """What `pip install .` leaves: the package, torch and what it needs, none of the extras."""
     places, installed = tmp_path_factory.mktemp("installed"), Path(torch.__file__).parent.parent
-    brought = [name for extra, _ in cli.EXTRAS.values() for name in extra]
+    brought = itertools.chain(*(packages for packages, _ in cli.EXTRAS.values()))
+    others = {*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"}
     for path in installed.iterdir():
-        if path.name.split(".")[0].split("-")[0] not in (*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"):
+        if path.name.split(".")[0].split("-")[0] not in others:
             (places / path.name).symlink_to(path)
     (places / "fused_rl").symlink_to(ROOT / "fused_rl")
     return places
@@ -169,9 +176,13 @@ def command(places, *words):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_without_extras_help_is_help_and_a_command_says_what_to_install(without_extras):
+@pytest.mark.slow
+def test_without_extras_help_is_help(without_extras):
     status, out, _ = command(without_extras, "--help")
     assert status == 0 and out.startswith("usage: fused-rl {sft,reward")
+
+
+def test_without_extras_a_command_says_what_to_install(without_extras):
     status, out, err = command(without_extras, "grpo", "--model", "x")
     assert (status, out) == (1, "") and err.count("\n") == 1, err
     assert err.startswith("fused-rl grpo: error: not installed: jsonargparse, ")

@@ -1,64 +1,27 @@
-"""Kept sets: from logits, from hidden states, over shards; values, every gradient, bits, bytes, and a real sampler."""
+"""Kept sets from logits: what a TokenSupport is and refuses; values, every gradient, bits."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
 
 import fused_rl
-from bench import interpreter
 from fused_rl import TokenSupport, reference
-from fused_rl.kernels.states import KeptSets
-from tests.distributed import run_distributed
-from tests.test_linear import Work, assert_as_good, in_dtype, peak_bytes
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-VOCAB = 603
-
-
-def some_rows(vocab=VOCAB, longest=500, seed=0):
-    """Lists of ids, and a target of each: singletons, whole rows, 2 to `longest` ids, all ids, in any order."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [1, 0, 2, 3, 8, 82, 128, 129, 1, 0, longest, vocab]
-    lists = [torch.randperm(vocab, generator=generator)[:size] for size in sizes]
-    targets = [row[len(row) // 2] if len(row) else torch.tensor(vocab // 3) for row in lists]
-    return lists, torch.stack(targets)
-
-
-def random_logits(n, vocab=VOCAB, seed=0, scale=3.0):
-    return scale * torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed))
-
-
-def upstream_of(targets, seed=2):
-    return torch.randn(3, *targets.shape, generator=torch.Generator().manual_seed(seed)).unbind()
-
-
-def outputs_and_gradient(module, logits, targets, upstream, inplace=False, **options):
-    leaf = logits.detach().clone().requires_grad_()
-    options |= {"inplace": True} if inplace else {}
-    outputs = module.token_logprobs(leaf * 1 if inplace else leaf, targets, **options)
-    given = [(o, u.to(o.dtype)) for o, u in zip(outputs, upstream, strict=True) if u is not None]
-    outputs_used, grads = zip(*given, strict=True)
-    return [*(o.detach() for o in outputs), *torch.autograd.grad(outputs_used, leaf, grads)]
-
-
-def assert_same_bits(actual, expected):
-    for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a, e) and not a.isnan().any()
-
-
-def run_on(backend, *tensors):
-    return [t.to(backend) for t in tensors]
-
-
-OPTIONS = {
-    "plain": {},
-    "temperature, softcap": {"temperature": 0.7, "softcap": 6.0},
-    "per row, mask": {"temperature": torch.linspace(0.5, 2, 12), "mask": torch.arange(12) % 5 != 3},
-}
-
-# ------------------------------------------------------------------ TokenSupport
+from tests.heads import assert_as_good
+from tests.kept_sets import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    OPTIONS,
+    assert_same_bits,
+    outputs_and_gradient,
+    random_logits,
+    run_on,
+    some_rows,
+    upstream_of,
+)
+from tests.marks import cpu_fast, on_backends
 
 
 def test_lists_and_scores_and_selections():
@@ -178,11 +141,7 @@ def test_what_the_mask_drops_may_have_any_set(backend):
     assert out.logprobs[1] == 0 and out.logprobs[0] < 0
 
 
-# ------------------------------------------------------------------ from logits
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)])
+@on_backends("dtype, name", [FP32, BF16, FP16], OPTIONS.keys(), most=1)
 def test_values_and_gradients(backend, dtype, name):
     """Against masked_fill(-inf) and a softmax in fp64."""
     lists, targets = some_rows()
@@ -201,7 +160,7 @@ def test_values_and_gradients(backend, dtype, name):
     assert_same_bits(in_place, found)
 
 
-@pytest.mark.parametrize("size", [999, 5000, 5003])
+@on_backends("size", [999, 5000, 5003], most=0)
 def test_long_sets(backend, size):
     ids = torch.randperm(5003, generator=torch.Generator().manual_seed(size))[:size]
     logits, targets = run_on(backend, random_logits(1, 5003).to(BF16), ids[7:8])
@@ -213,7 +172,7 @@ def test_long_sets(backend, size):
     assert_as_good(found, exact, same, atol=1e-6)
 
 
-@pytest.mark.parametrize("used", range(3))
+@on_backends("used", range(3), most=0)
 def test_gradient_of_one_output(backend, used):
     lists, targets = some_rows(vocab=701, longest=300)
     support = TokenSupport.from_lists(lists).to(backend)
@@ -224,7 +183,7 @@ def test_gradient_of_one_output(backend, used):
     torch.testing.assert_close(found[3].double(), exact[3], rtol=2e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@on_backends("dtype", [BF16, FP32], most=0)
 def test_whole_rows_keep_their_bits(backend, dtype):
     """With an empty range among sets, the outputs and the gradient that the row has without `support`."""
     lists, targets = some_rows()
@@ -258,7 +217,7 @@ def test_few_whole_rows_have_the_bits_of_all_on_a_cpu(monkeypatch, whole, compil
     assert_same_bits([x[:whole] for x in found], [x[:whole] for x in plain])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@on_backends("dtype", [BF16, FP32], most=0)
 def test_singletons_are_certain(backend, dtype):
     """logprob and entropy exactly 0 and no gradient from them; lse is the logit, with a gradient of 1."""
     logits = random_logits(4, 300).to(backend, dtype)
@@ -276,6 +235,7 @@ def test_singletons_are_certain(backend, dtype):
         torch.testing.assert_close(gradient.sum(1), (one / temperature).to(dtype))
 
 
+@cpu_fast
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend):
     lists, targets = some_rows(vocab=1201, longest=1000)
     logits, targets = run_on(backend, random_logits(len(lists), 1201).to(BF16), targets)
@@ -289,6 +249,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend):
         assert_same_bits(alone, [x[at] for x in together])
 
 
+@cpu_fast
 def test_shapes_strides_and_shift(backend):
     """(B, T, V), rows that do not merge, a last dimension that is not contiguous; shift drops the first target."""
     generator = torch.Generator().manual_seed(0)
@@ -342,8 +303,7 @@ def test_masked_and_banned_rows(backend):
     assert all(o[3].isnan() for o in fused_rl.token_logprobs(logits, targets, mask=mask, support=support))
 
 
-@pytest.mark.parametrize("gap", [10.0, 17.0, 23.0, 29.0])
-@pytest.mark.parametrize("size", [5, 1000])
+@on_backends("gap, size", [10.0, 17.0, 23.0, 29.0], [5, 1000], most=1)
 def test_one_token_with_all_the_mass(backend, gap, size):
     """The rest and the entropy where sum(exp) - 1 is far below an ulp of 1; any offset of the logits cancels."""
     generator = torch.Generator().manual_seed(int(gap))
@@ -400,6 +360,7 @@ def test_reference_by_finite_differences(options):
         )
 
 
+@cpu_fast
 def test_operators_pass_opcheck(backend):
     lists, targets = [[3], [5, 2, 9], [], [1, 0, 40]], torch.tensor([3, 9, 50, 1])
     logits, targets = run_on(backend, random_logits(len(lists), 61).to(BF16), targets)
@@ -414,7 +375,8 @@ def test_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.fused_rl.kept_logprobs_backward.default, (*grads, *saved))
 
 
-@pytest.mark.parametrize("shift", [False, True])
+@cpu_fast
+@pytest.mark.parametrize("shift", [True, False])
 def test_compiled_without_a_break(backend, shift):
     lists, targets = some_rows(vocab=701, longest=300)
     logits = random_logits(len(lists), 701).view(2, 6, 701).to(backend)
@@ -443,394 +405,3 @@ def test_differentiable_once(backend):
     (gradient,) = torch.autograd.grad(out.entropy.sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         gradient.square().sum().backward()
-
-
-# ------------------------------------------------------------------ kernels
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
-def test_bytes_and_bounds():
-    """K reads of the logits per row forward; V zeros and K values backward; no program in another's elements."""
-    vocab, sizes = 4099, [1, 8, 120, 0]
-    logits = random_logits(4, vocab).to(BF16)
-    ids = torch.cat(
-        [torch.randperm(vocab, generator=torch.Generator().manual_seed(i))[:n] for i, n in enumerate(sizes)]
-    )
-    support = TokenSupport(ids, torch.tensor([0, 1, 9, 129, 129]))
-    targets, mask = ids[[0, 1, 9, 0]], torch.tensor([True, True, True, False])
-    upstream = upstream_of(targets)
-    with interpreter.count_traffic() as launches, interpreter.check_memory():
-        outputs_and_gradient(fused_rl, logits, targets, upstream, support=support, mask=mask)
-    whole_fwd, fwd, whole_bwd, bwd = launches
-    assert whole_fwd.bytes("x_ptr") == (0, 0)
-    assert fwd.bytes("logits_ptr") == (2 * 129, 0) and fwd.bytes("x_ptr")[1] == 4 * 129
-    assert whole_bwd.bytes("x_ptr")[0] == 0 and whole_bwd.bytes("dx_ptr")[1] == 2 * 4 * vocab
-    assert bwd.bytes("dx_ptr") == (0, 2 * 129) and "logits_ptr" not in bwd.read
-
-    # from hidden states: K rows of the head forward and K backward, and of its gradient each touched row once
-    width = 48
-    hidden = random_logits(4, width).requires_grad_()
-    weight = random_logits(vocab, width, seed=1).requires_grad_()
-    with interpreter.count_traffic() as launches, interpreter.check_memory():
-        out = fused_rl.linear_token_logprobs(hidden, weight, targets, support=support, mask=mask)
-        torch.autograd.grad(out, (hidden, weight), upstream)
-    dot, _, _, dhidden, head = launches
-    rows = 129 * width * 4
-    assert dot.bytes("weight_ptr") == dhidden.bytes("weight_ptr") == (rows, 0)
-    assert dhidden.bytes("dhidden_ptr") == (0, 3 * width * 4)
-    assert head.bytes("hidden_ptr")[0] == rows and head.bytes("dweight_ptr") == (0, len(ids.unique()) * width * 4)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch of a GPU, in the interpreter")
-def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
-    """What CPU tensors are checked for beforehand: an id outside the vocabulary, a target outside its set."""
-    pytest.importorskip("triton")
-    from fused_rl.kernels import support as kernels
-
-    logits, x = random_logits(3, 40), torch.zeros(6)
-    kept = KeptSets(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
-    targets = torch.tensor([1, 7, 5])
-    with interpreter.check_memory():
-        out = kernels.kept_fwd(x, kept, targets, None, 1.0, None, logits=logits)
-        assert out.logprobs.isnan().all() and out.entropy.isnan().tolist() == [True, False, True]
-        hidden, weight = random_logits(3, 16), random_logits(40, 16)
-        kernels.kept_dot(x, hidden, weight, None, kept)
-        kernels.kept_hidden(x, weight, kept)
-        entries = torch.ones(3), torch.tensor([0, 0, 1]), torch.tensor([-1, 3, 40]), torch.arange(1, 4)
-        dweight, _ = kernels.kept_head(*entries, hidden, 40, None, None, (True, False))
-    assert x.isnan().tolist() == [False, True, False, False, False, True]
-    assert dweight.any(1).nonzero()[:, 0].tolist() == [3]
-
-
-# ------------------------------------------------------------------ from hidden states
-
-
-def make_head(n, width, vocab, dtype, device, bias=True):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
-    weight, offsets = torch.randn(vocab, width, generator=generator), torch.randn(vocab, generator=generator)
-    leaves = [hidden, weight, offsets] if bias else [hidden, weight]
-    return [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
-
-
-def linear(module, leaves, targets, upstream, **options):
-    outputs = module.linear_token_logprobs(
-        leaves[0], leaves[1], targets, bias=leaves[2] if len(leaves) > 2 else None, **options
-    )
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    grads = torch.autograd.grad(outputs, wanted, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
-    return [*(o.detach() for o in outputs), *grads]
-
-
-# sets of all sizes with whole rows among them, so that some go through tiles; none of these
-MIXED, SHORT = [1, 0, 2, 3, 8, 64, 65, 700, 1, 0, 300, 701], [1, 2, 3, 8, 64, 1, 1, 5, 1, 17, 2, 9]
-
-
-def sets_of(sizes, vocab=701):
-    generator = torch.Generator().manual_seed(0)
-    lists = [torch.randperm(vocab, generator=generator)[:size] for size in sizes]
-    targets = [row[len(row) // 2] if len(row) else torch.tensor(vocab // 3) for row in lists]
-    return TokenSupport.from_lists(lists), torch.stack(targets)
-
-
-@pytest.mark.parametrize("sizes", [MIXED, SHORT], ids=["mixed", "short"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)])
-def test_linear_values_and_gradients(backend, dtype, name, sizes):
-    support, targets = sets_of(sizes)
-    options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
-    options["support"] = support.to(backend)
-    leaves, targets = make_head(12, 33, 701, dtype, backend), targets.to(backend)
-    upstream = [u.to(backend) for u in upstream_of(targets)]
-    found = linear(fused_rl, leaves, targets, upstream, workspace_mb=0.01, **options)
-    exact = linear(reference, in_dtype(leaves, FP64), targets, upstream, **options)
-    same = linear(reference, in_dtype(leaves, dtype), targets, upstream, **options)
-    assert_as_good(found, exact, same, atol=2e-6)
-    if sizes is SHORT and name == "plain":
-        certain = torch.tensor(sizes, device=backend) == 1
-        assert not found[0][certain].any() and not found[1][certain].any()
-        outside = exact[4].abs().sum(1) == 0
-        assert outside.any() and not found[4][outside].any() and not found[5][outside].any()
-
-
-def test_linear_singletons_give_no_gradient(backend):
-    leaves = make_head(3, 16, 97, BF16, backend)
-    targets = torch.tensor([5, 96, 5], device=backend)
-    support = TokenSupport(targets, torch.arange(4, device=backend))
-    one = torch.ones(3, device=backend)
-    found = linear(fused_rl, leaves, targets, (one, one, 0 * one), support=support)
-    assert not any(found[i].any() for i in (0, 1, 3, 4, 5))
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype):
-    """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""
-    n, vocab = 24, 97
-    generator = torch.Generator().manual_seed(0)
-    leaves = make_head(n, 24, vocab, dtype, backend)
-    targets = torch.randint(5, (n,), generator=generator)
-    lists = [torch.cat([t[None], 5 + torch.randperm(8, generator=generator)[:5]]) for t in targets]
-    support = TokenSupport.from_lists(lists).to(backend)
-    upstream = torch.randn(3, n, generator=generator)
-    upstream[:, ::4] = upstream[:, :1]
-    leaves[0].data[:8] = leaves[0].data[8:16]
-    targets, upstream = run_on(backend, targets, upstream)
-    for head in (leaves[1:], [torch.zeros_like(leaf).requires_grad_() for leaf in leaves[1:]]):
-        expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
-        for seed in range(2):
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(backend)
-            moved = [leaves[0].detach()[order].requires_grad_(), *head]
-            found = linear(fused_rl, moved, targets[order], upstream[:, order], support=support.select(order))
-            assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
-
-
-def test_whole_rows_go_through_tiles_with_their_bits(backend):
-    """What they get with `support` is what they get without, as a batch of their own."""
-    support, targets = sets_of([1, 0, 2, 0, 0, 8])
-    leaves, targets = make_head(6, 33, 701, BF16, backend), targets.to(backend)
-    whole = torch.tensor([1, 3, 4], device=backend)
-    upstream = torch.stack(upstream_of(targets)).to(backend)
-    found = linear(fused_rl, leaves, targets, upstream, support=support.to(backend))
-    alone = [leaves[0].detach()[whole].requires_grad_(), *leaves[1:]]
-    plain = linear(fused_rl, alone, targets[whole], upstream[:, whole])
-    assert_same_bits([x[whole] for x in found[:4]], plain[:4])
-    none = TokenSupport.from_lists([[]] * 6).to(backend)
-    expected = linear(fused_rl, leaves, targets, upstream)
-    assert_same_bits(linear(fused_rl, leaves, targets, upstream, support=none), expected)
-
-
-@pytest.fixture
-def cpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("frozen", range(3))
-def test_frozen_leaves_and_a_retained_graph(frozen):
-    support, targets = sets_of(MIXED)
-    leaves = make_head(12, 33, 701, FP32, "cpu")
-    every = linear(fused_rl, leaves, targets, upstream_of(targets), support=support)[3:]
-    leaves[frozen].requires_grad_(False)
-    some = linear(fused_rl, leaves, targets, upstream_of(targets), support=support)[3:]
-    del every[frozen]
-    assert_same_bits(some, every)
-
-    out = fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], support=support)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    first = torch.autograd.grad(out, wanted, upstream_of(targets), retain_graph=True)
-    assert_same_bits(torch.autograd.grad(out, wanted, upstream_of(targets)), first)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_a_weight_that_is_not_contiguous_and_autocast():
-    support, targets = sets_of(SHORT)
-    hidden, weight = make_head(12, 33, 701, FP32, "cpu", bias=False)
-    expected = linear(fused_rl, [hidden, weight], targets, upstream_of(targets), support=support)
-    turned = weight.detach().t().contiguous().t().requires_grad_()
-    found = linear(fused_rl, [hidden, turned], targets, upstream_of(targets), support=support)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    with torch.autocast("cpu", BF16):
-        cast = linear(fused_rl, [hidden, weight], targets, upstream_of(targets), support=support)
-    low = linear(fused_rl, in_dtype([hidden, weight], BF16), targets, upstream_of(targets), support=support)
-    assert_same_bits(cast, [*low[:3], *(x.float() for x in low[3:])])
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_linear_needs_neither_logits_nor_a_gemm(dtype):
-    """N V would be 160 MB and more; beside gradients there are a few MB of gathered rows."""
-    n, width, vocab = 1024, 64, 40960
-    hidden, weight = make_head(n, width, vocab, dtype, "cpu", bias=False)
-    ids = torch.stack([torch.randperm(vocab)[:8] for _ in range(n)])
-    support = TokenSupport(ids.reshape(-1), torch.arange(0, 8 * n + 1, 8))
-    args = [hidden, weight], ids[:, 3], upstream_of(ids[:, 3])
-    with Work() as work:
-        linear(fused_rl, *args, support=support)
-    assert work.flop == 0
-    most = peak_bytes(lambda: linear(fused_rl, *args, support=support))
-    assert most <= hidden.nbytes + weight.nbytes + 12 * 2**20
-
-
-@pytest.mark.usefixtures("cpu")
-def test_what_no_set_touches_of_a_large_gradient_is_never_written():
-    """Zeros of a mapping that was not touched: an ordinary tensor to read, add to and free, without its memory."""
-    from fused_rl.cpu.support import zeros_for_rows
-
-    def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-
-    before = resident()
-    zeros = zeros_for_rows(1 << 17, 256, FP32, touched=8)  # 128 MB
-    zeros[[5, 1 << 16]] = 1.0
-    assert resident() - before < 16 * 2**20
-    assert zeros.sum() == 512 and zeros.count_nonzero() == 512
-    kept = zeros.clone()
-    del zeros
-    assert kept.add_(1).sum() == 512 + kept.numel()
-    assert not zeros_for_rows(1 << 17, 256, FP32, touched=1 << 16).any()
-
-
-# ------------------------------------------------------------------ several processes
-
-
-class Head(torch.nn.Module):
-    """A layer and the head, with the op in the forward of the module that is sharded."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.layer = torch.nn.Embedding(131, 16), torch.nn.Linear(16, 16)
-        self.head = torch.nn.Linear(16, 131)
-
-    def forward(self, module, tokens, advantages):
-        hidden = self.layer(self.embed(tokens[:, :-1])).tanh()
-        targets = tokens[:, 1:]
-        near = (targets[..., None] + 17 * torch.arange(4)) % 131
-        lists = [row[: len(row) if i % 3 else 0] for i, row in enumerate(near.flatten(0, 1).tolist())]
-        options = {"bias": self.head.bias, "mask": targets % 3 > 0, "support": TokenSupport.from_lists(lists)}
-        logprobs, entropy, _ = module.linear_token_logprobs(hidden, self.head.weight, targets, **options)
-        return -(logprobs * advantages + 0.1 * entropy.square()).sum()
-
-
-def batches():
-    generator = torch.Generator().manual_seed(3)
-    sizes = [(12, 9), (5, 8)]
-    return [
-        [(torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator)) for n in lengths]
-        for lengths in sizes
-    ]
-
-
-def trained(model, optimizer, mine, module, world, backward):
-    for _ in range(2):
-        optimizer.zero_grad()
-        for batch in mine:
-            backward(model(module, *batch) / 20 * world)
-        optimizer.step()
-
-
-def sharded_training(rank, world):
-    import deepspeed
-    import deepspeed.ops
-    from torch.distributed.fsdp import fully_shard
-
-    os.environ["TRITON_INTERPRET"] = "0"
-    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
-    deepspeed.init_distributed("gloo")
-    model = Head()
-    fully_shard(model.head)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    trained(model, optimizer, batches()[rank], fused_rl, world, lambda loss: loss.backward())
-    by_fsdp = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
-
-    model = Head()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
-    assert engine.module.head.weight.numel() == 0
-    for _ in range(2):
-        for batch in batches()[rank]:
-            engine.backward(engine(fused_rl, *batch) / 20 * world)
-        engine.step()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        by_zero = {name: p.detach().clone().numpy() for name, p in engine.module.named_parameters()}
-    return by_fsdp, by_zero
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.slow
-def test_fsdp_and_zero_3():
-    """Two processes train as one does on the whole batch with the reference."""
-    model = Head()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    everything = [batch for rank in batches() for batch in rank]
-    trained(model, optimizer, everything, reference, 1, lambda loss: loss.backward())
-    for of_rank in run_distributed(sharded_training, 2):
-        for found in of_rank:
-            for name, p in model.named_parameters():
-                torch.testing.assert_close(torch.from_numpy(found[name]), p.detach(), rtol=0, atol=3e-6, msg=name)
-
-
-def check_shards(rank, world):
-    """Vocabulary split unevenly, both paths: values and gradients of the reference, errors on every rank."""
-    interpreter.fix_numerics()
-    vocab, starts = 703, [0, 200, 703]
-    lists, targets = some_rows(vocab=vocab, longest=300)
-    lists[4] = torch.arange(690, 703)  # nothing of it on the first rank
-    targets[4] = 699
-    support, logits = TokenSupport.from_lists(lists), random_logits(len(lists), vocab)
-    logits[3] += 1000.0
-    logits[6, lists[6][:60]] = -torch.inf
-    logits[6, targets[6]] = 0.0
-    columns, upstream = slice(starts[rank], starts[rank + 1]), upstream_of(targets)
-    for interpret in ("1", "0"):
-        os.environ["TRITON_INTERPRET"] = interpret
-        for options in list(OPTIONS.values())[1 if interpret == "1" else 0 :]:
-            exact = outputs_and_gradient(reference, logits.double(), targets, upstream, support=support, **options)
-            leaf = logits[:, columns].clone().requires_grad_()
-            out = fused_rl.vocab_parallel_token_logprobs(leaf, targets, columns.start, support=support, **options)
-            found = [*out, *torch.autograd.grad(out, leaf, upstream)]
-            for a, b in zip(found, [*exact[:3], exact[3][:, columns]], strict=True):
-                torch.testing.assert_close(a.double(), b, rtol=3e-6, atol=3e-6)
-        assert found[0][0] == 0 and found[1][0] == 0 and not found[3][0].isnan().any()
-        with pytest.raises(ValueError, match="is not in its kept set"):
-            fused_rl.vocab_parallel_token_logprobs(leaf, targets + 1, columns.start, support=support)
-        beyond = TokenSupport.from_lists([[1, 703], [1]])
-        with pytest.raises(ValueError, match="of the 2 kept ids of row 0 the ranks hold 1; check vocab_start"):
-            fused_rl.vocab_parallel_token_logprobs(leaf[:2], torch.ones(2).long(), columns.start, support=beyond)
-    return True
-
-
-def test_vocabulary_shards():
-    assert run_distributed(check_shards, 2, timeout=240) == [True] * 2
-
-
-# ------------------------------------------------------------------ a sampler
-
-
-@pytest.mark.usefixtures("cpu")
-def test_what_generate_sampled_is_replayed():
-    """Ratio 1 on the first step with the sets that top-p, top-k and min-p left; without them it is far from it."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.Qwen2Config(vocab_size=517, num_key_value_heads=2, **sizes)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    model.lm_head.weight.data.normal_(0, 0.6)
-    prompt = torch.randint(517, (6, 5))
-    sampling = {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "temperature": 0.7}
-    sampled = model.generate(
-        prompt, max_new_tokens=24, do_sample=True, output_scores=True, return_dict_in_generate=True, eos_token_id=None,
-        pad_token_id=0, **sampling,
-    )  # fmt: skip
-    targets = sampled.sequences[:, 5:]
-    scores = torch.stack(sampled.scores, 1)
-    rollout = scores.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    support = TokenSupport.from_scores(sampled.scores)
-    sizes = support.offsets.diff()
-    assert 1 < sizes.float().mean() < 20 and (sizes == 1).any() and sizes.max() <= 20
-
-    with torch.no_grad():
-        hidden = model.model(sampled.sequences).last_hidden_state[:, 4:-1]
-        logits = model.lm_head(hidden)
-    replayed = fused_rl.token_logprobs(logits, targets, temperature=0.7, support=support).logprobs
-    from_hidden = fused_rl.linear_token_logprobs(
-        hidden, model.lm_head.weight, targets, temperature=0.7, support=support
-    ).logprobs
-    for found in (replayed, from_hidden):
-        torch.testing.assert_close(found, rollout, rtol=0, atol=1e-5)
-        torch.testing.assert_close((found - rollout).exp(), torch.ones_like(found), rtol=0, atol=1e-5)
-    everything = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
-    off = rollout - everything  # -ln of the mass that was kept: top-p keeps 0.8 and more, top-k and min-p less
-    assert (off >= -1e-5).all() and off.mean() > 0.15 and ((-off).exp() < 0.9).float().mean() > 0.5

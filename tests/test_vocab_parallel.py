@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fused_rl
-from bench import interpreter
 from fused_rl import reference, vocab_parallel
 from tests.distributed import run_distributed
-from tests.test_extremes import by_definition, masked_pairs
+from tests.marks import slow
+from tests.masks import by_definition, masked_pairs
 
 VOCAB = 2003
 STARTS = {2: [0, 500, VOCAB], 3: [0, 7, 1100, VOCAB]}  # the columns of rank i are [starts[i], starts[i + 1])
@@ -157,32 +157,31 @@ def check_finite_masks(rank, world):
             assert ((ours - shard(whole, rank, world)).abs() <= allowed[:, None]).all(), direction
 
 
-def run_all(rank, world):
+def run_all(rank, world, interpret):
     """Every case in one process group: starting processes is what costs."""
-    interpreter.fix_numerics()
+    os.environ["TRITON_INTERPRET"] = interpret
     torch.manual_seed(0)
     rows_t = torch.tensor([[0.5, 1.0, 2.0, 0.9], [1.1, 1.0, 3.0, 0.8]])
     mask = torch.tensor([[True, True, False, True], [False, True, True, True]])
-    for interpret in ("1", "0"):
-        os.environ["TRITON_INTERPRET"] = interpret
-        check_logprobs(rank, world, torch.bfloat16, {}, [0, 1, 2])
-        check_kl(rank, world, torch.bfloat16, "reverse", {})
-        check_kl(rank, world, torch.float32, "reverse", {})
-        check_finite_masks(rank, world)
-        if interpret == "1" and world == 3:
-            continue  # the rest of the kernels' cases with two ranks
-        for which in ([0], [1], [2]):
-            check_logprobs(rank, world, torch.float32, {"temperature": 0.7, "softcap": 50.0}, which)
-        check_logprobs(rank, world, torch.float32, {"temperature": rows_t, "mask": mask}, [0, 1, 2])
-        check_kl(rank, world, torch.float32, "forward", {"temperature": 0.7, "mask": mask})
-        check_kl(rank, world, torch.float32, "jensen-shannon", {"temperature": rows_t})
-        check_edges(rank, world)
+    check_logprobs(rank, world, torch.bfloat16, {}, [0, 1, 2])
+    check_kl(rank, world, torch.bfloat16, "reverse", {})
+    check_kl(rank, world, torch.float32, "reverse", {})
+    check_finite_masks(rank, world)
+    if interpret == "1" and world == 3:
+        return True  # the rest of the kernels' cases with two ranks
+    for which in ([0], [1], [2]):
+        check_logprobs(rank, world, torch.float32, {"temperature": 0.7, "softcap": 50.0}, which)
+    check_logprobs(rank, world, torch.float32, {"temperature": rows_t, "mask": mask}, [0, 1, 2])
+    check_kl(rank, world, torch.float32, "forward", {"temperature": 0.7, "mask": mask})
+    check_kl(rank, world, torch.float32, "jensen-shannon", {"temperature": rows_t})
+    check_edges(rank, world)
     return True
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_equals_the_unsharded_reference(world):
-    assert run_distributed(run_all, world, timeout=240) == [True] * world
+# on the CPU path; on the kernels, interpreted
+@pytest.mark.parametrize(("world", "interpret"), [(2, "0"), slow(3, "0"), slow(2, "1"), slow(3, "1")])
+def test_equals_the_unsharded_reference(world, interpret):
+    assert run_distributed(run_all, world, interpret, timeout=240) == [True] * world
 
 
 def count(rank, world):

@@ -84,12 +84,10 @@ def attributes(host: str) -> dict[str, dict[str, object]]:
 
 def changed(before: dict, after: dict) -> list[str]:
     """Names of attributes that are not the same object any more; modules imported in between do not count."""
-    return [
-        f"{module}.{name}"
-        for module, values in before.items()
-        for name, value in values.items()
-        if after[module].get(name) is not value
-    ]
+    found = []
+    for module, values in before.items():
+        found += [f"{module}.{name}" for name, value in values.items() if after[module].get(name) is not value]
+    return found
 
 
 def documented_example(section: str) -> str:

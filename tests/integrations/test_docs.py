@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,7 +49,11 @@ def run_example(source: str, folder: Path, before: str = "") -> str:
 WRITTEN = examples((ROOT / "docs" / "integrations.md").read_text())
 
 
-@pytest.mark.parametrize(("section", "source"), WRITTEN, ids=[section for section, _ in WRITTEN])
+# an example that imports a trainer takes ten seconds; TRL's also runs within tests/test_integrations_trl_patch.py
+EXAMPLES = [block if HOSTS[block[0]] is None else slow(*block) for block in WRITTEN]
+
+
+@pytest.mark.parametrize(("section", "source"), EXAMPLES, ids=[section for section, _ in WRITTEN])
 def test_an_example_runs_as_written(section, source, tmp_path):
     host = HOSTS[section]
     if host is not None and importlib.util.find_spec(host) is None:

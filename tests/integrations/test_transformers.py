@@ -12,14 +12,12 @@ from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, p
 from tests.distributed import run_distributed
 from tests.integrations import tiny_models
 from tests.integrations.trainer_runs import Run, assert_equal_runs, make_trainer, train
+from tests.marks import slow
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(autouse=True)
-def cpu_twins(monkeypatch):
-    """The interpreted kernels are tested op by op."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def batch(number=4, seed=0):
@@ -38,8 +36,8 @@ def backward(model, inputs, way="stock"):
 
 
 # The micro-batches of a step count different numbers of labels, so that a mean of means is not the mean.
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("accumulation", [slow(1), 2])
+@pytest.mark.parametrize("name", [n if n == "qwen2-tied" else slow(n) for n in tiny_models.MODELS])
 def test_training_equals_the_stock_trainer(name, accumulation, tmp_path):
     options = {"gradient_accumulation_steps": accumulation}
     stock = train(tiny_models.model(name), tmp_path, "stock", **options)
@@ -55,7 +53,7 @@ def lora(name="qwen2", **options):
     return peft.get_peft_model(tiny_models.model(name), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
 
 
-@pytest.mark.parametrize(("name", "saved"), [("qwen2", None), ("qwen2", ["lm_head"]), ("qwen2-tied", None)])
+@pytest.mark.parametrize(("name", "saved"), [("qwen2", ["lm_head"]), slow("qwen2", None), slow("qwen2-tied", None)])
 def test_lora(name, saved, tmp_path):
     stock = train(lora(name, modules_to_save=saved), tmp_path)
     assert any("lora" in parameter for parameter in stock.gradients[0])
@@ -79,10 +77,10 @@ def test_a_model_patched_before_peft_wraps_it(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_checkpointing": True},
         {"bf16": True},  # autocast: the same products in bf16, so the same numbers but for the last bits
-        {"label_smoothing_factor": 0.1},  # takes the labels away: the model forms logits as before
-        {"max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4},
+        slow({"gradient_checkpointing": True}),
+        slow({"label_smoothing_factor": 0.1}),  # takes the labels away: the model forms logits as before
+        slow({"max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4}),
     ],
     ids=str,
 )
@@ -92,7 +90,7 @@ def test_options_of_the_trainer(options, tmp_path):
     assert_equal_runs(fused, stock, 4e-3 if "bf16" in options else 1e-5)
 
 
-@pytest.mark.parametrize("autocast", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("autocast", [True, slow(False)])
 def test_bf16_is_no_further_from_fp64_than_stock(autocast):
     """Over all models and four batches; the backbone's rounding, the larger part, is common to all three."""
     squares = {"stock": 0.0, "logits": 0.0, "fused": 0.0}

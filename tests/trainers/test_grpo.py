@@ -20,7 +20,7 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import groups, policy, reference
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
-from tests.test_losses import PAPERS
+from tests.papers import PAPERS
 from tests.trainers import tiny
 from tests.trainers.test_ppo_step import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close
 
