@@ -75,7 +75,7 @@ test-triton: $(TRITONS:%=.venv-triton-%/tested)  ## the kernels' tests and their
 .PHONY: $(TRITONS:%=.venv-triton-%/tested)
 $(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/installed
 	.venv-triton-$*/bin/python -m pytest -q -n 2 -m "not gpu" $(KERNEL_TESTS)
-	TRITON_INTERPRET=0 .venv-triton-$*/bin/python bench/codegen.py
+	TRITON_INTERPRET=0 .venv-triton-$*/bin/python bench/compiled/codegen.py
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults

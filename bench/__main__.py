@@ -25,8 +25,9 @@ GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numeric
 DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {"kernels": "run", "linear": "run", "support": "run", "topk": "run"}
-for _name in ("traffic", "codegen", "numerics", "growth", "trainers", "prototypes", "report", "gpu"):
+for _name in ("traffic", "numerics", "growth", "trainers", "prototypes", "report", "gpu"):
     COMMANDS[_name] = _name
+COMMANDS["codegen"] = "compiled.codegen"
 
 
 def run_group(group: str, options: list[str]) -> str:

@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported
 
 import fused_rl
-from bench import interpreter, machine, options, peers, results
+from bench import machine, options, peers, results
+from bench.compiled import interpreter
 from bench.repro import entropy as forms
 
 ROWS, VOCABULARY = 6, 32000

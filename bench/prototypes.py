@@ -161,7 +161,7 @@ WRONG = 1e-3  # nats, from which a kernel is not timed
 
 def predicted(name, vocab):
     """% of the copy bandwidth that the model expects."""
-    if name not in COUNTED:  # our kernels, whose headroom bench/codegen.py counts: 1.36 and more
+    if name not in COUNTED:  # our kernels, whose headroom bench/compiled/codegen.py counts: 1.36 and more
         return 100.0
     return min(100.0, 100 * BUDGET / COUNTED[name][vocab % 16 != 0])
 

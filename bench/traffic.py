@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import fused_rl
-from bench import interpreter, options, peers, results
+from bench import options, peers, results
+from bench.compiled import interpreter
 
 SHAPE = (2, 8, 50257)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from tests import hostile_tokens
 from tests.hostile import OPS, Case, Row, blurred, build, cases, sizes_of_head
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from fused_rl import reference
 
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_rl
-from bench import interpreter, traffic
+from bench import traffic
+from bench.compiled import interpreter
 from fused_rl import linear_token_logprobs, linear_token_loss, reference, token_kl, token_logprobs, topk_kl
 from fused_rl.kernels import targets as kernels
 from fused_rl.kl import DIRECTIONS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from fused_rl import reference, vocab_parallel
 from tests.distributed import run_distributed
 from tests.test_extremes import by_definition, masked_pairs

@@ -1,7 +1,7 @@
 """What the compilers make of every kernel, for NVIDIA sm_80, sm_90, sm_100 and AMD gfx942, gfx950, without a device.
 
-    python bench/codegen.py                       # the table below, from the launches that our functions make
-    python bench/codegen.py --only logprob
+    python bench/compiled/codegen.py                       # the table below, from the launches that our functions make
+    python bench/compiled/codegen.py --only logprob
 
 A subprocess (`TRITON_INTERPRET=0`) calls the launching functions with CPU tensors under a driver that only names its
 target, so that each kernel is compiled with exactly the types, specialisations and options of a real launch; then it
@@ -23,9 +23,9 @@ from pathlib import Path
 from unittest import mock
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from bench import machine_code
+from bench.compiled import machine_code
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
