@@ -140,5 +140,16 @@ def phases_gpu(run: Run, ms: int = 100) -> dict:
     return samples
 
 
+def cpu_seconds(ways: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of functions that take turns; a first round, which compiles and loads, does not count."""
+    samples = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, run in ways.items():
+            began = time.process_time()
+            run()
+            samples[name].append(time.process_time() - began)
+    return {name: median(found[1:]) for name, found in samples.items()}
+
+
 def median(samples: list) -> float:
     return statistics.median(samples)

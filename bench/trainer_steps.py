@@ -12,11 +12,9 @@ import torch
 
 from fused_rl.trainers import data, engine, grpo
 from fused_rl.trainers.data import pad
-from fused_rl.trainers.generate import TransformersSampler
 from fused_rl.trainers.metrics import Logger
 from fused_rl.trainers.packing import inputs_of
 from fused_rl.trainers.policy import load_policy, load_prompts
-from fused_rl.trainers.rollout import Sampling, roll_out
 from fused_rl.trainers.scorers import load_scorers
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
@@ -157,10 +155,6 @@ class Ours:
             worst = max(worst, (found - measured).abs().max().item())
         return worst
 
-    def accuracy(self, lm=None) -> float:
-        """Greedy, on the held-out problems, by our model or another one."""
-        return greedy_accuracy(lm or self.policy.model.module.base, self)
-
 
 def bare_logits(lm, inputs: dict) -> torch.Tensor:
     """(N, V): the model's logits where they predict tokens that count; `inputs` as `Policy.inputs` has them."""
@@ -222,16 +216,3 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
         taken += seconds() - began
         cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
     return taken
-
-
-def greedy_accuracy(lm, ours: Ours) -> float:
-    """The share of our held-out problems that the most likely response of `lm` solves; it stays in its mode."""
-    policy, training = ours.policy, lm.training
-    config = policy.config
-    sampler = TransformersSampler(
-        lm, pad_id=policy.tokenizer.pad_token_id, batch_size=config.rollout_batch_size, synced_gpus=False
-    )
-    sampling = Sampling(0.0, config.max_new_tokens, policy.sampling.stop_ids)
-    found = roll_out(sampler, policy.scorers, ours.held_out, sampling, policy.tokenizer, policy.device)
-    lm.train(training)
-    return found.solved.double().mean().item()

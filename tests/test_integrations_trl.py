@@ -23,7 +23,7 @@ import trl.trainer.utils as trl_utils  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
-from bench.repro import integrations_trl as hard  # noqa: E402
+from bench.repro.integrations import trl as hard  # noqa: E402
 from fused_rl.integrations import patching, trl_divergence, trl_head  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
 
@@ -557,7 +557,7 @@ def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
         getattr(integration, function)(torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0)
 
 
-# Where TRL's lose their digits: bench/repro/integrations_trl.py.
+# Where TRL's lose their digits: bench/repro/integrations/trl.py.
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 import fused_rl
 from bench import options, peers, results
-from bench.cases.case import Case, Spec, own
+from bench.cases.case import Case, Spec, own, relative
 from fused_rl.linear import WORKSPACE_MB
 
 FLOOR = "three GEMMs"
@@ -37,17 +37,17 @@ class LinearCase(Case):
     baselines = (FLOOR, OURS[0])
     backward_repeats = False  # a gradient that was formed in the forward pass is handed out once
     columns = {
-        "fwd ms": "forward",
+        "forward ms": "forward",
         "both ms": "both",
         "runs": "runs",
         "/ GEMMs": f"over {FLOOR}",
         "/ ours": f"over {OURS[0]}",
         "GB/s": "rate",
-        "% copy": "share",
+        "of copy": "finer share",
         "extra MB": "extra MB",
-        "loss err": "loss error",
-        "dhidden err": "dhidden error",
-        "dweight err": "dweight error",
+        "loss error": "loss error",
+        "dhidden error": "dhidden error",
+        "dweight error": "dweight error",
     }
     # Cheap ones first, so that they leave their time to the others.
     cpu = [
@@ -81,34 +81,25 @@ class LinearCase(Case):
 
     @classmethod
     def specs(cls, args):
-        listed = cls.of_device(args)
-        if args.shapes:
-            listed = []
-            for dtype in args.dtype:
-                listed += [Spec(shape, dtype) for shape in args.shapes]
-        for spec in listed:
-            shape, least = spec.shape, 2 * peers.SEQUENCE
+        least = 2 * peers.SEQUENCE
+        for shape in args.shapes or ():
             if len(shape) != 3 or shape[0] % peers.SEQUENCE or shape[0] < least:
                 wanted = f"rows x hidden x vocabulary, rows a multiple of {peers.SEQUENCE}, {least} or more"
                 raise SystemExit(f"--shapes: {wanted}; got {results.sizes(shape)}")
-        return [spec for spec in listed if spec.dtype in args.dtype]
+        return cls.listed(args)
 
-    def facts(self):
+    def facts(self, peer):
         shape, dtype, *_ = self.spec
         return {"op": self.op, "shape": list(shape), "dtype": dtype, "workspace_mb": WORKSPACE_MB}
 
     def title(self, rows, copy_bytes_per_s):
         n, width, vocab = self.spec.shape
         flop = 6 * n * width * vocab
-        sizes = f"N = {n}, H = {width}, V = {vocab}, {self.spec.dtype}"
         work = f"{flop / 1e9:.0f} GFLOP"
         for row in rows:
             if row["implementation"] == FLOOR:
                 work += f", {flop / row['ms']['both'] / 1e6:.0f} GFLOP/s by the GEMMs"
-        work += f"; workspace {WORKSPACE_MB} MB"
-        moved, text = self.bytes()
-        copy = f"copy {copy_bytes_per_s / 1e9:.1f} GB/s"
-        return f"{sizes}: {work}; {copy}\nbytes: {text} = {moved['both'] / 1e9:.3g} GB"
+        return f"{super().title(rows, copy_bytes_per_s)}; {work}; workspace {WORKSPACE_MB} MB"
 
     def returned_bytes(self):
         return self.hidden.nbytes + self.weight.nbytes
@@ -204,13 +195,7 @@ class Truth:
         exact_dhidden = self.of_tokens * weights[self.tokens, None]
         exact_dweight = (self.of_words * weights[:, None]).t() @ self.hidden
         return {
-            "loss": _off(loss.detach(), value, least=1e-3),
-            "dhidden": _off(dhidden[self.tokens], exact_dhidden),
-            "dweight": _off(dweight[self.words], exact_dweight),
+            "loss": relative(loss.detach(), value, least=1e-3),
+            "dhidden": relative(dhidden[self.tokens], exact_dhidden),
+            "dweight": relative(dweight[self.words], exact_dweight),
         }
-
-
-def _off(found, exact, least=0.0) -> float:
-    """Largest difference, relative to the largest exact element, or to `least` where that is larger."""
-    scale = exact.abs().max().clamp(min=least)
-    return ((found.double() - exact).abs().max() / scale).item()

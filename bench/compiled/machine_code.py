@@ -43,7 +43,7 @@ ALU = {
 }
 
 
-def inspect_kernel(kernel, vendor: str, element_bytes: int) -> dict:
+def inspect_kernel(kernel, vendor: str, element_bytes: int = 4) -> dict:
     """Resources of a compiled kernel, and the figures of its main loops (empty for a kernel that streams nothing)."""
     listing = _listing(kernel, vendor)
     loops = []

@@ -1,21 +1,15 @@
 """A reward read at padding: stock sequence classifiers against `RewardModel` on the same weights and inputs.
 
-    python bench/repro/padding.py
+    python -m bench.repro.padding
 
 Five texts of 3 to 12 tokens that end in EOS. A score should be that of the text alone; the table shows the largest
 deviation from it, in units of the standard deviation of the five scores, by how the batch was padded and by whether
 the pad token is the EOS token. Each text's true score is read by hand, at its last token, from an unpadded row.
 """
 
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import torch
 
-from bench.results import table
+from bench.results import table_of
 
 VOCABULARY, PAD, EOS = 61, 1, 2
 PADDINGS = ("none", "right", "left", "middle", "middle + right")
@@ -25,16 +19,16 @@ def configs():
     """Small models of both kinds of positions: rotary, and learnt by absolute position."""
     import transformers
 
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    shape["eos_token_id"] = EOS
-    rotary = {**shape, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None}
-    opt = {**shape, "ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32}
-    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "eos_token_id": EOS, "bos_token_id": EOS}
+    shared = {"vocab_size": VOCABULARY, "eos_token_id": EOS}
+    blocks = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rotary = {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None}
+    absolute = {"ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32}
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "bos_token_id": EOS}
     return {
-        "Llama": transformers.LlamaConfig(**rotary),
-        "Qwen2": transformers.Qwen2Config(**rotary),
-        "GPT-2": transformers.GPT2Config(vocab_size=VOCABULARY, **gpt2),
-        "OPT": transformers.OPTConfig(**opt),
+        "Llama": transformers.LlamaConfig(**shared, **blocks, **rotary),
+        "Qwen2": transformers.Qwen2Config(**shared, **blocks, **rotary),
+        "GPT-2": transformers.GPT2Config(**shared, **gpt2),
+        "OPT": transformers.OPTConfig(**shared, **blocks, **absolute),
     }
 
 
@@ -89,25 +83,18 @@ def deviations(config, pad_id: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def rows() -> list[list[str]]:
-    """The table's rows: model, padding, and the deviation of stock and of ours for pad != eos and pad = eos."""
-    made = []
+def main() -> None:
+    rows = []
     for name, config in configs().items():
         apart, same = deviations(config, PAD), deviations(config, EOS)
         for padding in PADDINGS:
-            of_stock = [apart[padding][0], same[padding][0]]
-            of_ours = [apart[padding][1], same[padding][1]]
-            made.append([name, padding, *[f"{cell:.2g}" for cell in of_stock + of_ours]])
-    return made
+            row = {"model": name, "padding": padding}
+            for i, scores in enumerate(("stock", "RewardModel")):
+                row[f"{scores}, pad != eos"] = apart[padding][i]
+                row[f"{scores}, pad = eos"] = same[padding][i]
+            rows.append(row)
+    print(table_of(rows))
 
 
 if __name__ == "__main__":
-    header = [
-        "model",
-        "padding",
-        "stock, pad != eos",
-        "stock, pad = eos",
-        "RewardModel, pad != eos",
-        "RewardModel, pad = eos",
-    ]
-    print(table(header, rows()))
+    main()
