@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported
 
 import fused_rl
-from bench import machine, options, peers, results
+from bench import machine, options, peers, plain, results
 from bench.compiled import interpreter
 from bench.repro import entropy as forms
 
@@ -27,18 +27,14 @@ GROUPS = {
 }
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def logits(kind, offset, dtype, device):
     """(6, V) logits: normal with deviation 3, or one token a gap above the rest; (6,) targets."""
     if kind == "normal":
-        x = torch.randn(ROWS, VOCABULARY, generator=seeded(1))
+        x = plain.normal(1, ROWS, VOCABULARY)
         x = x.mul_(3).add_(offset).to(dtype)
     else:
         x = forms.logits(kind, offset, dtype, rows=ROWS, vocabulary=VOCABULARY)
-    targets = torch.randint(VOCABULARY, (ROWS,), generator=seeded(2))
+    targets = torch.randint(VOCABULARY, (ROWS,), generator=plain.seeded(2))
     targets[0] = 7  # the token that a gap lifts
     return x.to(device), targets.to(device)
 
@@ -46,15 +42,13 @@ def logits(kind, offset, dtype, device):
 def in_dtype(x, targets, mask=None):
     """Plain torch in the logits' own dtype."""
     logp = torch.log_softmax(x, -1)
-    chosen = logp.gather(-1, targets[..., None])[..., 0]
-    return chosen, -(logp.exp() * logp).sum(-1)
+    return plain.chosen(logp, targets), plain.entropy(logp)
 
 
 def one_pass(x, targets, mask=None):
     """lse - sum p x in fp32."""
     x = x.float()
-    chosen = x.gather(-1, targets[..., None])[..., 0]
-    return chosen - torch.logsumexp(x, -1), forms.difference(x)
+    return plain.chosen(x, targets) - torch.logsumexp(x, -1), forms.difference(x)
 
 
 CPU_PATH = "fused_rl on CPU"
@@ -111,7 +105,7 @@ def measured(peer, dtype, cases, device):
     found = {name: [] for name in ("logprob", "entropy", "relative", "smallest", "gradient")}
     for kind, offset in cases:
         x, targets = logits(kind, offset, dtype, device)
-        upstream = [torch.randn(ROWS, generator=seeded(seed)).to(device) for seed in (3, 4)]
+        upstream = [plain.normal(seed, ROWS).to(device) for seed in (3, 4)]
 
         # What it returns, and the gradient for random gradients of that.
         leaf = x.clone().requires_grad_()
@@ -159,7 +153,7 @@ def kl_rows(device):
     versions = {"fused_rl": fused_rl.__version__, "plain torch, fp32": machine.version("torch")}
     found = []
     for scale in KL_SCALES:
-        generator = seeded(5)
+        generator = plain.seeded(5)
         x = torch.randn(ROWS, VOCABULARY, generator=generator).mul_(3)
         noise = torch.randn(ROWS, VOCABULARY, generator=generator)
         ref = (x + scale * noise).to(device)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from bench import results
+from bench import plain, results
 from bench.machine import version
 
 SEQUENCE = 128  # tokens that share an advantage at the output head, and the smallest piece Liger can cut
@@ -114,8 +114,7 @@ def find(
 def plain_logprobs(logits, targets, mask=None):
     """The formula as one writes it: fp32 log-softmax, gather, -sum p log p."""
     logp = torch.log_softmax(logits.float(), -1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    return masked((logp.gather(-1, targets[..., None])[..., 0], entropy), mask)
+    return masked((plain.chosen(logp, targets), plain.entropy(logp)), mask)
 
 
 def masked(outputs, mask):
@@ -142,7 +141,7 @@ def trl(device):
 
 
 @listed(LOGPROBS, "plain torch")
-def plain(device):
+def plain_torch(device):
     return plain_logprobs
 
 
@@ -155,7 +154,7 @@ def compiled(device):
 def logprob_alone(device):
     def call(logits, targets, mask=None):
         logp = torch.log_softmax(logits.float(), -1)
-        return masked((logp.gather(-1, targets[..., None])[..., 0], None), mask)
+        return masked((plain.chosen(logp, targets), None), mask)
 
     return call
 
@@ -334,7 +333,7 @@ def policy_gradient(logprobs, entropy, advantages):
 def plain_head(hidden, weight, targets, advantages):
     """The step as one writes it: fp32 logits, log-softmax, gather."""
     logits = F.linear(hidden, weight).float()
-    logprobs = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+    logprobs = plain.chosen(torch.log_softmax(logits, -1), targets)
     return policy_gradient(logprobs, None, per_row(advantages)).mean()
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from bench import plain
 from fused_rl.trainers import data, engine, grpo
 from fused_rl.trainers.data import pad
 from fused_rl.trainers.metrics import Logger
@@ -149,10 +150,10 @@ class Ours:
             batch = seen.rollout.batch.rows(part)
             logits = bare_logits(policy.reference.base, policy.inputs(batch)).float()
             targets = batch.input_ids[:, 1:][batch.response_mask]
-            found = torch.log_softmax(logits / policy.config.temperature, -1).gather(-1, targets[:, None])[:, 0]
+            found = plain.chosen(torch.log_softmax(logits / policy.config.temperature, -1), targets)
             width = batch.response_mask.shape[1]
             measured = seen.measured.ref_logprobs[part, :width][batch.response_mask]
-            worst = max(worst, (found - measured).abs().max().item())
+            worst = max(worst, plain.largest(found, measured))
         return worst
 
 
@@ -190,16 +191,22 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
     """
     runs = [list(run) for _, run in groupby(prompts)]
     distinct = [run[0] for run in runs]
-    ids, mask = pad(distinct, pad_id, left=True), pad([[1] * len(prompt) for prompt in distinct], 0, left=True)
-    position, row = (mask.cumsum(1) - 1).clamp(min=0), torch.repeat_interleave(torch.tensor([len(run) for run in runs]))
+    ids = pad(distinct, pad_id, left=True)
+    mask = pad([[1] * len(prompt) for prompt in distinct], 0, left=True)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    row = torch.repeat_interleave(torch.tensor(list(map(len, runs))))
+
+    # The prompts, each once; then each response goes on by itself.
     began = seconds()
     output = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1)
     taken = seconds() - began
 
     cache, logits, mask = output.past_key_values, output.logits[row, -1], mask[row]
     cache.batch_select_indices(row)
-    lengths, length = torch.tensor([len(response) for response in responses]), mask.sum(1)
+    lengths, length = torch.tensor(list(map(len, responses))), mask.sum(1)
     tokens, rows = pad(responses, pad_id), torch.arange(len(responses))
+
+    # A token of each at a time, without those that have ended.
     for step in range(1, tokens.shape[1] + 1):
         if check is not None:
             check(logits, tokens[rows, step - 1], rows, step)
@@ -210,7 +217,11 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
             cache.batch_select_indices(keep)
             mask, length, rows = mask[keep], length[keep], rows[keep]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        fed = {"input_ids": tokens[rows, step - 1][:, None], "attention_mask": mask, "position_ids": length[:, None]}
+        fed = {
+            "input_ids": tokens[rows, step - 1][:, None],
+            "attention_mask": mask,
+            "position_ids": length[:, None],
+        }
         began = seconds()
         output = lm(**fed, past_key_values=cache, use_cache=True)
         taken += seconds() - began

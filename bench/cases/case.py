@@ -3,8 +3,6 @@
 import itertools
 from typing import NamedTuple
 
-import torch
-
 import fused_rl
 from bench import peers, results
 
@@ -123,10 +121,3 @@ class Case:
     def limits(self, peer: peers.Peer) -> dict[str, tuple[float, str]]:
         """Per error: up to where the answer is right, and the error's unit."""
         return {}
-
-
-def relative(found, exact, least: float = 0.0) -> float:
-    """Largest difference over the largest exact element, or over `least` where that is larger; of zeros itself."""
-    scale = exact.abs().max().clamp(min=least)
-    off = (found.double() - exact).abs().max()
-    return (off / torch.where(scale > 0, scale, 1)).item()

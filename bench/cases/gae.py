@@ -3,8 +3,8 @@
 import torch
 
 import fused_rl
-from bench import peers, results
-from bench.cases.case import Case, Spec, own, relative
+from bench import peers, plain, results
+from bench.cases.case import Case, Spec, own
 from bench.cases.rows import RowsCase
 
 GAMMA, GAE_LAMBDA = 0.999, 0.95
@@ -29,10 +29,9 @@ class GAECase(Case):
     def __init__(self, spec, device):
         super().__init__(spec, device)
         sequences, length = spec.shape
-        generator = torch.Generator().manual_seed(0)
-        self.rewards = torch.randn(spec.shape, generator=generator).to(device)
-        self.values = torch.randn(spec.shape, generator=generator).to(device)
-        lengths = torch.randint(length // 2, length + 1, (sequences, 1), generator=generator)
+        self.rewards = plain.normal(0, sequences, length).to(device)
+        self.values = plain.normal(1, sequences, length).to(device)
+        lengths = torch.randint(length // 2, length + 1, (sequences, 1), generator=plain.seeded(2))
         self.mask = (torch.arange(length) < lengths).to(device)
         self.exact = None
 
@@ -72,7 +71,7 @@ class GAECase(Case):
             rewards = self.rewards.double().cpu()
             values = self.values.double().cpu()
             self.exact, _ = peers.loop_gae(rewards, values, self.mask.cpu(), GAMMA, GAE_LAMBDA)
-        return {"advantages": relative(outputs[0].cpu(), self.exact)}
+        return {"advantages": plain.relative(outputs[0].cpu(), self.exact)}
 
     def limits(self, peer):
         return {"advantages": (1e-6 if peer.role == "ours" else 1e-3, " of its largest")}

@@ -11,8 +11,8 @@ relative to the largest element.
 import torch
 
 import fused_rl
-from bench import options, peers, results
-from bench.cases.case import Case, Spec, own, relative
+from bench import options, peers, plain, results
+from bench.cases.case import Case, Spec, own
 from fused_rl.linear import WORKSPACE_MB
 
 FLOOR = "three GEMMs"
@@ -71,12 +71,11 @@ class LinearCase(Case):
         super().__init__(spec, device)
         n, width, vocab = spec.shape
         dtype = options.DTYPES[spec.dtype]
-        generator = torch.Generator().manual_seed(0)
-        self.hidden = torch.randn(n, width, generator=generator).to(device, dtype).requires_grad_()
-        weight = torch.randn(vocab, width, generator=generator).mul_(2 * width**-0.5)
+        self.hidden = plain.normal(0, n, width).to(device, dtype).requires_grad_()
+        weight = plain.normal(1, vocab, width).mul_(2 * width**-0.5)
         self.weight = weight.to(device, dtype).requires_grad_()
-        self.targets = torch.randint(vocab, (n,), generator=generator).to(device)
-        self.advantages = torch.randn(n // peers.SEQUENCE, generator=generator).to(device)
+        self.targets = torch.randint(vocab, (n,), generator=plain.seeded(2)).to(device)
+        self.advantages = plain.normal(3, n // peers.SEQUENCE).to(device)
         self.exact = None
 
     @classmethod
@@ -117,7 +116,8 @@ class LinearCase(Case):
             role="floor",
             backward=lambda logits, _: (logits @ weight, logits.t() @ hidden),
         )
-        return [floor, own(OURS[0], self._on_inputs(one_pass)), own(OURS[1], self._on_inputs(recomputed))]
+        calls = zip(OURS, (one_pass, recomputed), strict=True)
+        return [floor, *[own(name, self._on_inputs(call)) for name, call in calls]]
 
     def _on_inputs(self, call):
         return lambda _: call(self.hidden, self.weight, self.targets, self.advantages)
@@ -174,7 +174,7 @@ class Truth:
         columns = case.weight.split(16384)
         logits = torch.cat([hidden @ w.double().t() for w in columns], 1)
         lse = logits.logsumexp(1, keepdim=True)
-        nll = (lse - logits.gather(1, case.targets[rows, None]))[:, 0]
+        nll = lse[:, 0] - plain.chosen(logits, case.targets[rows])
 
         # The gradient of -logprob is p, less 1 at the target.
         gradient = logits.sub_(lse).exp_()
@@ -195,7 +195,7 @@ class Truth:
         exact_dhidden = self.of_tokens * weights[self.tokens, None]
         exact_dweight = (self.of_words * weights[:, None]).t() @ self.hidden
         return {
-            "loss": relative(loss.detach(), value, least=1e-3),
-            "dhidden": relative(dhidden[self.tokens], exact_dhidden),
-            "dweight": relative(dweight[self.words], exact_dweight),
+            "loss": plain.relative(loss.detach(), value, least=1e-3),
+            "dhidden": plain.relative(dhidden[self.tokens], exact_dhidden),
+            "dweight": plain.relative(dweight[self.words], exact_dweight),
         }

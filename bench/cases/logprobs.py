@@ -5,7 +5,7 @@ import functools
 import torch
 
 import fused_rl
-from bench import peers
+from bench import peers, plain
 from bench.cases.case import Spec, own
 from bench.cases.rows import RowsCase
 
@@ -73,8 +73,7 @@ class LogprobsCase(RowsCase):
     def values(self, logits, at):
         logp = torch.log_softmax(logits, -1)
         targets = self.targets[:, 1:] if self.layout == "shift" else self.targets
-        chosen = logp.gather(-1, targets[at][:, None])[:, 0]
-        return {"logprob": chosen, "entropy": -(logp.exp() * logp).sum(-1)}
+        return {"logprob": plain.chosen(logp, targets[at]), "entropy": plain.entropy(logp)}
 
 
 LAYOUTS = ("K=1", "K=8", "K=64", "K=1000")
@@ -104,8 +103,7 @@ class TopkCase(LogprobsCase):
         # strides through the vocabulary from a token of each row: no id twice
         steps = torch.arange(count, device=device) * max(vocab // count, 1)
         self.targets = (self.targets[..., None] + steps) % vocab
-        generator = torch.Generator().manual_seed(0)
-        self.upstream = [torch.randn(self.targets.shape, generator=generator).to(device)]
+        self.upstream = [plain.normal(0, *self.targets.shape).to(device)]
 
     @classmethod
     def specs(cls, args):

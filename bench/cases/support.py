@@ -10,8 +10,8 @@ import random
 import torch
 
 import fused_rl
-from bench import peers
-from bench.cases.case import Spec, own, relative
+from bench import peers, plain
+from bench.cases.case import Spec, own
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
 from fused_rl import TokenSupport, reference
@@ -47,7 +47,7 @@ def masked_logprobs(logits, targets, support):
     allowed[row, support.ids] = True
     logp = torch.log_softmax(logits.float().masked_fill(~allowed, -torch.inf), -1)
     entropy = -(logp.exp() * logp.masked_fill(~allowed, 0)).sum(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], entropy
+    return plain.chosen(logp, targets), entropy
 
 
 def _masked(device, interpreted):
@@ -116,8 +116,7 @@ class KeptHead(LinearCase):
         super().__init__(spec, device)
         n, _, vocab = spec.shape
         self.support, self.targets = make_sets(spec.layout, n, vocab, device)
-        generator = torch.Generator().manual_seed(0)
-        self.upstream = [torch.randn(n, generator=generator).to(device) for _ in range(2)]
+        self.upstream = [plain.normal(seed, n).to(device) for seed in (4, 5)]
 
     @classmethod
     def specs(cls, args):
@@ -155,11 +154,10 @@ class KeptHead(LinearCase):
         if self.exact is None:
             self.exact = self.truth()
         values, words, dhidden, dweight = self.exact
-        off = (torch.stack(outputs).double() - values).abs()
         return {
-            "value": off.max().item(),
-            "dhidden": relative(gradient[0], dhidden),
-            "dweight": relative(gradient[1][words], dweight),
+            "value": plain.largest(torch.stack(outputs), values),
+            "dhidden": plain.relative(gradient[0], dhidden),
+            "dweight": plain.relative(gradient[1][words], dweight),
         }
 
     def truth(self):

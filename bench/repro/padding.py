@@ -47,8 +47,10 @@ def classifier(config, pad_id: int):
 
 def batches(padding: str, pad_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, attention_mask) of the five texts: one batch of 20 columns, or five without padding."""
-    generator = torch.Generator().manual_seed(4)
-    texts = [[*torch.randint(3, VOCABULARY, (n,), generator=generator).tolist(), EOS] for n in (11, 2, 6, 8, 3)]
+    texts, generator = [], torch.Generator().manual_seed(4)
+    for n in (11, 2, 6, 8, 3):
+        words = torch.randint(3, VOCABULARY, (n,), generator=generator)
+        texts.append([*words.tolist(), EOS])
     if padding == "none":
         return [(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts]
     ids = torch.full((5, 20), pad_id)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from bench import plots, results
+from bench import plain, plots, results
 from fused_rl import TokenSupport
 
 VOCAB, PROMPT, TOKENS = 4096, 8, 32
@@ -65,7 +65,7 @@ def scored(model, options: dict, sequences: int) -> Scored:
     targets = sampled.sequences[:, PROMPT:]
     support = TokenSupport.from_scores(sampled.scores)
     scores = torch.stack(sampled.scores, 1)
-    rollout = scores.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    rollout = plain.chosen(scores.log_softmax(-1), targets)
 
     # The same tokens by the same weights.
     hidden = model.model(sampled.sequences).last_hidden_state[:, PROMPT - 1 : -1]

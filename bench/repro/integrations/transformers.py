@@ -7,6 +7,7 @@ the head's gradient, relative, where each row's target has nearly all the probab
 
 import torch
 
+from bench import plain
 from bench.repro.integrations.turns import cost
 from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, patch
 
@@ -35,7 +36,7 @@ def make_model(way: str):
 
 def step(model, way: str) -> None:
     """On rows whose first half is a prompt, whose labels do not count."""
-    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=plain.seeded(1))
     labels = ids.clone()
     labels[:, : LENGTH // 2] = -100
     count = (labels != -100).sum()
@@ -57,10 +58,9 @@ def costs(rounds: int):
 
 def errors():
     # Peaked rows: each row's target likes its hidden state, and all share an offset.
-    generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(1, 64, 128, generator=generator)
-    weight = 0.2 * torch.randn(2000, 128, generator=generator)
-    labels = torch.randint(2000, (1, 64), generator=generator)
+    hidden = plain.normal(2, 1, 64, 128)
+    weight = 0.2 * plain.normal(3, 2000, 128)
+    labels = torch.randint(2000, (1, 64), generator=plain.seeded(4))
     weight[labels[0, 1:]] += hidden[0, :-1] * 0.1
     hidden[..., 0], weight[:, 0] = 10.0, 10.0
     given = hidden.bfloat16(), weight.bfloat16(), labels

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench import plots
+from bench import plain, plots
 from bench.repro.integrations.turns import both, cost, without_gradients
 from fused_rl import reference
 
@@ -60,13 +60,9 @@ def as_head(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(1, 1, dtype=logits.dtype), logits[:, None].clone()
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def peaked(gap: float, base: float = 0.0) -> torch.Tensor:
     """A token that stands `gap` above the others, which differ a little."""
-    logits = base + 0.1 * normal(0, VOCABULARY)
+    logits = base + 0.1 * plain.normal(0, VOCABULARY)
     logits[7] = base + gap
     return logits
 
@@ -88,14 +84,14 @@ def worst_entropy(side: Side, gap: float) -> float:
 
 def largest_error(side: Side, offset: float) -> float:
     """Of log-probabilities of bf16 logits at a temperature, in nats."""
-    logits = (offset + 3 * normal(1, 256, 1000)).bfloat16()
+    logits = (offset + 3 * plain.normal(1, 256, 1000)).bfloat16()
     index = torch.arange(len(logits))
-    exact = (logits.double() / TEMPERATURE).log_softmax(-1).gather(-1, index[:, None])[:, 0]
-    return (side.logprobs(logits, index, TEMPERATURE).double() - exact).abs().max().item()
+    exact = plain.chosen((logits.double() / TEMPERATURE).log_softmax(-1), index)
+    return plain.largest(side.logprobs(logits, index, TEMPERATURE), exact)
 
 
 def close_pair(distance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    logits, noise = normal(2, 2, VOCABULARY)
+    logits, noise = plain.normal(2, 2, VOCABULARY)
     return 3 * logits, 3 * logits + distance * noise
 
 
@@ -159,10 +155,10 @@ def draw(rows: list[dict], path) -> None:
 def costs(rounds: int) -> Iterator[dict]:
     """Forward and backward at SHAPE."""
     tokens, width, vocab = SHAPE
-    targets = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(vocab, (tokens,), generator=plain.seeded(0))
     for dtype in (torch.bfloat16, torch.float32):
         sizes = ((tokens, width), (vocab, width)) * 2
-        tensors = [normal(seed, *size).mul_(width**-0.25).to(dtype) for seed, size in enumerate(sizes)]
+        tensors = [plain.normal(seed, *size).mul_(width**-0.25).to(dtype) for seed, size in enumerate(sizes)]
         leaves, teacher = (tensors[0].requires_grad_(), tensors[1].requires_grad_()), tensors[2:]
 
         def logprobs(side, hidden, weight):
