@@ -48,8 +48,8 @@ def demo(folder: Path, seed: int = 1) -> GRPOConfig:
 
     kept = WORK / f"demo-{seed}"
     if not (kept / "sft" / "model" / "config.json").exists():
-        recipe.warm_start(kept, str(seed))
-    config = recipe.grpo_config(kept, str(seed))
+        recipe.warm_start(kept, seed)
+    config = recipe.grpo_config(kept, seed)
     config.output_dir = str(folder / "ours")
     return config
 

@@ -25,7 +25,7 @@ import torch
 
 from bench import machine, plots, results
 from bench.repro import ppo_step
-from fused_rl.recipes import demo_ppo
+from fused_rl.recipes import demo
 from fused_rl.trainers import engine, grpo
 from fused_rl.trainers.config import parse
 from fused_rl.trainers.files import write_atomically
@@ -84,7 +84,7 @@ def config_of(setting: Setting, seed: int, folder: Path) -> grpo.GRPOConfig:
         **setting._asdict(),
         **SETTING,
     }
-    return parse(grpo.GRPOConfig, demo_ppo.arguments("demo_grpo.yaml", seed, options), "fused-rl grpo")
+    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options), "fused-rl grpo")
 
 
 def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:

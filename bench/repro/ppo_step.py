@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fused_rl.recipes import demo, demo_ppo
+from fused_rl.recipes import demo
 from fused_rl.trainers import engine, policy, ppo, sft
 from fused_rl.trainers.config import parse
 from fused_rl.trainers.critic import load_critic
@@ -19,7 +19,7 @@ def warm_start(folder: Path, seed: int = 1) -> Path:
             "dataset": folder / "data/demonstrations.jsonl",
             "output_dir": folder / "sft",
         }
-        sft.train(parse(sft.SFTConfig, demo_ppo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+        sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
     return folder
 
 
@@ -27,7 +27,7 @@ def load(folder: Path, seed: int, **options):
     """(policy, critic, an endless iterator over a step's prompts) against reasoning-gym's own scorer."""
     paths = {"model": folder / "sft/model", "dataset": folder / "data/train.jsonl", "output_dir": folder / "ppo"}
     paths |= {"critic": folder / "sft/model", "verifiers": "reasoning_gym", "eval_size": 0}
-    config = parse(ppo.PPOConfig, demo_ppo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
+    config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
     device = engine.setup(config.seed)
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)

@@ -42,6 +42,7 @@ def verl_costs(rounds: int):
         logprobs, entropy = FusedLinearForPPO().forward(hidden, weight, labels)
         (logprobs + entropy.float()).sum().backward()
 
+    # What is called, and on what.
     calls = {
         "log-probability and entropy, fp32": (from_logits, logits_of(torch.float32)),
         "log-probability and entropy, bf16": (from_logits, logits_of(torch.bfloat16)),
