@@ -41,15 +41,18 @@ COMMANDS = {
 
 def run_group(group: str, options: list[str]) -> str:
     """Runs a group as a process; returns "ok" or how it failed."""
-    environment = os.environ | {"BENCH_COMMAND": shlex.join(["python", "-m", "bench", "--group", group, *options])}
+    told = ["python", "-m", "bench", "--group", group, *options]
+    environment = os.environ | {"BENCH_COMMAND": shlex.join(told)}
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
-    done = subprocess.run([sys.executable, "-m", "bench", group, *options], cwd=ROOT, env=environment)
+    words = [sys.executable, "-m", "bench", group, *options]
+    done = subprocess.run(words, cwd=ROOT, env=environment)
     return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
 
 
 def of_group(shapes: str | None, group: str) -> list[str]:
     """Those of the shapes that have as many dimensions as the group's cases."""
-    return [shape for shape in (shapes or "").split(",") if shape.count("x") + 1 == DIMENSIONS.get(group)]
+    listed = shapes.split(",") if shapes else []
+    return [shape for shape in listed if len(shape.split("x")) == DIMENSIONS.get(group)]
 
 
 def parse():

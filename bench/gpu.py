@@ -75,7 +75,8 @@ def command(name: str, words: list[str]) -> int:
 def run(words: list[str], environment: dict, limit: int, log) -> str:
     """Runs a command, its output both here and in the log; "ok", or what went wrong."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(["timeout", "-k", "5", str(limit), *words], cwd=ROOT, env=environment, **pipes) as process:
+    words = ["timeout", "-k", "5", str(limit), *words]
+    with subprocess.Popen(words, cwd=ROOT, env=environment, **pipes) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             log.write(line)

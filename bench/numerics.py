@@ -69,7 +69,13 @@ def implementations(args):
         found.append(peers.Peer(CPU_PATH, version, ours))
     found.append(peers.Peer("plain torch, logits' dtype", torch_version, in_dtype))
     found.append(peers.Peer("one pass, lse - sum(p x), fp32", torch_version, one_pass))
-    running, missing = peers.find(peers.LOGPROBS, args.device, args.peers, interpreted=cpu, op="token_logprobs")
+    running, missing = peers.find(
+        peers.LOGPROBS,
+        args.device,
+        args.peers,
+        interpreted=cpu,
+        op="token_logprobs",
+    )
     for peer in running:
         name = "plain torch, fp32" if peer.name == "plain torch" else peer.name
         found.append(peer._replace(name=name))
@@ -85,7 +91,8 @@ def exact(x, targets, dlogprobs, dentropy):
     if dlogprobs is not None:
         # 1 - p of the likeliest token is rest / (1 + rest)
         likeliest = s.gather(-1, at) == 0
-        kept = torch.where(likeliest, rest / (1 + rest), -torch.expm1(logp.gather(-1, at)))
+        others = -torch.expm1(logp.gather(-1, at))
+        kept = torch.where(likeliest, rest / (1 + rest), others)
         gradient += dlogprobs.double()[:, None] * (-p).scatter(-1, at, kept)
     if dentropy is not None:
         gradient -= dentropy.double()[:, None] * p * (s + spread)  # log p + H
@@ -130,7 +137,9 @@ def measured(peer, dtype, cases, device):
             found["smallest"].append(-entropy.double().min())
 
     # torch's maximum of NaN is NaN.
-    worst = {name: torch.stack(values).max().item() if values else None for name, values in found.items()}
+    worst = {}
+    for name, values in found.items():
+        worst[name] = torch.stack(values).max().item() if values else None
     if entropy is not None:
         worst["smallest"] = -worst["smallest"]
     return worst
@@ -162,9 +171,16 @@ def kl_rows(device):
         for name, call in calls.items():
             value = call(x, ref).double()
             off = (value - true).abs() / true
-            row = {"table": "kl", "implementation": name, "version": versions[name], "status": results.OK}
-            row |= {"exact": true.mean().item(), "relative": off.max().item()}
-            found.append(row | {"smallest": value.min().item()})
+            row = {
+                "table": "kl",
+                "implementation": name,
+                "version": versions[name],
+                "status": results.OK,
+                "exact": true.mean().item(),
+                "relative": off.max().item(),
+                "smallest": value.min().item(),
+            }
+            found.append(row)
     return found
 
 

@@ -22,7 +22,11 @@ from bench.machine import version
 
 SEQUENCE = 128  # tokens that share an advantage at the output head, and the smallest piece Liger can cut
 # name -> function (device, interpreted) that makes the peer. So they run; where time is short the last are left out.
-LOGPROBS, TOPK, KL, GAE, LINEAR = {}, {}, {}, {}, {}
+LOGPROBS = {}
+TOPK = {}
+KL = {}
+GAE = {}
+LINEAR = {}
 TRAINERS = ["TRL GRPOTrainer"]  # bench/trainer_peers.py
 
 
@@ -77,7 +81,15 @@ def needs_inductor(device: str, interpreted: bool):
         raise Unavailable("Inductor needs a C++ compiler (g++)")
 
 
-def listed(table: dict, name: str, package: str = "torch", note: str = "", *, needs=None, **more):
+def listed(
+    table: dict,
+    name: str,
+    package: str = "torch",
+    note: str = "",
+    *,
+    needs=None,
+    **more,
+):
     """Lists a function that makes a peer's call for a device."""
 
     def register(make: Callable) -> Callable:
@@ -201,7 +213,17 @@ def liger_cross_entropy(device):
 
     def call(logits, targets, mask=None):
         targets = targets_ignored(targets, mask)
-        loss = function.apply(logits.flatten(0, -2), targets, None, -100, 0.0, 0.0, "none", None, False)[0]
+        loss = function.apply(
+            logits.flatten(0, -2),
+            targets,
+            None,
+            -100,
+            0.0,
+            0.0,
+            "none",
+            None,
+            False,
+        )[0]
         return -loss.view(logits.shape[:-1]), None
 
     return call
@@ -286,7 +308,8 @@ def liger_kl(device):
 
     def call(logits, ref_logits, mask=None):
         # beta = 1 is the reverse KL; the mean over rows is all it returns.
-        logp, ref = (torch.log_softmax(x.float(), -1).flatten(0, -2) for x in (logits, ref_logits))
+        logp = torch.log_softmax(logits.float(), -1).flatten(0, -2)
+        ref = torch.log_softmax(ref_logits.float(), -1).flatten(0, -2)
         return function.apply(logp, ref, None, 1.0, -100) * logp.shape[0]
 
     return call

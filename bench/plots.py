@@ -49,13 +49,15 @@ def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str)
         colour, marker = LOOKS[i % len(LOOKS)]
         first = i == 0
         xs, ys = zip(*found, strict=True)
-        looks = {"color": colour, "marker": marker, "s": 70 if first else 36, "zorder": 4 if first else 3}
+        size, above = (70, 4) if first else (36, 3)
+        looks = {"color": colour, "marker": marker, "s": size, "zorder": above}
         axes.scatter(xs, ys, label=implementation, **looks)
 
     # The roof, and the lines up to it.
     axes.axvline(roof[0], color="black", lw=1.5)
     axes.text(roof[0], -0.5, f"{roof[1]} ", ha="right", va="bottom", fontsize=8)
-    axes.hlines(range(len(shown)), 0, roof[0], color="0.85", lw=0.8, zorder=1)
+    lines = range(len(shown))
+    axes.hlines(lines, 0, roof[0], color="0.85", lw=0.8, zorder=1)
     axes.set_yticks(range(len(shown)), list(shown), fontsize=8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel=label)
@@ -72,7 +74,8 @@ def traffic(rows: list[dict]):
     backward = [row["backward"] for row in rows]
     colours = ["#0072B2" if results.ours(row) else "#E69F00" for row in rows]
     axes.barh(labels, forward, color=colours)
-    axes.barh(labels, backward, left=forward, color=colours, alpha=0.5, hatch="//", edgecolor="white")
+    hatched = {"color": colours, "alpha": 0.5, "hatch": "//", "edgecolor": "white"}
+    axes.barh(labels, backward, left=forward, **hatched)
     for i, row in enumerate(rows):
         both = row["forward"] + row["backward"]
         axes.text(both + 0.5, i, f"{both:.2f}", va="center", fontsize=8)
@@ -89,7 +92,8 @@ def growth(series: dict[str, list[dict]], kind: str):
         colour, marker = LOOKS[i]
         sizes = [row["size"] for row in rows]
         memory = [max(row["extra_bytes"] or 1, 1) / 1e6 for row in rows]
-        left.plot(sizes, list(map(results.whole_ms, rows)), color=colour, marker=marker, label=name)
+        ms = [results.whole_ms(row) for row in rows]
+        left.plot(sizes, ms, color=colour, marker=marker, label=name)
         right.plot(sizes, memory, color=colour, marker=marker)
     left.set(xscale="log", yscale="log", xlabel="size", ylabel="ms")
     right.set(xscale="log", yscale="log", xlabel="size", ylabel="peak extra memory, MB")

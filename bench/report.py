@@ -88,7 +88,8 @@ def grouped(result, name) -> dict[str, list[dict]]:
 
 def tables(result, case) -> str:
     """A table of each case, whose name is `case(row)`, and what did not run."""
-    text, kinds = "", {kind.op: kind for kind in run.GROUPS[result["group"]].cases}
+    text = ""
+    kinds = {kind.op: kind for kind in run.GROUPS[result["group"]].cases}
     for name, rows in grouped(result, case).items():
         kind = kinds[rows[0]["op"]]
         text += f"\n**{name}** ({rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB)\n\n"
@@ -150,7 +151,8 @@ def traffic(result, kind) -> str:
     lines = []
     for row in rows:
         counts = (row["forward"], row["backward"], row["forward"] + row["backward"])
-        lines.append([row["op"], label(row), *[f"{count:.2f}" for count in counts], results.remarks(row)])
+        texts = [f"{count:.2f}" for count in counts]
+        lines.append([row["op"], label(row), *texts, results.remarks(row)])
     return text + table(["operation", "implementation", "forward", "backward", "both", "note"], lines) + not_run(result)
 
 
@@ -166,7 +168,8 @@ def of_growth(result, kind) -> str:
         first, last = rows[0], rows[-1]
         memory = (last["extra_bytes"] or 0) / 1e6
         sizes = f"{first['size']} to {last['size']}"
-        lines.append([op, sizes, results.whole_ms(last), found[0], memory, found[1]])
+        of_time, of_memory = found
+        lines.append([op, sizes, results.whole_ms(last), of_time, memory, of_memory])
     columns = ["what", "sizes", "ms at the largest", "slope of time", "extra MB at the largest", "slope of memory"]
     return f"{text}{SLOPES}\n\n{table(columns, lines)}{not_run(result)}"
 

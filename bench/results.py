@@ -25,15 +25,26 @@ import torch
 from bench import machine
 
 RESULTS = machine.ROOT / "bench" / "results"
-OK, WRONG, FAILED_CHECK = "ok", "wrong", "failed check"
-FAILED, OUT_OF_MEMORY = "failed", "out of memory"
-NOT_INSTALLED, CANNOT_RUN = "not installed", "cannot run"
-NO_TIME, SLOW = "skipped: budget", "skipped: slow"
+OK = "ok"
+WRONG = "wrong"
+FAILED_CHECK = "failed check"
+FAILED = "failed"
+OUT_OF_MEMORY = "out of memory"
+NOT_INSTALLED = "not installed"
+CANNOT_RUN = "cannot run"
+NO_TIME = "skipped: budget"
+SLOW = "skipped: slow"
 RAN = (OK, WRONG, FAILED_CHECK)  # the rows of tables; the others are listed below them
 BROKEN = (FAILED_CHECK, FAILED, OUT_OF_MEMORY)  # a run in which ours ends so has failed
 
 
-def not_run(implementation: str, status: str, reason: str, op: str | None = None, where: str = "") -> dict:
+def not_run(
+    implementation: str,
+    status: str,
+    reason: str,
+    op: str | None = None,
+    where: str = "",
+) -> dict:
     """The row of an implementation that was not measured; `where`: at which case, empty for all of them."""
     return {"op": op, "implementation": implementation, "where": where, "status": status, "reason": reason}
 
@@ -112,7 +123,8 @@ def figures(row: dict) -> dict:
 
 def steps(rows: list[dict]) -> tuple[list[str], list[list]]:
     """Titles and cells of a table of training steps, without the implementations' names."""
-    parts, needed = list(rows[0]["ms"]), list(rows[0]["over_needed"])
+    parts = list(rows[0]["ms"])
+    needed = list(rows[0]["over_needed"])
     titles = [f"{part} ms" for part in parts]
     titles += [f"{part} / needed" for part in needed]
     lines = []
@@ -132,7 +144,12 @@ def save(args, rows: list[dict], **more) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     kind = "cpu" if args.device == "cpu" else "gpu"
     path = folder / f"{args.group}-{kind}.json"
-    result = {"group": args.group, "environment": machine.environment(args.device), **more, "rows": rows}
+    result = {
+        "group": args.group,
+        "environment": machine.environment(args.device),
+        **more,
+        "rows": rows,
+    }
     part = path.with_suffix(".part")  # a run that is stopped while it writes leaves the last result whole
     part.write_text(dumps(result))
     part.replace(path)
@@ -206,7 +223,8 @@ def table(columns: list[str], rows: list[list], markdown: bool = False) -> str:
 
 def table_of(rows: list[dict], markdown: bool = False) -> str:
     """The table of rows {title: cell}."""
-    return table(list(rows[0]), [list(row.values()) for row in rows], markdown)
+    cells = [list(row.values()) for row in rows]
+    return table(list(rows[0]), cells, markdown)
 
 
 def show_missing(rows: list[dict], verb: str = "run") -> None:

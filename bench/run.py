@@ -54,7 +54,8 @@ class Once(NamedTuple):
 def run_once(case: Case, peer: peers.Peer) -> Once:
     """One pass on the first input set, watched."""
     x = case.inputs(peer)[0]
-    backward, kept = case.backward_of(peer), {"gradient": None}
+    backward = case.backward_of(peer)
+    kept = {"gradient": None}
 
     def forward(x):
         kept["outputs"] = peer.call(x)
@@ -64,7 +65,8 @@ def run_once(case: Case, peer: peers.Peer) -> Once:
         kept["gradient"] = backward(outputs, x)
 
     run = timing.Run(forward, keeping_backward if backward else None, [x], False)
-    once, seconds = timing.phases_cpu(run), {}
+    once = timing.phases_cpu(run)
+    seconds = {}
     extra = machine.peak_extra_bytes(lambda: seconds.update(once()), case.device)
     if extra is not None:
         extra -= case.returned_bytes()
@@ -109,20 +111,26 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     found, rows = case.contenders(wanted)
 
     # Each once: its errors, its memory, and how long it takes.
-    runs, first, memory, kept = {}, {}, {}, []
+    runs = {}
+    first = {}
+    memory = {}
+    kept = []
     for peer in found:
         if peer.role == "peer" and time.perf_counter() - started > seconds:
             reason = "left out for time; --budget gives more"
-            rows.append(results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label()))
+            row = results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label())
+            rows.append(row)
             continue
         row, once = attempt(case, peer)
         rows.append(row)
         if once is None:
             continue
         repeats = case.backward_repeats and not peer.overwrites
-        backward, inputs = case.backward_of(peer), case.inputs(peer)
+        backward = case.backward_of(peer)
+        inputs = case.inputs(peer)
         runs[peer.name] = timing.Run(peer.call, backward, inputs, repeats)
-        first[peer.name], memory[peer.name] = once.seconds, once.extra_bytes
+        first[peer.name] = once.seconds
+        memory[peer.name] = once.extra_bytes
         if peer.role != "peer":
             kept.append(peer.name)
 
@@ -133,8 +141,15 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     return rows
 
 
-def describe(rows: list[dict], samples: dict, memory: dict, copy_bytes_per_s: float, baselines: tuple[str, ...]):
+def describe(
+    rows: list[dict],
+    samples: dict,
+    memory: dict,
+    copy_bytes_per_s: float,
+    baselines: tuple[str, ...],
+):
     """Fill in memory, samples, medians and ratios of the rows that were timed."""
+    # Medians first: ratios are between them.
     medians = {}
     for name, phases in samples.items():
         ms = {phase: timing.median(found) for phase, found in phases.items()}

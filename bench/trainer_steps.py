@@ -34,7 +34,8 @@ class Watch:
         """`function`, watched."""
 
         def watched(*args, **kwargs):
-            outer, self.inner = self.inner, 0.0
+            outer = self.inner
+            self.inner = 0.0
             began = seconds()
             try:
                 return function(*args, **kwargs)
@@ -66,7 +67,10 @@ class Ours:
 
     def __init__(self, config: grpo.GRPOConfig):
         device = engine.setup(config.seed)
-        self.config, self.number, self.watch, self.seen = config, 0, Watch(), None
+        self.config = config
+        self.number = 0
+        self.watch = Watch()
+        self.seen = None
         tokenizer = data.load_tokenizer(config.model)
         scorers = load_scorers(config, tokenizer, device)
         self.prompts, self.held_out = load_prompts(config, tokenizer, scorers)
@@ -89,7 +93,8 @@ class Ours:
     def rows(self, number: int) -> list[int]:
         """Which prompts step `number` (from 1 on) is about: those of the file, in its order."""
         count = self.config.prompts_per_step
-        return [i % len(self.prompts) for i in range((number - 1) * count, number * count)]
+        first = (number - 1) * count
+        return [i % len(self.prompts) for i in range(first, first + count)]
 
     def step(self) -> dict[str, float]:
         """One step; CPU seconds of its parts."""
@@ -145,7 +150,9 @@ class Ours:
 
         Of the reference, whose weights are still those of the step.
         """
-        worst, seen, policy = 0.0, self.seen, self.policy
+        worst = 0.0
+        seen = self.seen
+        policy = self.policy
         for part in seen.parts:
             batch = seen.rollout.batch.rows(part)
             logits = bare_logits(policy.reference.base, policy.inputs(batch)).float()
@@ -171,8 +178,10 @@ def bare_logits(lm, inputs: dict) -> torch.Tensor:
 
 def bare_update(lm, inputs: dict) -> float:
     """CPU seconds of a forward and a backward pass; no gradient is kept."""
-    count = len(inputs["packed"].states) if inputs["packed"] is not None else int(inputs["mask"].sum())
-    gradient = torch.randn(count, lm.get_output_embeddings().weight.shape[0], dtype=lm.dtype)
+    packed = inputs["packed"]
+    count = int(inputs["mask"].sum()) if packed is None else len(packed.states)
+    vocab = len(lm.get_output_embeddings().weight)
+    gradient = torch.randn(count, vocab, dtype=lm.dtype)
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
     began = seconds()
     torch.autograd.grad(bare_logits(lm, inputs), weights, gradient)
@@ -180,7 +189,13 @@ def bare_update(lm, inputs: dict) -> float:
 
 
 @torch.no_grad()
-def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None) -> float:
+def decode_passes(
+    lm,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    pad_id: int,
+    check=None,
+) -> float:
     """CPU seconds of the passes that draw these responses: each distinct prompt once, then token by token.
 
     Args:
@@ -201,10 +216,14 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
     output = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1)
     taken = seconds() - began
 
-    cache, logits, mask = output.past_key_values, output.logits[row, -1], mask[row]
+    cache = output.past_key_values
+    logits = output.logits[row, -1]
+    mask = mask[row]
     cache.batch_select_indices(row)
-    lengths, length = torch.tensor(list(map(len, responses))), mask.sum(1)
-    tokens, rows = pad(responses, pad_id), torch.arange(len(responses))
+    lengths = torch.tensor(list(map(len, responses)))
+    length = mask.sum(1)
+    tokens = pad(responses, pad_id)
+    rows = torch.arange(len(responses))
 
     # A token of each at a time, without those that have ended.
     for step in range(1, tokens.shape[1] + 1):
@@ -215,7 +234,9 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
             break
         if len(keep) < len(rows):
             cache.batch_select_indices(keep)
-            mask, length, rows = mask[keep], length[keep], rows[keep]
+            mask = mask[keep]
+            length = length[keep]
+            rows = rows[keep]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         fed = {
             "input_ids": tokens[rows, step - 1][:, None],
@@ -225,5 +246,7 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
         began = seconds()
         output = lm(**fed, past_key_values=cache, use_cache=True)
         taken += seconds() - began
-        cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
+        cache = output.past_key_values
+        logits = output.logits[:, -1]
+        length = length + 1
     return taken

@@ -30,7 +30,9 @@ from fused_rl.trainers.grpo import GRPOConfig
 SECONDS = 240  # of both tasks together, unless --budget says otherwise; a first demo takes 80 more to warm up
 WARM_UP = 1  # step of each that is not counted: it touches memory for the first time
 WORK = machine.ROOT / "runs" / "bench-trainers"
-OURS, LEAN, TRL = "fused_rl", "fused_rl --kl_every 0", trainer_peers.NAME
+OURS = "fused_rl"
+LEAN = "fused_rl --kl_every 0"
+TRL = trainer_peers.NAME
 NOTES = {OURS: "with the exact KL", LEAN: "without it, as TRL", TRL: ""}
 
 
@@ -65,7 +67,16 @@ def word_tokenizer(vocabulary: int):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def qwen(folder: Path, *, vocabulary=151_936, hidden=896, layers=4, prompt=48, response=8, dtype="bfloat16"):
+def qwen(
+    folder: Path,
+    *,
+    vocabulary=151_936,
+    hidden=896,
+    layers=4,
+    prompt=48,
+    response=8,
+    dtype="bfloat16",
+):
     """A Llama of Qwen2.5-0.5B's widths and vocabulary, 4 layers of random weights, on random words."""
     import transformers
 
@@ -113,7 +124,8 @@ def odd_words(responses: list[str], rows: list[dict]) -> list[float]:
     found = []
     for response in responses:
         words = response.split()
-        found.append(sum(word[-1] in "13579" for word in words) / max(1, len(words)))
+        odd = sum(word[-1] in "13579" for word in words)
+        found.append(odd / max(1, len(words)))
     return found
 
 
@@ -136,7 +148,13 @@ class Samples:
         self.passes.setdefault(name, []).append(ours.needed())
 
 
-def take_turns(ours: Ours, task: Task, folder: Path, wanted: str, budget: float) -> tuple[Samples, list[dict]]:
+def take_turns(
+    ours: Ours,
+    task: Task,
+    folder: Path,
+    wanted: str,
+    budget: float,
+) -> tuple[Samples, list[dict]]:
     """Steps of every implementation in turns, as many as the time allows; and the rows of those that cannot run."""
     samples, missing = Samples(), []
     ends = time.perf_counter() + budget
@@ -167,8 +185,11 @@ def rows_of(task: Task, ours: Ours, samples: Samples) -> list[dict]:
     """A row per implementation: medians in ms, their samples, and what they compare to."""
     rows = []
     for name, steps in samples.steps.items():
-        taken = {part: [1e3 * step.get(part, 0.0) for step in steps[WARM_UP:]] for part in PARTS}
-        taken["step"] = [1e3 * sum(step.values()) for step in steps[WARM_UP:]]
+        counted = steps[WARM_UP:]
+        taken = {}
+        for part in PARTS:
+            taken[part] = [1e3 * step.get(part, 0.0) for step in counted]
+        taken["step"] = [1e3 * sum(step.values()) for step in counted]
         ms = {part: statistics.median(found) for part, found in taken.items()}
         row = {
             "op": "grpo",
@@ -183,8 +204,11 @@ def rows_of(task: Task, ours: Ours, samples: Samples) -> list[dict]:
         }
         if name in samples.passes:
             passes = samples.passes[name][WARM_UP:]
-            least = {part: statistics.median(1e3 * found[part] for found in passes) for part in NEEDED}
-            row |= {"needed_ms": least, "over_needed": {part: ms[part] / least[part] for part in NEEDED}}
+            least = {}
+            for part in NEEDED:
+                least[part] = statistics.median(1e3 * found[part] for found in passes)
+            row["needed_ms"] = least
+            row["over_needed"] = {part: ms[part] / least[part] for part in NEEDED}
             row |= checked(ours)
         rows.append(row)
 
@@ -238,7 +262,8 @@ def main(args) -> int:
     engine.quiet()
     torch.set_num_threads(1)
     print(machine.heading(args.device), flush=True)
-    rows, budget = [], (args.budget or SECONDS) / len(TASKS)
+    rows = []
+    budget = (args.budget or SECONDS) / len(TASKS)
     for task in TASKS:
         found = run_task(task, args.peers, budget)
         show(task, found)

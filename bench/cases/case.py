@@ -65,7 +65,13 @@ class Case:
     def facts(self, peer: peers.Peer) -> dict:
         """What a row of this case begins with."""
         shape, dtype, masked, layout = self.spec
-        return {"op": self.op, "layout": layout, "shape": list(shape), "dtype": dtype, "masked": masked}
+        return {
+            "op": self.op,
+            "layout": layout,
+            "shape": list(shape),
+            "dtype": dtype,
+            "masked": masked,
+        }
 
     def label(self) -> str:
         """The case in words, where something did not run."""

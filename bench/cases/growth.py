@@ -121,7 +121,8 @@ class GrowthCase(Case):
             call = self.make(size, self.device)
             name = f"fused_rl, {self.axis} = {size}"
             # The first call compiles; a size that is slow runs once.
-            found.append(peers.Peer(name, fused_rl.__version__, call, note=str(size), compiles=True))
+            peer = peers.Peer(name, fused_rl.__version__, call, note=str(size), compiles=True)
+            found.append(peer)
         return found, []
 
 
@@ -129,7 +130,8 @@ def slope(xs, ys) -> float:
     """Least-squares slope of log y over log x."""
     xs = [math.log(x) for x in xs]
     ys = [math.log(max(y, 1e-9)) for y in ys]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    mean_x = sum(xs) / len(xs)
+    mean_y = sum(ys) / len(ys)
     covariance, variance = 0.0, 0.0
     for x, y in zip(xs, ys, strict=True):
         covariance += (x - mean_x) * (y - mean_y)

@@ -108,7 +108,8 @@ class LinearCase(Case):
         return {"forward": size, "both": 3 * size}, BYTES
 
     def ours(self):
-        hidden, weight = self.hidden.detach(), self.weight.detach()
+        hidden = self.hidden.detach()
+        weight = self.weight.detach()
         floor = peers.Peer(
             FLOOR,
             torch.__version__,
@@ -150,7 +151,8 @@ class Truth:
 
     def __init__(self, case: LinearCase):
         self.advantages = case.advantages
-        device, targets = case.device, case.targets
+        device = case.device
+        targets = case.targets
         with torch.no_grad():
             # Rows to compare; the weight's gradient is largest where a word is a target.
             self.tokens = torch.linspace(0, len(targets) - 1, CHECKED, device=device).long()

@@ -57,7 +57,10 @@ class RowsCase(Case):
         generator = plain.seeded(0)
         self.targets = torch.randint(vocab, lead, generator=generator).to(device)
         self.mask = dropped(self.scored, masked, generator, device)
-        self.upstream = [torch.randn(self.scored, generator=generator).to(device) for _ in self.outputs]
+        self.upstream = []
+        for _ in self.outputs:
+            made = torch.randn(self.scored, generator=generator)
+            self.upstream.append(made.to(device))
         self.exact = None
 
     def more_inputs(self):
@@ -149,9 +152,11 @@ class RowsCase(Case):
         return found
 
     def limits(self, peer):
-        nats, of_gradient = WRONG_NATS, WRONG_GRADIENT
+        nats = WRONG_NATS
+        of_gradient = WRONG_GRADIENT
         if peer.role == "ours":  # tighter than any peer is asked to be
             # fp32 results of sums over V terms; a gradient in the logits' dtype is half an ulp off its largest element
-            nats, of_gradient = 5e-5, (5e-5 if self.spec.dtype == "fp32" else 2**-8)
+            nats = 5e-5
+            of_gradient = 5e-5 if self.spec.dtype == "fp32" else 2**-8
         limits = dict.fromkeys(self.outputs, (nats, " nats"))
         return limits | {"gradient": (of_gradient, " of its largest")}

@@ -35,7 +35,9 @@ def sizes_of(layout: str, n: int) -> list[int]:
 def make_sets(layout: str, n: int, vocab: int, device: str) -> tuple[TokenSupport, torch.Tensor]:
     """Sets of n rows and a target in each."""
     generator = random.Random(1)
-    lists = [generator.sample(range(vocab), min(size, vocab)) for size in sizes_of(layout, n)]
+    lists = []
+    for size in sizes_of(layout, n):
+        lists.append(generator.sample(range(vocab), min(size, vocab)))
     targets = [row[len(row) // 2] for row in lists]
     return TokenSupport.from_lists(lists).to(device), torch.tensor(targets, device=device)
 
@@ -143,7 +145,11 @@ class KeptHead(LinearCase):
         ]
 
     def adapted(self, peer):
-        return lambda _: peer.call(self.hidden @ self.weight.t(), self.targets, self.support)
+        def call(_):
+            logits = self.hidden @ self.weight.t()
+            return peer.call(logits, self.targets, self.support)
+
+        return call
 
     def backward(self, outputs, _):
         return torch.autograd.grad(outputs, (self.hidden, self.weight), self.upstream)

@@ -340,10 +340,12 @@ def _launch_several(rows, temperature, vocab, count):
 def _count_variants():
     """Distinct compiled kernels over 20 lengths, 5 temperatures, 3 vocabularies and their strides, per kernel."""
     keys, several = set(), set()
-    for sizes in itertools.product(range(1, 40, 2), (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)):
+    temperatures, vocabularies = (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)
+    for sizes in itertools.product(range(1, 40, 2), temperatures, vocabularies):
         arguments = dict(zip(("rows", "temperature", "vocab"), sizes, strict=True))
         keys.update(launches(_launch_both, arguments, "sm_90", compile_them=False))
-    for sizes in itertools.product(range(1, 40, 7), (0.3, 1.0), (32000, 50257), (1, 8, 50, 1000)):
+    temperatures, vocabularies = (0.3, 1.0), (32000, 50257)
+    for sizes in itertools.product(range(1, 40, 7), temperatures, vocabularies, (1, 8, 50, 1000)):
         arguments = dict(zip(("rows", "temperature", "vocab", "count"), sizes, strict=True))
         several.update(launches(_launch_several, arguments, "sm_90", compile_them=False))
     counts = [collections.Counter(name for name, *_ in found) for found in (keys, several)]

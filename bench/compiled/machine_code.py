@@ -11,7 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-BYTES_PER_SECOND, CLOCKS_PER_SECOND = 4.3e12, 132 * 1.755e9
+BYTES_PER_SECOND = 4.3e12
+CLOCKS_PER_SECOND = 132 * 1.755e9
 NVIDIA = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);")
 NVIDIA_LABEL = re.compile(r"^(\.L_?\w+):")
 AMD = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s*(.*)$")
@@ -70,15 +71,20 @@ def _nvidia_tool(tool, option, cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+        words = [path, option, file.name]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 def _listing(kernel, vendor):
     """[(label or None, opcode or None, operands)] of a compiled kernel."""
     if vendor == "hip":
-        text, pattern, label = kernel.asm["amdgcn"], AMD, AMD_LABEL
+        text = kernel.asm["amdgcn"]
+        pattern = AMD
+        label = AMD_LABEL
     else:
-        text, pattern, label = _nvidia_tool("nvdisasm", "-c", kernel.asm["cubin"]), NVIDIA, NVIDIA_LABEL
+        text = _nvidia_tool("nvdisasm", "-c", kernel.asm["cubin"])
+        pattern = NVIDIA
+        label = NVIDIA_LABEL
     listing = []
     for line in text.splitlines():
         if found := label.match(line):
@@ -156,7 +162,8 @@ def _resources(kernel, listing, vendor):
     else:
         usage = _nvidia_tool("cuobjdump", "-res-usage", kernel.asm["cubin"])
         registers = _number(r"REG:(\d+)", usage)
-        spills = len([opcode for _, opcode, _ in listing if opcode and opcode.startswith(("LDL", "STL"))])
+        opcodes = [opcode for _, opcode, _ in listing if opcode]
+        spills = sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes)
     return {"registers": registers, "spills": spills, "shared": kernel.metadata.shared}
 
 

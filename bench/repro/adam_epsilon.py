@@ -88,17 +88,27 @@ def draw(found: dict[str, list[tuple[torch.Tensor, float]]], path: Path) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the responses; all in one row")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3],
+        help="of the responses; all in one row",
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/repro"), help="of the warm-started model")
     parser.add_argument("--png", type=Path, default=plots.DOCS / "adam-epsilon.png")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+
+    # Both forms at each size of the gradient, all seeds in one row.
     folder = ppo_step.warm_start(arguments.folder)
-    found, rows = {name: [] for name in FORMS}, []
+    found = {name: [] for name in FORMS}
+    rows = []
     for clip, (name, tf_adam) in itertools.product(CLIPS, FORMS.items()):
         of_seeds = [log_ratios(folder, seed, tf_adam, clip) for seed in arguments.seeds]
         ratios, sizes = zip(*of_seeds, strict=True)
-        log_ratio, rms = torch.cat(ratios), sum(sizes) / len(sizes)
+        log_ratio = torch.cat(ratios)
+        rms = sum(sizes) / len(sizes)
         found[name].append((log_ratio, rms))
         clipped = f"norm clipped to {clip}" if clip else "not clipped"
         rows.append(row(f"{name}, {clipped} ({rms / SETTING['adam_eps']:.0f} eps per weight)", log_ratio))

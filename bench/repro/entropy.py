@@ -23,7 +23,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def difference(x):
     """lse - sum p x: one pass, and a difference of two large numbers (verl, OpenRLHF, kernels that keep both sums)."""
-    return torch.logsumexp(x, -1) - (torch.softmax(x, -1) * x).sum(-1)
+    p = torch.softmax(x, -1)
+    return torch.logsumexp(x, -1) - (p * x).sum(-1)
 
 
 def log_softmax(x):
@@ -44,7 +45,8 @@ def exact_statistics(x):
     s = x - m
     weights = s.exp().scatter(-1, at, 0)
     rest = weights.sum(-1, keepdim=True)
-    spread = -(weights * torch.where(weights > 0, s, 0)).sum(-1, keepdim=True) / (1 + rest)
+    terms = weights * torch.where(weights > 0, s, 0)
+    spread = -terms.sum(-1, keepdim=True) / (1 + rest)
     return s, rest, spread, (rest.log1p() + spread)[..., 0]
 
 
@@ -109,7 +111,13 @@ def draw_offsets(axes):
     inputs = [logits(11, offset, torch.bfloat16, rows=32) for offset in offsets]
     for form in ("lse - sum(p x), logits' dtype", "log_softmax (TRL), logits' dtype", "fused_rl"):
         values = [FORMS[form](x).min().item() for x in inputs]
-        axes.plot(offsets, values, color=COLOURS[form], label=form, lw=3.5 if form == "fused_rl" else 1.5)
+        axes.plot(
+            offsets,
+            values,
+            color=COLOURS[form],
+            label=form,
+            lw=3.5 if form == "fused_rl" else 1.5,
+        )
     exact = [exact_statistics(x)[3].min().item() for x in inputs]
     axes.plot(offsets, exact, "k--", lw=1.2, label="exact (fp64)")
 
@@ -130,7 +138,14 @@ def draw_errors(axes, lines):
         text = "NaN" if nan else f"{length:.0e}"
         shift, hatch = (0.2, "") if line["dtype"] == "bf16" else (-0.2, "//")
         y = list(FORMS).index(line["form"]) + shift
-        axes.barh(y, length, 0.36, color=COLOURS[line["form"]], hatch=hatch, edgecolor="white")
+        axes.barh(
+            y,
+            length,
+            0.36,
+            color=COLOURS[line["form"]],
+            hatch=hatch,
+            edgecolor="white",
+        )
         axes.text(1.4 * length, y, f"{text} ({line['dtype']})", va="center", fontsize=7)
     axes.set_yticks(range(len(FORMS)), list(FORMS), fontsize=8)
     axes.invert_yaxis()

@@ -68,7 +68,8 @@ def _ours(logits_dtype):
 
 def _plain(given):
     """An fp32 head as it is most often written: cast, project, log-softmax."""
-    logp = torch.log_softmax(given.hidden.float() @ given.weight.float().t(), -1)
+    logits = given.hidden.float() @ given.weight.float().t()
+    logp = torch.log_softmax(logits, -1)
     return plain.chosen(logp, given.targets), plain.entropy(logp)
 
 
@@ -76,7 +77,17 @@ def _trl(given):
     function = import_peer("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     utils = import_peer("trl.trainer.utils")
     columns = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    return function.apply(given.hidden, given.weight, None, given.targets, 1.0, columns, None, 1.0, ("entropy",))[:2]
+    return function.apply(
+        given.hidden,
+        given.weight,
+        None,
+        given.targets,
+        1.0,
+        columns,
+        None,
+        1.0,
+        ("entropy",),
+    )[:2]
 
 
 def _trl_fp32(given):
@@ -95,8 +106,11 @@ def _torch(given):
     if function is None:
         raise Unavailable(f"torch {torch.__version__} has none")
     options = torch.nn.LinearCrossEntropyOptions()
-    some = list(zip(given.hidden[:_FEW], given.targets[:_FEW], strict=True))  # chunked, it returns sums alone
-    return -torch.stack([function(h[None], given.weight, t[None], options=options) for h, t in some]), None
+    losses = []
+    for i in range(_FEW):  # chunked, it returns sums alone
+        row = slice(i, i + 1)
+        losses.append(function(given.hidden[row], given.weight, given.targets[row], options=options))
+    return -torch.stack(losses), None
 
 
 FORMS = {
@@ -124,7 +138,10 @@ def measured(shape: tuple[int, int, int] = SHAPE, device: str = "cpu") -> list[d
                 row["not run"] = str(unavailable)
                 found = None, None
             for what, value, exact in zip(("lp", "H"), found, right, strict=True):
-                row[f"{what} {at}"] = None if value is None else plain.largest(value, exact[: len(value)])
+                cell = None
+                if value is not None:
+                    cell = plain.largest(value, exact[: len(value)])
+                row[f"{what} {at}"] = cell
     for row in rows.values():
         row["not run"] = row.pop("not run", "")
     return list(rows.values())

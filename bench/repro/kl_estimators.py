@@ -107,7 +107,8 @@ def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
 def run(setting: Setting, seed: int, folder: Path, commit: str) -> dict:
     """The row of one run, trained unless a run of the same options is there already."""
     config = config_of(setting, seed, folder)
-    options, start = asdict(config), folder / f"seed{seed}"
+    options = asdict(config)
+    start = folder / f"seed{seed}"
     kept = start / f"{setting.name}.json"
     if kept.exists():
         found = json.loads(kept.read_text())
@@ -128,7 +129,8 @@ def train_all(folder: Path, commit: str) -> list[dict]:
     torch.set_num_threads(1)
     engine.quiet()
     warnings.filterwarnings("ignore", "k1 as a loss")  # that is what is shown
-    rows, count = [], len(SEEDS) * len(settings())
+    rows = []
+    count = len(SEEDS) * len(settings())
     for seed in SEEDS:
         ppo_step.warm_start(folder / f"seed{seed}", seed)
         for setting in settings():
@@ -198,7 +200,8 @@ def check(rows: list[dict]) -> None:
     """
     kl = {}
     for setting in settings():
-        kl[setting.minibatches, setting.label, setting.kl_coef] = [held(row) for row in of_setting(rows, setting)]
+        found = of_setting(rows, setting)
+        kl[setting.minibatches, setting.label, setting.kl_coef] = [held(row) for row in found]
     weak, strong = COEFFICIENTS
     failed = []
 
@@ -211,7 +214,8 @@ def check(rows: list[dict]) -> None:
     # Off-policy: the others hold the policy, the larger coefficient more; k1 drives it away.
     free = kl[OFF_POLICY, "none", 0.0]
     for estimator in HOLDING:
-        at_weak, at_strong = kl[OFF_POLICY, estimator, weak], kl[OFF_POLICY, estimator, strong]
+        at_weak = kl[OFF_POLICY, estimator, weak]
+        at_strong = kl[OFF_POLICY, estimator, strong]
         claim(f"{estimator} at kl_coef {weak:g} holds the policy", at_weak, free)
         claim(f"{estimator} at kl_coef {strong:g} holds it nearer than at {weak:g}", at_strong, at_weak)
     for coefficient in COEFFICIENTS:
@@ -258,9 +262,23 @@ def draw_band(axes, found: list[dict], label: str, steps: str, key: str) -> None
     colour = "black" if label == "none" else plots.LOOKS[ESTIMATORS.index(label)][0]
     over_seeds = list(zip(*(row[key] for row in found), strict=True))
     mean = [statistics.fmean(values) for values in over_seeds]
-    axes.plot(found[0][steps], mean, color=colour, label=label, ls="--" if label == "none" else "-")
-    low, high = list(map(min, over_seeds)), list(map(max, over_seeds))
-    axes.fill_between(found[0][steps], low, high, color=colour, alpha=0.15, lw=0)
+    axes.plot(
+        found[0][steps],
+        mean,
+        color=colour,
+        label=label,
+        ls="--" if label == "none" else "-",
+    )
+    low = list(map(min, over_seeds))
+    high = list(map(max, over_seeds))
+    axes.fill_between(
+        found[0][steps],
+        low,
+        high,
+        color=colour,
+        alpha=0.15,
+        lw=0,
+    )
 
 
 def main() -> None:

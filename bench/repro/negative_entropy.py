@@ -79,9 +79,11 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     """Left: the fill. Right: the cancellation, on an axis that is linear around 0."""
     figure, panels = plots.panels(2, (10, 3.6), sharex=True)
     fill, cancellation = panels
+    steps = [row["step"] for row in rows]
     for name in list(rows[0])[1:]:
         axes = cancellation if name.startswith(("ours", "lse")) else fill
-        axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
+        values = [row[name] for row in rows]
+        axes.plot(steps, values, label=name)
     for axes in panels:
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set(xlabel="PPO step")

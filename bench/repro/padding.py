@@ -36,7 +36,8 @@ def classifier(config, pad_id: int):
     """A stock classifier with one label, and weights large enough that every position counts."""
     from transformers import AutoModelForSequenceClassification
 
-    config.num_labels, config.pad_token_id = 1, pad_id
+    config.num_labels = 1
+    config.pad_token_id = pad_id
     torch.manual_seed(3)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     for parameter in model.parameters():
@@ -47,20 +48,24 @@ def classifier(config, pad_id: int):
 
 def batches(padding: str, pad_id: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, attention_mask) of the five texts: one batch of 20 columns, or five without padding."""
-    texts, generator = [], torch.Generator().manual_seed(4)
+    texts = []
+    generator = torch.Generator().manual_seed(4)
     for n in (11, 2, 6, 8, 3):
         words = torch.randint(3, VOCABULARY, (n,), generator=generator)
         texts.append([*words.tolist(), EOS])
     if padding == "none":
-        return [(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts]
+        alone = [torch.tensor([text]) for text in texts]
+        return [(ids, torch.ones_like(ids)) for ids in alone]
     ids = torch.full((5, 20), pad_id)
     mask = torch.zeros(5, 20, dtype=torch.long)
     for i, text in enumerate(texts):
         # The columns of a text: some stay free on its left, some before its second half.
-        fill, half = 20 - len(text), len(text) // 2
+        fill = 20 - len(text)
+        half = len(text) // 2
         left = fill if padding == "left" else 0
         middle = {"middle": fill, "middle + right": fill // 2}.get(padding, 0)
-        columns = [*range(left, left + half), *range(left + half + middle, left + middle + len(text))]
+        start = left + half + middle
+        columns = [*range(left, left + half), *range(start, start + len(text) - half)]
         ids[i, columns] = torch.tensor(text)
         mask[i, columns] = 1
     return [(ids, mask)]
@@ -73,22 +78,28 @@ def deviations(config, pad_id: int) -> dict[str, tuple[float, float]]:
 
     stock = classifier(config, pad_id)
     ours = RewardModel(stock)
-    hidden = [stock.base_model(input_ids=ids).last_hidden_state[0, -1] for ids, _ in batches("none", pad_id)]
-    true = torch.stack([stock.score(h)[0] for h in hidden])
+    scores = []
+    for ids, _ in batches("none", pad_id):
+        hidden = stock.base_model(input_ids=ids).last_hidden_state[0, -1]
+        scores.append(stock.score(hidden)[0])
+    true = torch.stack(scores)
     found = {}
     for padding in PADDINGS:
         made = batches(padding, pad_id)
         by_stock = [stock(input_ids=ids, attention_mask=mask).logits[:, 0] for ids, mask in made]
         by_ours = [ours(ids, mask) for ids, mask in made]
-        off = [(torch.cat(scores) - true).abs().max() / true.std() for scores in (by_stock, by_ours)]
-        found[padding] = off[0].item(), off[1].item()
+        off_by_stock = (torch.cat(by_stock) - true).abs().max()
+        off_by_ours = (torch.cat(by_ours) - true).abs().max()
+        deviation = true.std()
+        found[padding] = (off_by_stock / deviation).item(), (off_by_ours / deviation).item()
     return found
 
 
 def main() -> None:
     rows = []
     for name, config in configs().items():
-        apart, same = deviations(config, PAD), deviations(config, EOS)
+        apart = deviations(config, PAD)
+        same = deviations(config, EOS)
         for padding in PADDINGS:
             row = {"model": name, "padding": padding}
             for i, scores in enumerate(("stock", "RewardModel")):

@@ -25,9 +25,11 @@ EVERY = 20
 
 def accuracy(lm, ours: Ours) -> float:
     """The share of our held-out problems that the most likely response of `lm` solves; it stays in its mode."""
-    policy, training = ours.policy, lm.training
+    policy = ours.policy
+    training = lm.training
     config = policy.config
-    pad_id, size = policy.tokenizer.pad_token_id, config.rollout_batch_size
+    pad_id = policy.tokenizer.pad_token_id
+    size = config.rollout_batch_size
     sampler = TransformersSampler(lm, pad_id=pad_id, batch_size=size, synced_gpus=False)
     sampling = Sampling(0.0, config.max_new_tokens, policy.sampling.stop_ids)
     found = roll_out(sampler, policy.scorers, ours.held_out, sampling, policy.tokenizer, policy.device)
@@ -39,7 +41,8 @@ def one_seed(seed: int, steps: int) -> list[list]:
     """Rows of step, our accuracy and CPU seconds, TRL's accuracy and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         config = replace(trainers.demo(Path(folder), seed), steps=steps, kl_every=0)  # TRL measures no exact KL
-        ours, spent = Ours(config), {"ours": 0.0, "TRL": 0.0}
+        ours = Ours(config)
+        spent = {"ours": 0.0, "TRL": 0.0}
         lm = ours.policy.model.module.base
         start = accuracy(lm, ours)
         rows = [[seed, 0, start, 0.0, start, 0.0]]

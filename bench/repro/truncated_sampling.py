@@ -69,7 +69,8 @@ def scored(model, options: dict, sequences: int) -> Scored:
 
     # The same tokens by the same weights.
     hidden = model.model(sampled.sequences).last_hidden_state[:, PROMPT - 1 : -1]
-    given, temperature = (hidden, model.lm_head.weight, targets), options["temperature"]
+    given = (hidden, model.lm_head.weight, targets)
+    temperature = options["temperature"]
     whole = fused_rl.linear_token_logprobs(*given, temperature=temperature).logprobs
     kept = fused_rl.linear_token_logprobs(*given, temperature=temperature, support=support).logprobs
     ratios = [(logprobs - rollout).exp().flatten() for logprobs in (whole, kept)]

@@ -8,8 +8,8 @@
     OMP_NUM_THREADS=1 .venv-openrlhf/bin/python -m bench.repro.integrations openrlhf
 
 Ways of doing the same thing take turns in one process, on one thread. Time is CPU seconds of a forward and a backward
-pass, the median; memory is the resident set at its peak beyond what was there before, gradients included; errors are
-against fp64 of the same rounded inputs.
+pass, the median; memory is the resident set at its peak beyond what was there before; errors are against fp64 of the
+same rounded inputs.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""verl and OpenRLHF: their functions from logits, and verl's head."""
+"""verl and OpenRLHF: their functions from logits, and verl's head; memory includes the gradients."""
 
 import torch
 
-from bench.repro.integrations.turns import both, cost, without_gradients
+from bench.repro.integrations.turns import both, cost, with_gradients
 from tests.hosts import cases
 
 ROWS, HIDDEN, VOCAB = 512, 512, 32000
@@ -51,7 +51,7 @@ def verl_costs(rounds: int):
         "`FusedLinearForPPO`, bf16": (from_hidden, head_of(torch.bfloat16)),
     }
     for what, (function, inputs) in calls.items():
-        yield cost(what, both("verl", integration, without_gradients(function, inputs)), rounds)
+        yield cost(what, both("verl", integration, with_gradients(function, inputs)), rounds)
 
 
 def openrlhf_costs(rounds: int):
@@ -70,7 +70,7 @@ def openrlhf_costs(rounds: int):
         "the same, bf16 logits cast as the actor casts": logits_of(torch.bfloat16),
     }
     for what, inputs in calls.items():
-        yield cost(what, both("OpenRLHF", integration, without_gradients(as_the_actor, inputs)), rounds)
+        yield cost(what, both("OpenRLHF", integration, with_gradients(as_the_actor, inputs)), rounds)
 
 
 def verl_errors():

@@ -5,6 +5,8 @@ the head's gradient, relative, where each row's target has nearly all the probab
 100: bf16 logits.
 """
 
+import functools
+
 import torch
 
 from bench import plain
@@ -12,7 +14,11 @@ from bench.repro.integrations.turns import cost
 from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, patch
 
 WAYS = ("stock", "compute_loss_func", "patch")
-ROWS, LENGTH, VOCABULARY, HIDDEN, WORKSPACE_MB = 4, 512, 65536, 256, 64
+ROWS = 4
+LENGTH = 512
+VOCABULARY = 65536
+HIDDEN = 256
+WORKSPACE_MB = 64
 
 
 def make_model(way: str):
@@ -52,7 +58,7 @@ def step(model, way: str) -> None:
 
 def costs(rounds: int):
     models = {way: make_model(way) for way in WAYS}
-    ways = {way: lambda way=way, model=model: step(model, way) for way, model in models.items()}
+    ways = {way: functools.partial(step, model, way) for way, model in models.items()}
     yield cost(f"{ROWS} x {LENGTH} tokens, H {HIDDEN}, V {VOCABULARY}", ways, rounds)
 
 

@@ -3,6 +3,7 @@
 The logits of the hard cases are exact: a head of width 1, hidden states of 1.
 """
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bench import plain, plots
-from bench.repro.integrations.turns import both, cost, without_gradients
+from bench.repro.integrations.turns import both, cost
 from fused_rl import reference
 
 VOCABULARY = 32000
@@ -19,6 +20,7 @@ OFFSETS = (0, 10, 30, 100, 300)
 DISTANCES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 BASES = tuple(range(100, 230, 4))  # of the other tokens' logits; softmax does not see it
 TEMPERATURE = 0.9
+FIRST = torch.zeros(1, dtype=torch.long)  # a target, where none matters
 SHAPE = (512, 1024, 32000)  # tokens, width, vocabulary: of a CPU's patience
 ROWS, TOKENS, PROMPT = 2, 256, 32  # of a trainer's step
 WIDTH, LAYERS = 256, 2
@@ -46,7 +48,8 @@ def sides() -> dict[str, Side]:
     from fused_rl.integrations import trl as ours
 
     def side(heads, divergences, functions):
-        head, divergence = heads.ChunkedLogProbFunction.apply, divergences.ChunkedDivergenceFunction.apply
+        head = heads.ChunkedLogProbFunction.apply
+        divergence = divergences.ChunkedDivergenceFunction.apply
         return Side(head, divergence, functions.selective_log_softmax, functions.entropy_from_logits)
 
     return {"TRL": side(chunked_logprob, chunked_divergence, utils), "patched": side(ours, ours, ours)}
@@ -68,11 +71,13 @@ def peaked(gap: float, base: float = 0.0) -> torch.Tensor:
 
 
 def exact_entropy(logits: torch.Tensor) -> float:
-    return reference.token_logprobs(logits.double()[None], torch.zeros(1, dtype=torch.long)).entropy.item()
+    rows = logits.double()[None]
+    return reference.token_logprobs(rows, FIRST).entropy.item()
 
 
 def head_entropy(side: Side, logits: torch.Tensor) -> float:
-    return side.of_head(*as_head(logits), torch.zeros(1, dtype=torch.long))[1].item()
+    _, entropy = side.of_head(*as_head(logits), FIRST)
+    return entropy.item()
 
 
 def worst_entropy(side: Side, gap: float) -> float:
@@ -98,7 +103,13 @@ def close_pair(distance: float) -> tuple[torch.Tensor, torch.Tensor]:
 def head_kl(side: Side, distance: float) -> float:
     """beta = 0: KL(teacher || student)."""
     student, teacher = close_pair(distance)
-    return side.divergence(*as_head(student), None, *as_head(teacher), None, 0.0)[0].item()
+    return side.divergence(
+        *as_head(student),
+        None,
+        *as_head(teacher),
+        None,
+        0.0,
+    )[0].item()
 
 
 def exact_kl(distance: float) -> float:
@@ -110,7 +121,10 @@ def hard_cases() -> Iterator[dict]:
     """A row per case: what it is, the truth, and the values of both."""
 
     def row(case, exact, value):
-        return {"case": case, "exact": exact} | {name: value(side) for name, side in sides().items()}
+        found = {"case": case, "exact": exact}
+        for name, side in sides().items():
+            found[name] = value(side)
+        return found
 
     for gap in GAPS:
         exact = exact_entropy(peaked(gap))
@@ -153,29 +167,39 @@ def draw(rows: list[dict], path) -> None:
 
 
 def costs(rounds: int) -> Iterator[dict]:
-    """Forward and backward at SHAPE."""
+    """Forward and backward at SHAPE; memory is beside inputs and gradients."""
     tokens, width, vocab = SHAPE
     targets = torch.randint(vocab, (tokens,), generator=plain.seeded(0))
     for dtype in (torch.bfloat16, torch.float32):
         sizes = ((tokens, width), (vocab, width)) * 2
-        tensors = [plain.normal(seed, *size).mul_(width**-0.25).to(dtype) for seed, size in enumerate(sizes)]
-        leaves, teacher = (tensors[0].requires_grad_(), tensors[1].requires_grad_()), tensors[2:]
+        # The student's hidden states and head, whose gradients are wanted, and the teacher's.
+        tensors = []
+        for seed, size in enumerate(sizes):
+            scaled = plain.normal(seed, *size).mul_(width**-0.25)
+            tensors.append(scaled.to(dtype))
+        leaves = (tensors[0].requires_grad_(), tensors[1].requires_grad_())
+        teacher = tensors[2:]
 
         def logprobs(side, hidden, weight):
             found, entropy = side.of_head(hidden, weight, targets)
             (found.sum() + 0.01 * entropy.sum()).backward()
 
         def kl(side, hidden, weight, beta=0.0, teacher=teacher):
-            side.divergence(hidden, weight, None, *teacher, None, beta)[0].sum().backward()
+            found = side.divergence(hidden, weight, None, *teacher, None, beta)[0]
+            found.sum().backward()
 
         def jensen_shannon(side, hidden, weight, kl=kl):
             kl(side, hidden, weight, 0.5)
 
         calls = {"log-probabilities and entropy": logprobs, "KL": kl, "Jensen-Shannon": jensen_shannon}
         for name, call in calls.items():
-            ways = {}
-            for of, side in sides().items():
-                ways[of] = without_gradients(lambda *leaves, side=side, call=call: call(side, *leaves), leaves)
+
+            def run(side, call=call, leaves=leaves):
+                for leaf in leaves:
+                    leaf.grad = None
+                call(side, *leaves)
+
+            ways = {of: functools.partial(run, side) for of, side in sides().items()}
             yield cost(f"{name}, {str(dtype).removeprefix('torch.')}", ways, rounds)
 
 
@@ -196,8 +220,8 @@ def step_cost(what: str, trainer, rounds: int) -> dict:
 
     def measured(model, *args, **kwargs):
         def run():
-            model.zero_grad()
             step(model, *args, **kwargs)
+            model.zero_grad()  # afterwards, so that memory counts the gradients
 
         rows.append(cost(what, both("TRL", integration, run), rounds))
         return step(model, *args, **kwargs)
@@ -224,8 +248,10 @@ def model_and_tokenizer() -> dict:
         eos_token_id=2,
         pad_token_id=0,
     )
-    words = tokenizers.models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, "a": 3}, unk_token="a")
-    core = tokenizers.Tokenizer(words)
+
+    # Four words, whatever the model's vocabulary.
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "a": 3}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)

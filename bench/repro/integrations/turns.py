@@ -29,12 +29,12 @@ def both(host: str, integration, run: Callable[[], object]) -> dict[str, Callabl
     return {host: run, "ours": patched}
 
 
-def without_gradients(function: Callable, leaves: tuple) -> Callable[[], None]:
-    """`function(*leaves)`, which runs backward, after the gradients of the time before are gone."""
+def with_gradients(function: Callable, leaves: tuple) -> Callable[[], None]:
+    """`function(*leaves)`, which runs backward; its gradients are gone afterwards, so that memory counts them."""
 
     def run():
+        function(*leaves)
         for leaf in leaves:
             leaf.grad = None
-        function(*leaves)
 
     return run
