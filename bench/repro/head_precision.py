@@ -107,7 +107,7 @@ def _torch(given):
         raise Unavailable(f"torch {torch.__version__} has none")
     options = torch.nn.LinearCrossEntropyOptions()
     losses = []
-    for i in range(_FEW):  # chunked, it returns sums alone
+    for i in range(min(_FEW, len(given.targets))):  # chunked, it returns sums alone
         row = slice(i, i + 1)
         losses.append(function(given.hidden[row], given.weight, given.targets[row], options=options))
     return -torch.stack(losses), None
