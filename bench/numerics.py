@@ -23,7 +23,10 @@ ROWS, VOCABULARY = 6, 32000
 # Two kinds of logits: what a model returns, and what breaks formulas that subtract large numbers.
 GROUPS = {
     "usual": [("normal", 0)],
-    "hard": [*itertools.product((10, 20, 30), (0, 1000)), ("normal", 1000)],
+    "hard": [
+        *itertools.product((10, 20, 30), (0, 1000)),
+        ("normal", 1000),
+    ],
 }
 
 
@@ -118,7 +121,9 @@ def measured(peer, dtype, cases, device):
         leaf = x.clone().requires_grad_()
         (logprobs, entropy), rows = called(peer, leaf, targets)
         outputs = [logprobs] if entropy is None else [logprobs, entropy]
-        weights = [up[rows].to(output.dtype) for output, up in zip(outputs, upstream, strict=False)]
+        weights = []
+        for output, up in zip(outputs, upstream, strict=False):
+            weights.append(up[rows].to(output.dtype))
         gradient = torch.autograd.grad(outputs, leaf, weights)[0][rows]
 
         # Against the truth.

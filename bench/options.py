@@ -54,7 +54,9 @@ def _expect_known(
 def _sizes(made, text: str) -> list[tuple[int, ...]]:
     """Shapes such as 1024x32000, comma-separated."""
     try:
-        shapes = [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+        shapes = []
+        for shape in text.split(","):
+            shapes.append(tuple(map(int, shape.split("x"))))
     except ValueError:
         made.error(f"--shapes {text}: expected sizes such as 1024x32000, comma-separated")
     if min(map(min, shapes)) < 1:

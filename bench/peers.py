@@ -198,7 +198,8 @@ def liger_grpo(device):
             raise Unavailable("takes whole (B, T, V) logits alone")
         ones = torch.ones(len(logits), device=logits.device)
         mask = None if mask is None else mask.contiguous()
-        per_token, _, _ = loss(logits, None, None, targets.contiguous(), ones, mask, **fixed)
+        targets = targets.contiguous()
+        per_token, _, _ = loss(logits, None, None, targets, ones, mask, **fixed)
         return -per_token, None
 
     return call
@@ -213,17 +214,8 @@ def liger_cross_entropy(device):
 
     def call(logits, targets, mask=None):
         targets = targets_ignored(targets, mask)
-        loss = function.apply(
-            logits.flatten(0, -2),
-            targets,
-            None,
-            -100,
-            0.0,
-            0.0,
-            "none",
-            None,
-            False,
-        )[0]
+        rest = (None, -100, 0.0, 0.0, "none", None, False)
+        loss = function.apply(logits.flatten(0, -2), targets, *rest)[0]
         return -loss.view(logits.shape[:-1]), None
 
     return call
@@ -268,7 +260,11 @@ def verl(device):
 
 @listed(TOPK, "plain torch", note="no entropy")
 def plain_topk(device):
-    return lambda logits, targets: torch.log_softmax(logits.float(), -1).gather(-1, targets)
+    def call(logits, targets):
+        logp = torch.log_softmax(logits.float(), -1)
+        return logp.gather(-1, targets)
+
+    return call
 
 
 @listed(TOPK, "gather + logsumexp compiled", note="no entropy", needs=needs_inductor, compiles=True)

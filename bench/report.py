@@ -180,7 +180,8 @@ def numerics(result, kind) -> str:
     lines, of_kl = [], {}
     for row in results.measured(result["rows"]):
         if row.get("table") == "kl":
-            of_kl.setdefault(row["exact"], []).extend((row["relative"], row["smallest"]))
+            values = of_kl.setdefault(row["exact"], [])
+            values += [row["relative"], row["smallest"]]
             continue
         errors = [row[name] for name in ("logprob", "entropy", "relative", "smallest", "gradient")]
         lines.append([row["dtype"], row["logits"], label(row, "{} ({})"), *errors])

@@ -94,7 +94,8 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
         once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
     except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
-        return results.not_run(peer.name, *results.failure(reason), case.op, case.label()), None
+        status, told = results.failure(reason)
+        return results.not_run(peer.name, status, told, case.op, case.label()), None
     moved, text = case.bytes()
     row = case.facts(peer)
     row |= {"implementation": peer.name, "version": peer.version, "note": peer.note}

@@ -117,7 +117,8 @@ def run_trl(ours: Ours, folder: str, between: Callable[[dict, object], bool]) ->
 
     column = config.prompt_column or "question"
     texts = [prompt.row[column] for prompt in ours.prompts]
-    rows = datasets.Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))})
+    numbers = list(range(len(texts)))
+    rows = datasets.Dataset.from_dict({"prompt": texts, "number": numbers})
     accelerate.state.AcceleratorState._reset_state()  # it keeps the precision of the trainer before
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left")
     trainer = trl.GRPOTrainer(

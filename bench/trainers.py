@@ -61,7 +61,8 @@ def word_tokenizer(vocabulary: int):
     import tokenizers
     import transformers
 
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
+    words = {f"w{i}": i for i in range(2, vocabulary)}
+    words |= {"<pad>": 0, "<eos>": 1}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
@@ -174,7 +175,8 @@ def take_turns(
             trainer_peers.run_trl(ours, str(folder / "trl"), between)
             return samples, missing
         except peers.Unavailable as reason:
-            missing.append(results.not_run(TRL, reason.status, str(reason), "grpo", task.name))
+            row = results.not_run(TRL, reason.status, str(reason), "grpo", task.name)
+            missing.append(row)
     samples.turn(ours)
     while go_on():
         samples.turn(ours)

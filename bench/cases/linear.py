@@ -155,7 +155,8 @@ class Truth:
         targets = case.targets
         with torch.no_grad():
             # Rows to compare; the weight's gradient is largest where a word is a target.
-            self.tokens = torch.linspace(0, len(targets) - 1, CHECKED, device=device).long()
+            last = len(targets) - 1
+            self.tokens = torch.linspace(0, last, CHECKED, device=device).long()
             spread = torch.linspace(0, len(case.weight) - 1, CHECKED).to(targets)
             self.words = torch.cat([targets[self.tokens], spread]).unique()
 

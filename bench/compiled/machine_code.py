@@ -55,12 +55,16 @@ def inspect_kernel(kernel, vendor: str, element_bytes: int = 4) -> dict:
     most = max((loop["bytes"] for loop in loops), default=0)
     main = [loop for loop in loops if loop["bytes"] == most]
     main.sort(key=lambda loop: loop["instructions"])
-    return _resources(kernel, listing, vendor) | {"loops": main, "headroom": [headroom(loop) for loop in main]}
+    found = _resources(kernel, listing, vendor)
+    found["loops"] = main
+    found["headroom"] = [headroom(loop) for loop in main]
+    return found
 
 
 def headroom(loop: dict) -> float:
     """Time at the memory roof over the time to issue a main loop's instructions."""
-    issue = max(loop["instructions"] / 128, loop["alu"] / 64, loop["special"] / 16) / CLOCKS_PER_SECOND
+    clocks = max(loop["instructions"] / 128, loop["alu"] / 64, loop["special"] / 16)
+    issue = clocks / CLOCKS_PER_SECOND
     return loop["bytes"] / loop["elements"] / BYTES_PER_SECOND / issue
 
 
@@ -139,7 +143,8 @@ def _figures(opcodes, element_bytes):
     elements = sum(loads) / element_bytes
     count = collections.Counter(opcode.split(".")[0] for opcode in opcodes)
     alu = sum(n for name, n in count.items() if name in ALU)
-    special = count["MUFU"] + sum(n for name, n in count.items() if AMD_SPECIAL.match(name))
+    of_amd = sum(n for name, n in count.items() if AMD_SPECIAL.match(name))
+    special = count["MUFU"] + of_amd
     return {
         "elements": elements,
         "bytes": sum(loads) + sum(stores),

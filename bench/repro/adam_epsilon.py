@@ -72,7 +72,8 @@ def draw(found: dict[str, list[tuple[torch.Tensor, float]]], path: Path) -> None
     """Left: ratios at the smallest gradient. Right: their variance over the size of the gradient."""
     figure, (histogram, curve) = plots.panels(2, (9, 3.4))
     last = {name: of_clips[-1][0].exp() for name, of_clips in found.items()}
-    widest = max((ratio - 1).abs().max().item() for ratio in last.values())
+    ratios = torch.cat(list(last.values()))
+    widest = (ratios - 1).abs().max().item()
     edges = torch.linspace(1 - widest, 1 + widest, 61).tolist()
     for name, of_clips in found.items():
         histogram.hist(last[name].tolist(), bins=edges, alpha=0.6, label=name)

@@ -102,7 +102,14 @@ def summary(rows):
 
 
 # Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = dict(zip(FORMS, ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9"), strict=True))
+COLOURS = {
+    "fused_rl": "#0072B2",
+    "lse - sum(p x), logits' dtype": "#D55E00",
+    "lse - sum(p x), fp32": "#E69F00",
+    "log_softmax (TRL), logits' dtype": "#CC79A7",
+    "log_softmax (TRL), fp32": "#009E73",
+    "-sum(p log p), fp32": "#56B4E9",
+}
 
 
 def draw_offsets(axes):

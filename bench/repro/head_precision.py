@@ -21,7 +21,13 @@ from bench.peers import Unavailable, import_peer
 from bench.results import sizes, table_of
 from fused_rl import tiles
 
-CASES = ((1, 0), (3, 0), (3, 30), (3, 100))  # sigma, offset
+# sigma, offset
+CASES = (
+    (1, 0),
+    (3, 0),
+    (3, 30),
+    (3, 100),
+)
 SHAPE = (256, 896, 32000)  # rows, hidden units, vocabulary
 COSTS = ((512, 896, 32000), (2048, 1024, 32000))
 _SHARED = 8.0  # of every hidden state, in the direction that the head's rows share

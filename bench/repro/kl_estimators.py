@@ -205,7 +205,7 @@ def check(rows: list[dict]) -> None:
     weak, strong = COEFFICIENTS
     failed = []
 
-    def claim(says: str, lower: list[float], higher: list[float], factor: float = 1.0) -> None:
+    def claim(says: str, lower: list, higher: list, factor: float = 1.0) -> None:
         if factor * max(lower) < min(higher):
             return
         below, above = (", ".join(f"{value:.3g}" for value in values) for values in (lower, higher))

@@ -109,7 +109,8 @@ def main() -> None:
     arguments = parser.parse_args()
     model = small_model()
     found = {name: scored(model, options, arguments.sequences) for name, options in SAMPLERS.items()}
-    print(results.table_of([row(name, of_sampler) for name, of_sampler in found.items()]))
+    rows = [row(name, of_sampler) for name, of_sampler in found.items()]
+    print(results.table_of(rows))
     draw(found, arguments.png)
     print(f"\ndrew {arguments.png}")
 

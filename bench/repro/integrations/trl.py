@@ -114,7 +114,8 @@ def head_kl(side: Side, distance: float) -> float:
 
 def exact_kl(distance: float) -> float:
     student, teacher = close_pair(distance)
-    return reference.token_kl(teacher.double()[None], student.double()[None]).item()
+    rows = teacher.double()[None], student.double()[None]
+    return reference.token_kl(*rows).item()
 
 
 def hard_cases() -> Iterator[dict]:
@@ -144,7 +145,8 @@ def hard_cases() -> Iterator[dict]:
 def draw(rows: list[dict], path) -> None:
     """Three panels: peaks, offsets, close heads."""
     figure, panels = plots.panels(3, (11, 3.4))
-    for axes, word, x in zip(panels, ("peak", "error", "apart"), (GAPS, OFFSETS, DISTANCES), strict=True):
+    shown = {"peak": GAPS, "error": OFFSETS, "apart": DISTANCES}
+    for axes, (word, x) in zip(panels, shown.items(), strict=True):
         found = [row for row in rows if word in row["case"]]
         for name, style in (("TRL", "o-"), ("patched", "s-"), ("exact", "k--")):
             if not (word == "error" and name == "exact"):
