@@ -25,8 +25,14 @@ def warm_start(folder: Path, seed: int = 1) -> Path:
 
 def load(folder: Path, seed: int, **options):
     """(policy, critic, an endless iterator over a step's prompts) against reasoning-gym's own scorer."""
-    paths = {"model": folder / "sft/model", "dataset": folder / "data/train.jsonl", "output_dir": folder / "ppo"}
-    paths |= {"critic": folder / "sft/model", "verifiers": "reasoning_gym", "eval_size": 0}
+    paths = {
+        "model": folder / "sft/model",
+        "critic": folder / "sft/model",
+        "dataset": folder / "data/train.jsonl",
+        "eval_dataset": folder / "data/eval.jsonl",
+        "output_dir": folder / "ppo",
+        "verifiers": "reasoning_gym",
+    }
     config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
     device = engine.setup(config.seed)
     ppo.arithmetic(config, 1)
