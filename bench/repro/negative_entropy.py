@@ -30,6 +30,8 @@ SETTING = {
     "minibatches": 2,
     "epochs": 2,
     "kl_coef": 0.0,
+    "kl_target": "null",  # the recipe's, and its horizon, mean nothing without a coefficient
+    "kl_horizon": 10_000,
     "entropy_coef": 0.0,
     "lr": 1e-3,
     "warmup_steps": 0,
