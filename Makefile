@@ -75,7 +75,7 @@ test-triton: $(TRITONS:%=.venv-triton-%/tested)  ## the kernels' tests and their
 .PHONY: $(TRITONS:%=.venv-triton-%/tested)
 $(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/installed
 	.venv-triton-$*/bin/python -m pytest -q -n 2 -m "not gpu" $(KERNEL_TESTS)
-	TRITON_INTERPRET=0 .venv-triton-$*/bin/python bench/codegen.py
+	TRITON_INTERPRET=0 .venv-triton-$*/bin/python -m bench.compiled.codegen
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults
@@ -113,7 +113,7 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 
 .PHONY: repro-kl
 repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 15 minutes on one core
-	$(BIN)/python bench/repro/kl_estimators.py
+	$(BIN)/python -m bench.repro.kl_estimators
 
 # A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
 .PHONY: gpu

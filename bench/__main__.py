@@ -24,76 +24,85 @@ GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numeric
 # Of a shape: rows x vocabulary, rows x hidden x vocabulary.
 DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
-COMMANDS = {"kernels": "run", "linear": "run", "support": "run", "topk": "run"}
-for _name in ("traffic", "codegen", "numerics", "growth", "trainers", "prototypes", "report", "gpu"):
-    COMMANDS[_name] = _name
+COMMANDS = {
+    "kernels": "run",
+    "linear": "run",
+    "support": "run",
+    "topk": "run",
+    "growth": "run",
+    "traffic": "traffic",
+    "codegen": "compiled.codegen",
+    "numerics": "numerics",
+    "trainers": "trainers",
+    "report": "report",
+    "gpu": "gpu",
+}
 
 
 def run_group(group: str, options: list[str]) -> str:
     """Runs a group as a process; returns "ok" or how it failed."""
-    environment = os.environ | {"BENCH_COMMAND": shlex.join(["python", "-m", "bench", "--group", group, *options])}
+    told = ["python", "-m", "bench", "--group", group, *options]
+    environment = os.environ | {"BENCH_COMMAND": shlex.join(told)}
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
-    done = subprocess.run([sys.executable, "-m", "bench", group, *options], cwd=ROOT, env=environment)
+    words = [sys.executable, "-m", "bench", group, *options]
+    done = subprocess.run(words, cwd=ROOT, env=environment)
     return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
 
 
 def of_group(shapes: str | None, group: str) -> list[str]:
     """Those of the shapes that have as many dimensions as the group's cases."""
-    return [shape for shape in (shapes or "").split(",") if shape.count("x") + 1 == DIMENSIONS.get(group)]
+    listed = shapes.split(",") if shapes else []
+    return [shape for shape in listed if len(shape.split("x")) == DIMENSIONS.get(group)]
 
 
 def parse():
-    """The arguments, `options` as each group takes them, and the groups."""
+    """(the arguments, the words that each group takes, the groups)."""
     from bench import options
 
     parser = options.parser(__doc__)
-    parser.add_argument("--group", default=None, help=f"comma-separated: {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--group", default=",".join(GROUPS), help="comma-separated (default: all)")
     args = parser.parse_args()
     options.checked(parser, argparse.Namespace(**vars(args)))
 
     # Groups that exist, and shapes that one of them has.
-    groups = args.group.split(",") if args.group else list(GROUPS)
+    groups = args.group.split(",")
     unknown = [group for group in groups if group not in GROUPS]
     if unknown:
         parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
-    usable = [group for group in groups if of_group(args.shapes, group)]
-    if args.shapes and not usable:
+    if args.shapes and not any(of_group(args.shapes, group) for group in groups):
         wanted = [f"{n} dimensions for {group}" for group, n in DIMENSIONS.items()]
         parser.error(f"--shapes {args.shapes}: expected {', '.join(wanted)}")
 
     # The options that were given, as words again.
-    args.options = []
+    words = ["--all-shapes"] if args.all_shapes else []
     for name in ("device", "dtype", "peers", "budget"):
         value = getattr(args, name)
         if value != parser.get_default(name):
-            args.options += [f"--{name}", str(value)]
-    args.options += ["--all-shapes"] if args.all_shapes else []
-    return args, groups
+            words += [f"--{name}", str(value)]
+    # A run of chosen shapes, dtypes or peers does not replace the whole results unless it says where to.
+    chosen = args.shapes or "--dtype" in words or "--peers" in words
+    out = args.out or ("" if chosen else "bench/results")
+    return args, words + (["--out", out] if out else []), groups
 
 
 def suite() -> int:
     """Every group in its turn; 1 where one fails."""
-    args, groups = parse()
-    # A run of chosen shapes, dtypes or peers does not replace the whole results unless it says where to.
-    chosen = args.shapes or "--dtype" in args.options or "--peers" in args.options
-    out = args.out or (None if chosen else "bench/results")
-    options = args.options + (["--out", out] if out else [])
-    outcome, failed = {}, False
+    args, words, groups = parse()
+    outcome = {}
     for group in groups:
         print(f"\n== {group} ==", flush=True)
-        started = time.perf_counter()
         shapes = of_group(args.shapes, group)
         if args.shapes and not shapes:
             outcome[group] = "left out: --shapes has none for it"
             print(outcome[group])
             continue
-        given = options + (["--shapes", ",".join(shapes)] if shapes else [])
-        status = run_group(group, given)
-        failed = failed or status != "ok"
+        started = time.perf_counter()
+        status = run_group(group, words + (["--shapes", ",".join(shapes)] if shapes else []))
         outcome[group] = f"{status}, {time.perf_counter() - started:.0f} s"
-    lines = [f"{group}: {what}" for group, what in outcome.items()]
-    print("\n" + "\n".join(lines))
-    return int(failed)
+    print()
+    for group, what in outcome.items():
+        print(f"{group}: {what}")
+    return int(any(what.startswith("failed") for what in outcome.values()))
 
 
 def main() -> int:

@@ -89,7 +89,8 @@ def version(package: str) -> str | None:
 def _output(*command: str) -> str:
     """What a command prints; empty where it does not run."""
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20).stdout.strip()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

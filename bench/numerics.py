@@ -15,29 +15,29 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported
 
 import fused_rl
-from bench import interpreter, machine, options, peers, results
+from bench import machine, options, peers, plain, results
+from bench.compiled import interpreter
 from bench.repro import entropy as forms
 
 ROWS, VOCABULARY = 6, 32000
 # Two kinds of logits: what a model returns, and what breaks formulas that subtract large numbers.
 GROUPS = {
     "usual": [("normal", 0)],
-    "hard": [*itertools.product((10, 20, 30), (0, 1000)), ("normal", 1000)],
+    "hard": [
+        *itertools.product((10, 20, 30), (0, 1000)),
+        ("normal", 1000),
+    ],
 }
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def logits(kind, offset, dtype, device):
     """(6, V) logits: normal with deviation 3, or one token a gap above the rest; (6,) targets."""
     if kind == "normal":
-        x = torch.randn(ROWS, VOCABULARY, generator=seeded(1))
+        x = plain.normal(1, ROWS, VOCABULARY)
         x = x.mul_(3).add_(offset).to(dtype)
     else:
         x = forms.logits(kind, offset, dtype, rows=ROWS, vocabulary=VOCABULARY)
-    targets = torch.randint(VOCABULARY, (ROWS,), generator=seeded(2))
+    targets = torch.randint(VOCABULARY, (ROWS,), generator=plain.seeded(2))
     targets[0] = 7  # the token that a gap lifts
     return x.to(device), targets.to(device)
 
@@ -45,15 +45,13 @@ def logits(kind, offset, dtype, device):
 def in_dtype(x, targets, mask=None):
     """Plain torch in the logits' own dtype."""
     logp = torch.log_softmax(x, -1)
-    chosen = logp.gather(-1, targets[..., None])[..., 0]
-    return chosen, -(logp.exp() * logp).sum(-1)
+    return plain.chosen(logp, targets), plain.entropy(logp)
 
 
 def one_pass(x, targets, mask=None):
     """lse - sum p x in fp32."""
     x = x.float()
-    chosen = x.gather(-1, targets[..., None])[..., 0]
-    return chosen - torch.logsumexp(x, -1), forms.difference(x)
+    return plain.chosen(x, targets) - torch.logsumexp(x, -1), forms.difference(x)
 
 
 CPU_PATH = "fused_rl on CPU"
@@ -74,7 +72,13 @@ def implementations(args):
         found.append(peers.Peer(CPU_PATH, version, ours))
     found.append(peers.Peer("plain torch, logits' dtype", torch_version, in_dtype))
     found.append(peers.Peer("one pass, lse - sum(p x), fp32", torch_version, one_pass))
-    running, missing = peers.find(peers.LOGPROBS, args.device, args.peers, interpreted=cpu, op="token_logprobs")
+    running, missing = peers.find(
+        peers.LOGPROBS,
+        args.device,
+        args.peers,
+        interpreted=cpu,
+        op="token_logprobs",
+    )
     for peer in running:
         name = "plain torch, fp32" if peer.name == "plain torch" else peer.name
         found.append(peer._replace(name=name))
@@ -90,48 +94,59 @@ def exact(x, targets, dlogprobs, dentropy):
     if dlogprobs is not None:
         # 1 - p of the likeliest token is rest / (1 + rest)
         likeliest = s.gather(-1, at) == 0
-        kept = torch.where(likeliest, rest / (1 + rest), -torch.expm1(logp.gather(-1, at)))
+        others = -torch.expm1(logp.gather(-1, at))
+        kept = torch.where(likeliest, rest / (1 + rest), others)
         gradient += dlogprobs.double()[:, None] * (-p).scatter(-1, at, kept)
     if dentropy is not None:
         gradient -= dentropy.double()[:, None] * p * (s + spread)  # log p + H
     return logp.gather(-1, at)[:, 0], entropy, gradient
 
 
+def called(peer, x, targets):
+    """(outputs, which rows they are of); one that takes (1, T, V) scores all rows but the last."""
+    if not peer.whole:
+        return peer.call(x, targets), slice(ROWS)
+    logprobs, entropy = peer.call(x[None], targets[None, :-1])
+    return (logprobs[0], entropy), slice(ROWS - 1)
+
+
 def measured(peer, dtype, cases, device):
-    """Largest errors of one implementation over some cases; None where it has no such output."""
-    worst = {"logprob": 0.0, "entropy": None, "relative": None, "smallest": None, "gradient": 0.0}
+    """Largest errors of one implementation over some cases; None where it has no such output, NaN where one is NaN."""
+    found = {name: [] for name in ("logprob", "entropy", "relative", "smallest", "gradient")}
     for kind, offset in cases:
         x, targets = logits(kind, offset, dtype, device)
-        upstream = [torch.randn(ROWS, generator=seeded(seed)).to(device) for seed in (3, 4)]
+        upstream = [plain.normal(seed, ROWS).to(device) for seed in (3, 4)]
 
-        # What it returns; one that takes (1, T, V) scores all rows but the last.
-        given = x.clone().requires_grad_()
-        rows = slice(0, ROWS - 1 if peer.whole else ROWS)
-        if peer.whole:
-            logprobs, h = peer.call(given[None], targets[None, :-1])
-            logprobs = logprobs[0]
-        else:
-            logprobs, h = peer.call(given, targets)
-        outputs = [output for output in (logprobs, h) if output is not None]
-        weights = [up[rows].to(output.dtype) for output, up in zip(outputs, upstream, strict=False)]
-        gradient = torch.autograd.grad(outputs, given, weights)[0][rows]
+        # What it returns, and the gradient for random gradients of that.
+        leaf = x.clone().requires_grad_()
+        (logprobs, entropy), rows = called(peer, leaf, targets)
+        outputs = [logprobs] if entropy is None else [logprobs, entropy]
+        weights = []
+        for output, up in zip(outputs, upstream, strict=False):
+            weights.append(up[rows].to(output.dtype))
+        gradient = torch.autograd.grad(outputs, leaf, weights)[0][rows]
 
         # Against the truth.
-        of_entropy = None if h is None else upstream[1]
-        exact_logprobs, exact_h, exact_gradient = exact(x, targets, upstream[0], of_entropy)
+        of_entropy = None if entropy is None else upstream[1]
+        exact_logprobs, exact_entropy, exact_gradient = exact(x, targets, upstream[0], of_entropy)
         exact_gradient = exact_gradient[rows]
         scale = exact_gradient.abs().amax(1, keepdim=True).clamp(min=1e-300)
-        off = (gradient.double() - exact_gradient).abs() / scale
-        worst["gradient"] = _most(worst["gradient"], off.max().item())
+        off = (gradient.double() - exact_gradient).abs()
+        found["gradient"].append((off / scale).max())
         off = (logprobs.double() - exact_logprobs[rows]).abs()
-        worst["logprob"] = _most(worst["logprob"], off.max().item())
-        if h is None:
-            continue
-        off = (h.double() - exact_h).abs()
-        smallest = h.min().item()
-        worst["entropy"] = _most(worst["entropy"], off.max().item())
-        worst["relative"] = _most(worst["relative"], (off / exact_h).max().item())
-        worst["smallest"] = smallest if worst["smallest"] is None else min(worst["smallest"], smallest)
+        found["logprob"].append(off.max())
+        if entropy is not None:
+            off = (entropy.double() - exact_entropy).abs()
+            found["entropy"].append(off.max())
+            found["relative"].append((off / exact_entropy).max())
+            found["smallest"].append(-entropy.double().min())
+
+    # torch's maximum of NaN is NaN.
+    worst = {}
+    for name, values in found.items():
+        worst[name] = torch.stack(values).max().item() if values else None
+    if entropy is not None:
+        worst["smallest"] = -worst["smallest"]
     return worst
 
 
@@ -152,7 +167,7 @@ def kl_rows(device):
     versions = {"fused_rl": fused_rl.__version__, "plain torch, fp32": machine.version("torch")}
     found = []
     for scale in KL_SCALES:
-        generator = seeded(5)
+        generator = plain.seeded(5)
         x = torch.randn(ROWS, VOCABULARY, generator=generator).mul_(3)
         noise = torch.randn(ROWS, VOCABULARY, generator=generator)
         ref = (x + scale * noise).to(device)
@@ -161,15 +176,17 @@ def kl_rows(device):
         for name, call in calls.items():
             value = call(x, ref).double()
             off = (value - true).abs() / true
-            row = {"table": "kl", "implementation": name, "version": versions[name], "status": results.OK}
-            row |= {"exact": true.mean().item(), "relative": off.max().item()}
-            found.append(row | {"smallest": value.min().item()})
+            row = {
+                "table": "kl",
+                "implementation": name,
+                "version": versions[name],
+                "status": results.OK,
+                "exact": true.mean().item(),
+                "relative": off.max().item(),
+                "smallest": value.min().item(),
+            }
+            found.append(row)
     return found
-
-
-def _most(a, b):
-    """The larger; NaN wins."""
-    return b if a is None or not b <= a else a
 
 
 def interpret(device: str, on: bool):
@@ -187,32 +204,38 @@ def table_rows(args) -> list[dict]:
         row = {"dtype": dtype, "logits": group, "implementation": peer.name, "version": peer.version}
         try:
             worst = measured(peer, options.DTYPES[dtype], cases, args.device)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, ValueError, ImportError) as reason:
-            told = f"{type(reason).__name__}: {reason}".splitlines()[0]
-            failed = results.not_run(peer.name, results.FAILED, told, "token_logprobs")
+        except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
+            failed = results.not_run(peer.name, *results.failure(reason), "token_logprobs")
             missing += [] if failed in missing else [failed]
             continue
         rows.append(row | {"status": results.OK} | worst)
     return rows + missing
 
 
-def _cells(rows, names):
-    return [[row[name] for name in names] for row in rows]
+def show(title, columns: dict, rows):
+    """Print a table: {title: key of a row}."""
+    lines = []
+    for row in rows:
+        lines.append([row[key] for key in columns.values()])
+    print(f"{title}\n\n{results.table(list(columns), lines)}\n")
 
 
-def show(rows, of_kl):
-    """Print both tables."""
-    names = ["dtype", "logits", "implementation", "version"]
-    errors = ["logprob", "entropy", "relative", "smallest", "gradient"]
-    titles = [*names, "logprob", "entropy", "entropy rel.", "smallest entropy", "gradient"]
-    print("largest error: logprob and entropy in nats, entropy relative, gradient relative to its row's largest\n")
-    lines = _cells(results.measured(rows), names + errors)
-    print(results.table(titles, lines))
-    for row in results.missing(rows):
-        print(f"  not measured: {results.name_of(row)}: {row['reason']}")
-    print("\nreverse KL of fp32 logits that come closer: largest relative error, and the smallest value\n")
-    lines = _cells(of_kl, ["exact", "implementation", "relative", "smallest"])
-    print(results.table(["exact KL (nats)", "implementation", "relative error", "smallest value"], lines))
+COLUMNS = {
+    "logits": "dtype",
+    "kind": "logits",
+    "implementation": "implementation",
+    "log-prob": "logprob",
+    "entropy": "entropy",
+    "entropy rel.": "relative",
+    "smallest entropy": "smallest",
+    "gradient": "gradient",
+}
+KL_COLUMNS = {
+    "exact KL (nats)": "exact",
+    "implementation": "implementation",
+    "relative error": "relative",
+    "smallest value": "smallest",
+}
 
 
 def command(name: str, words: list[str]) -> int:
@@ -223,7 +246,10 @@ def command(name: str, words: list[str]) -> int:
     rows = table_rows(args)
     interpret(args.device, True)
     of_kl = kl_rows(args.device)
-    show(rows, of_kl)
+    title = "largest error: logprob and entropy in nats, entropy relative, gradient relative to its row's largest"
+    show(title, COLUMNS, results.measured(rows))
+    results.show_missing(rows, "measured")
+    title = "reverse KL of fp32 logits that come closer: largest relative error, and the smallest value"
+    show(title, KL_COLUMNS, of_kl)
     results.save(args, rows + of_kl)
-    broken = [row for row in results.missing(rows) if results.ours(row)]
-    return int(bool(broken))
+    return results.failed(rows)

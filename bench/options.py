@@ -39,7 +39,13 @@ def checked(made: argparse.ArgumentParser, args: argparse.Namespace) -> argparse
     return args
 
 
-def _expect_known(made, option: str, given: list[str], known: list[str], expected: str):
+def _expect_known(
+    made,
+    option: str,
+    given: list[str],
+    known: list[str],
+    expected: str,
+):
     unknown = [word for word in given if word not in known]
     if unknown:
         made.error(f"{option} {unknown[0]}: {expected}")
@@ -48,7 +54,9 @@ def _expect_known(made, option: str, given: list[str], known: list[str], expecte
 def _sizes(made, text: str) -> list[tuple[int, ...]]:
     """Shapes such as 1024x32000, comma-separated."""
     try:
-        shapes = [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+        shapes = []
+        for shape in text.split(","):
+            shapes.append(tuple(map(int, shape.split("x"))))
     except ValueError:
         made.error(f"--shapes {text}: expected sizes such as 1024x32000, comma-separated")
     if min(map(min, shapes)) < 1:

@@ -19,27 +19,26 @@ LOOKS = [
 ]
 
 
-def pyplot():
-    """Matplotlib's, drawing into files."""
-    import matplotlib
+def panels(count: int, size: tuple[float, float], **options):
+    """A figure that is drawn into a file, and its axes beside one another."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
 
 
-def save(figure, name: str):
-    """Into docs, without the frame's upper and right sides."""
+def save(figure, name):
+    """Into docs or to a path, without the frames' upper and right sides; legends where lines have names."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[1] and not (axes.get_legend() or figure.legends):
+            axes.legend(fontsize=7, frameon=False)
     figure.savefig(DOCS / name, dpi=120)
-    pyplot().close(figure)
 
 
 def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str):
     """{case: rows} as one line each, a marker per implementation at `value(row)`, below a roof (value, name)."""
-    figure, axes = pyplot().subplots(figsize=(10, 2.5 + 0.36 * len(shown)), layout="constrained")
+    figure, (axes,) = panels(1, (10, 2.5 + 0.36 * len(shown)))
 
     # (value, line) of each implementation.
     points = {}
@@ -50,13 +49,15 @@ def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str)
         colour, marker = LOOKS[i % len(LOOKS)]
         first = i == 0
         xs, ys = zip(*found, strict=True)
-        looks = {"color": colour, "marker": marker, "s": 70 if first else 36, "zorder": 4 if first else 3}
+        size, above = (70, 4) if first else (36, 3)
+        looks = {"color": colour, "marker": marker, "s": size, "zorder": above}
         axes.scatter(xs, ys, label=implementation, **looks)
 
     # The roof, and the lines up to it.
     axes.axvline(roof[0], color="black", lw=1.5)
     axes.text(roof[0], -0.5, f"{roof[1]} ", ha="right", va="bottom", fontsize=8)
-    axes.hlines(range(len(shown)), 0, roof[0], color="0.85", lw=0.8, zorder=1)
+    lines = range(len(shown))
+    axes.hlines(lines, 0, roof[0], color="0.85", lw=0.8, zorder=1)
     axes.set_yticks(range(len(shown)), list(shown), fontsize=8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel=label)
@@ -67,13 +68,14 @@ def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str)
 def traffic(rows: list[dict]):
     """A bar per operation and implementation: forward, and backward hatched."""
     rows = sorted(rows, key=lambda row: row["forward"] + row["backward"])
-    figure, axes = pyplot().subplots(figsize=(9, 1 + 0.26 * len(rows)), layout="constrained")
+    figure, (axes,) = panels(1, (9, 1 + 0.26 * len(rows)))
     labels = [f"{row['implementation']}: {row['op']}" for row in rows]
     forward = [row["forward"] for row in rows]
     backward = [row["backward"] for row in rows]
     colours = ["#0072B2" if results.ours(row) else "#E69F00" for row in rows]
-    axes.barh(labels, forward, color=colours, label="forward")
-    axes.barh(labels, backward, left=forward, color=colours, alpha=0.5, hatch="//", edgecolor="white")
+    axes.barh(labels, forward, color=colours)
+    hatched = {"color": colours, "alpha": 0.5, "hatch": "//", "edgecolor": "white"}
+    axes.barh(labels, backward, left=forward, **hatched)
     for i, row in enumerate(rows):
         both = row["forward"] + row["backward"]
         axes.text(both + 0.5, i, f"{both:.2f}", va="center", fontsize=8)
@@ -85,12 +87,13 @@ def traffic(rows: list[dict]):
 
 def growth(series: dict[str, list[dict]], kind: str):
     """Time and memory over the size, a line per series."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, (left, right) = panels(2, (10, 3.8))
     for i, (name, rows) in enumerate(series.items()):
         colour, marker = LOOKS[i]
         sizes = [row["size"] for row in rows]
         memory = [max(row["extra_bytes"] or 1, 1) / 1e6 for row in rows]
-        left.plot(sizes, [row["ms"] for row in rows], color=colour, marker=marker, label=name)
+        ms = [results.whole_ms(row) for row in rows]
+        left.plot(sizes, ms, color=colour, marker=marker, label=name)
         right.plot(sizes, memory, color=colour, marker=marker)
     left.set(xscale="log", yscale="log", xlabel="size", ylabel="ms")
     right.set(xscale="log", yscale="log", xlabel="size", ylabel="peak extra memory, MB")

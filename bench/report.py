@@ -5,10 +5,10 @@ python -m bench report
 
 import argparse
 import functools
-import math
 
-from bench import growth, plots, results
-from bench.cases import linear
+from bench import plots, results, run
+from bench.cases import growth, linear
+from bench.compiled import codegen
 from bench.results import RESULTS
 
 DOCS = plots.DOCS
@@ -39,28 +39,8 @@ STEP = (
 CLOSE_KL = "`token_kl` and two fp32 log-softmaxes, from the same fp32 logits, as the two distributions come closer:"
 
 
-def number(value, digits=3) -> str:
-    """A cell: 3 significant digits, no exponent where it reads badly."""
-    if value is None or value == "":
-        return ""
-    if isinstance(value, str | int):
-        return str(value)
-    if value == 0:
-        return "0"
-    if not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{decimals}f}"
-
-
 def table(columns, rows) -> str:
-    """Markdown table; columns that are empty in every row are left out."""
-    cells = [[number(value) for value in row] for row in rows]
-    kept = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]
-    lines = [[columns[i] for i in kept], *[[row[i] for i in kept] for row in cells]]
-    lines = ["| " + " | ".join(line) + " |" for line in lines]
-    lines.insert(1, "|" + "---|" * len(kept))
-    return "\n".join(lines) + "\n"
+    return results.table(columns, rows, markdown=True)
 
 
 def machine(result) -> str:
@@ -106,16 +86,15 @@ def grouped(result, name) -> dict[str, list[dict]]:
     return found
 
 
-def timed_table(rows, columns: dict, share: str) -> str:
-    """A table of timed rows: {title: name among results.figures}, the share of the copy bandwidth in this form."""
-    lines = []
-    for row in rows:
-        figures = results.figures(row)
-        if "share" in figures:
-            figures["share"] = share.format(figures["share"])
-        cells = [figures.get(name) for name in columns.values()]
-        lines.append([label(row), *cells, results.remarks(row)])
-    return table(["implementation", *columns, "note"], lines)
+def tables(result, case) -> str:
+    """A table of each case, whose name is `case(row)`, and what did not run."""
+    text = ""
+    kinds = {kind.op: kind for kind in run.GROUPS[result["group"]].cases}
+    for name, rows in grouped(result, case).items():
+        kind = kinds[rows[0]["op"]]
+        text += f"\n**{name}** ({rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB)\n\n"
+        text += run.timed_table(kind.columns, rows, label, markdown=True)
+    return text + not_run(result)
 
 
 def kernels(result, kind, title="Kernels", picture="benchmarks") -> str:
@@ -125,71 +104,41 @@ def kernels(result, kind, title="Kernels", picture="benchmarks") -> str:
         return f"{row['op']} {results.sizes(row['shape'], ' × ')} {row['dtype']}{layout}{masked}"
 
     # The picture: where each implementation stands below the roof that a plain copy sets.
-    shown = grouped(result, case)
-    timed = {name: [row for row in rows if "ms" in row] for name, rows in shown.items()}
-    timed = {name: rows for name, rows in timed.items() if rows}
+    shown = {}
+    for name, rows in grouped(result, case).items():
+        timed = [row for row in rows if "ms" in row]
+        if timed:
+            shown[name] = timed
     roof = (result["copy_bytes_per_s"] / 1e9, "a plain copy")
     axis = "useful GB/s, forward + backward (right is faster)"
-    plots.roofline(timed, lambda row: row["gb_per_s"]["both"], roof, axis, f"{picture}-{kind}.png")
+    plots.roofline(shown, lambda row: row["gb_per_s"]["both"], roof, axis, f"{picture}-{kind}.png")
 
     text = f"## {title}, {kind}\n\n{machine(result)}"
     text += f"\n![GB/s of each implementation against the copy bandwidth]({picture}-{kind}.png)\n\n{BYTES}\n"
-    for name, rows in shown.items():
-        text += f"\n**{name}** ({rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB)\n\n"
-        value = {"token_kl": "KL error", "gae": "relative error"}.get(rows[0]["op"], "log-prob error")
-        columns = {
-            "forward ms": "forward",
-            "backward ms": "backward",
-            "both ms": "both",
-            "runs": "runs",
-            "GB/s": "rate",
-            "of copy": "share",
-            "extra memory": "extra/logits",
-            "time / ours": "over fused_rl",
-            value: "value error",
-            "entropy error": "entropy error",
-            "gradient error": "gradient error",
-        }
-        text += timed_table(rows, columns, "{:.0f} %")
-    return text + not_run(result)
-
-
-LINEAR_COLUMNS = {
-    "forward ms": "forward",
-    "both ms": "both",
-    "runs": "runs",
-    "/ GEMMs": f"over {linear.FLOOR}",
-    "/ ours": f"over {linear.OURS[0]}",
-    "GB/s": "rate",
-    "of copy": "share",
-    "extra MB": "extra MB",
-    "loss error": "loss error",
-    "dhidden error": "dhidden error",
-    "dweight error": "dweight error",
-}
+    return text + tables(result, case)
 
 
 def of_linear(result, kind) -> str:
-    # The picture: the speed of each implementation as a share of that of the three products alone.
-    def case(row):
+    def short(row):
         return f"{results.sizes(row['shape'], ' × ')} {row['dtype']}"
 
+    def case(row):
+        n, width, vocab = row["shape"]
+        return f"{n} rows × {width} hidden × {vocab} vocabulary, {row['dtype']}"
+
+    # The picture: the speed of each implementation as a share of that of the three products alone.
     shown = {}
-    for name, rows in grouped(result, case).items():
+    for name, rows in grouped(result, short).items():
         others = [row for row in rows if row["implementation"] != linear.FLOOR]
         shown[name] = [row for row in others if linear.FLOOR in row.get("time_over", {})]
     axis = "speed in % of the three products that nobody can avoid (right is faster)"
     roof = (100, linear.FLOOR)
-    plots.roofline(shown, lambda row: 100 / row["time_over"][linear.FLOOR], roof, axis, f"benchmarks-linear-{kind}.png")
+    picture = f"benchmarks-linear-{kind}.png"
+    plots.roofline(shown, lambda row: 100 / row["time_over"][linear.FLOOR], roof, axis, picture)
 
     text = f"## Linear (hidden states to loss and gradients), {kind}\n\n{machine(result)}"
-    text += f"\n![Speed of each implementation against the GEMMs alone](benchmarks-linear-{kind}.png)\n"
-    for rows in grouped(result, case).values():
-        (n, width, vocab), dtype = rows[0]["shape"], rows[0]["dtype"]
-        moved = f"{rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB"
-        text += f"\n**{n} rows × {width} hidden × {vocab} vocabulary, {dtype}** ({moved})\n\n"
-        text += timed_table(rows, LINEAR_COLUMNS, "{:.1f} %")
-    return text + not_run(result)
+    text += f"\n![Speed of each implementation against the GEMMs alone]({picture})\n"
+    return text + tables(result, case)
 
 
 def traffic(result, kind) -> str:
@@ -202,7 +151,8 @@ def traffic(result, kind) -> str:
     lines = []
     for row in rows:
         counts = (row["forward"], row["backward"], row["forward"] + row["backward"])
-        lines.append([row["op"], label(row), *[f"{count:.2f}" for count in counts], results.remarks(row)])
+        texts = [f"{count:.2f}" for count in counts]
+        lines.append([row["op"], label(row), *texts, results.remarks(row)])
     return text + table(["operation", "implementation", "forward", "backward", "both", "note"], lines) + not_run(result)
 
 
@@ -217,7 +167,9 @@ def of_growth(result, kind) -> str:
             continue
         first, last = rows[0], rows[-1]
         memory = (last["extra_bytes"] or 0) / 1e6
-        lines.append([op, f"{first['size']} to {last['size']}", last["ms"], found[0], memory, found[1]])
+        sizes = f"{first['size']} to {last['size']}"
+        of_time, of_memory = found
+        lines.append([op, sizes, results.whole_ms(last), of_time, memory, of_memory])
     columns = ["what", "sizes", "ms at the largest", "slope of time", "extra MB at the largest", "slope of memory"]
     return f"{text}{SLOPES}\n\n{table(columns, lines)}{not_run(result)}"
 
@@ -228,7 +180,8 @@ def numerics(result, kind) -> str:
     lines, of_kl = [], {}
     for row in results.measured(result["rows"]):
         if row.get("table") == "kl":
-            of_kl.setdefault(row["exact"], []).extend((row["relative"], row["smallest"]))
+            values = of_kl.setdefault(row["exact"], [])
+            values += [row["relative"], row["smallest"]]
             continue
         errors = [row[name] for name in ("logprob", "entropy", "relative", "smallest", "gradient")]
         lines.append([row["dtype"], row["logits"], label(row, "{} ({})"), *errors])
@@ -249,72 +202,30 @@ def numerics(result, kind) -> str:
     return ""
 
 
-def codegen(result, kind) -> str:
-    lines = []
-    for row in result["rows"]:
-        ends = row["loops"][:1] + row["loops"][-1:]
-        pairs = []
-        for name in ("load", "store", "barriers", "instructions", "alu", "special"):
-            texts = [f"{loop[name]:.3g}" for loop in ends]
-            pairs.append(" / ".join(dict.fromkeys(texts)))
-        headroom = [f"{h:.2f}" for h in row["headroom"]] if row["target"] == "sm_90" else []
-        sizes = [str(row[name]) for name in ("registers", "spills", "shared")]
-        release = row.get("triton", result["environment"]["versions"]["triton"])
-        lines.append([row["case"], row["kernel"], row["target"], release, *sizes, *pairs, " / ".join(headroom)])
-    columns = ["case", "kernel", "target", "triton", "registers", "spills", "shared bytes", "load bytes", "store bytes"]
-    columns += ["barriers", "instructions", "ALU", "special", "headroom"]
-    return f"## Machine code, counted\n\n{machine(result)}\n{MACHINE_CODE}\n\n{table(columns, lines)}"
+def of_codegen(result, kind) -> str:
+    release = result["environment"]["versions"]["triton"]
+    lines = [codegen.cells(row, release) for row in result["rows"]]
+    return f"## Machine code, counted\n\n{machine(result)}\n{MACHINE_CODE}\n\n{table(codegen.COLUMNS, lines)}"
 
 
 def of_trainers(result, kind) -> str:
     """CPU time of the parts of a training step, and what it is a multiple of."""
     text = f"## A training step, {kind}\n\n{machine(result)}\n{STEP}\n"
     for task, rows in grouped(result, lambda row: row["task"]).items():
-        lines, needed = [], list(rows[0]["over_needed"])
-        for row in rows:
-            over = row.get("over_needed", {})
-            cells = [*row["ms"].values(), *[over.get(part) for part in needed], row.get("steps_over_trl")]
-            lines.append([label(row), *cells, results.repeats(row), results.remarks(row)])
-        columns = ["implementation", *[f"{part} ms" for part in rows[0]["ms"]]]
-        columns += [f"{part} / needed" for part in needed]
-        text += f"\n**{task}**\n\n{table([*columns, 'steps / TRL steps', 'runs', 'note'], lines)}"
+        columns, lines = results.steps(rows)
+        cells = [[label(row), *line] for row, line in zip(rows, lines, strict=True)]
+        text += f"\n**{task}**\n\n{table(['implementation', *columns], cells)}"
     return text + not_run(result)
-
-
-def anything(result, kind) -> str:
-    """A group without a renderer of its own: every scalar of every row."""
-    flat = [_flat(row) for row in results.measured(result["rows"])]
-    keys = {}
-    for row in flat:
-        keys |= row
-    lines = [[row.get(key) for key in keys] for row in flat]
-    title = f"{result['group'][:1].upper()}{result['group'][1:]}, {kind.upper()}"
-    return f"## {title}\n\n{machine(result)}\n{table(list(keys), lines)}{not_run(result)}"
-
-
-def _flat(row, prefix="") -> dict:
-    """Scalars of nested dicts by joined names; shapes as text; samples left out."""
-    found = {}
-    for key, value in row.items():
-        if key == "shape":
-            found[prefix + key] = results.sizes(value, " × ")
-        elif isinstance(value, bool):
-            found[prefix + key] = str(value)
-        elif isinstance(value, dict):
-            found |= {} if key.startswith("samples") else _flat(value, f"{prefix}{key} ")
-        elif not isinstance(value, list):
-            found[prefix + key] = value
-    return found
 
 
 # In the order of the page.
 GROUPS = {
-    "prototypes": anything,
     "kernels": kernels,
     "linear": of_linear,
     "topk": functools.partial(kernels, title="K targets per row", picture="benchmarks-topk"),
+    "support": functools.partial(kernels, title="Kept sets", picture="benchmarks-support"),
     "traffic": traffic,
-    "codegen": codegen,
+    "codegen": of_codegen,
     "growth": of_growth,
     "trainers": of_trainers,
     "numerics": numerics,
@@ -340,17 +251,12 @@ def command(name: str, words: list[str]) -> int:
     if not found:
         print(f"no results in {RESULTS}: run python -m bench first; docs/benchmarks.md stays as it is")
         return 1
-    order = list(GROUPS)
-
-    def place(stem):
-        group = found[stem]["group"]
-        return order.index(group) if group in order else len(order), stem
-
     sections = []
-    for stem in sorted(found, key=place):
-        kind = "gpu" if stem.endswith("gpu") else "cpu"
-        render = GROUPS.get(found[stem]["group"], anything)
-        sections.append(render(found[stem], kind))
+    for group, render in GROUPS.items():
+        for stem, result in found.items():
+            if result["group"] == group:
+                kind = "gpu" if stem.endswith("gpu") else "cpu"
+                sections.append(render(result, kind))
     sections = [f"\n{section}" for section in sections if section]
     (DOCS / "benchmarks.md").write_text(HEAD + "".join(sections))
     print(f"wrote {DOCS.name}/benchmarks.md from {', '.join(found)}")

@@ -15,23 +15,45 @@ A row is a dict. Every row has a `status`; one that did not come to `ok` has a `
 `note` is what an implementation does not do, and says nothing of how it went.
 """
 
+import itertools
 import json
+import math
 from pathlib import Path
+
+import torch
 
 from bench import machine
 
 RESULTS = machine.ROOT / "bench" / "results"
-OK, WRONG, FAILED_CHECK = "ok", "wrong", "failed check"
-FAILED, OUT_OF_MEMORY = "failed", "out of memory"
-NOT_INSTALLED, CANNOT_RUN = "not installed", "cannot run"
-NO_TIME, SLOW = "skipped: budget", "skipped: slow"
+OK = "ok"
+WRONG = "wrong"
+FAILED_CHECK = "failed check"
+FAILED = "failed"
+OUT_OF_MEMORY = "out of memory"
+NOT_INSTALLED = "not installed"
+CANNOT_RUN = "cannot run"
+NO_TIME = "skipped: budget"
+SLOW = "skipped: slow"
 RAN = (OK, WRONG, FAILED_CHECK)  # the rows of tables; the others are listed below them
 BROKEN = (FAILED_CHECK, FAILED, OUT_OF_MEMORY)  # a run in which ours ends so has failed
 
 
-def not_run(implementation: str, status: str, reason: str, op: str | None = None, where: str = "") -> dict:
+def not_run(
+    implementation: str,
+    status: str,
+    reason: str,
+    op: str | None = None,
+    where: str = "",
+) -> dict:
     """The row of an implementation that was not measured; `where`: at which case, empty for all of them."""
     return {"op": op, "implementation": implementation, "where": where, "status": status, "reason": reason}
+
+
+def failure(reason: Exception) -> tuple[str, str]:
+    """Status and reason of what raised."""
+    status = OUT_OF_MEMORY if isinstance(reason, torch.OutOfMemoryError) else FAILED
+    text = str(reason).strip() or "no message"
+    return status, f"{type(reason).__name__}: {text}".splitlines()[0][:160]
 
 
 def ours(row: dict) -> bool:
@@ -56,12 +78,9 @@ def name_of(row: dict) -> str:
 
 def remarks(row: dict) -> str:
     """How it went, where that is not well, and what the implementation does not do."""
-    told = {
-        WRONG: f"WRONG: {row.get('reason')}",
-        FAILED_CHECK: f"FAILED: {row.get('reason')}",
-    }
-    parts = (told.get(row["status"], ""), row.get("note", ""))
-    return "; ".join(filter(None, parts))
+    word = {WRONG: "WRONG", FAILED_CHECK: "FAILED"}.get(row["status"])
+    told = f"{word}: {row['reason']}" if word else ""
+    return "; ".join(filter(None, [told, row.get("note")]))
 
 
 def repeats(row: dict) -> int | None:
@@ -75,24 +94,46 @@ def sizes(shape, by: str = " x ") -> str:
     return by.join(map(str, shape))
 
 
+def whole_ms(row: dict) -> float:
+    """The median of forward and backward together, which may be all that was timed."""
+    return row["ms"]["both"] if isinstance(row["ms"], dict) else row["ms"]
+
+
 def figures(row: dict) -> dict:
     """What a table may show of a row, by name; what it does not have is left out. Times in ms, errors as measured."""
-    error, found = row.get("error", {}), dict(row.get("ms", {}))
-    found |= {f"{name} error": value for name, value in error.items()}
-    value = [error[name] for name in ("logprob", "kl", "advantages") if name in error]
-    if value:
-        found["value error"] = value[0]
-    found |= {f"over {name}": ratio for name, ratio in row.get("time_over", {}).items()}
+    found = dict(row.get("ms", {}))
+    for name, value in row.get("error", {}).items():
+        found[f"{name} error"] = value
+    for name, ratio in row.get("time_over", {}).items():
+        found[f"over {name}"] = ratio
     if "ms" in row:
         found["runs"] = repeats(row)
+    if "both" in row.get("gb_per_s", {}):
+        share = 100 * row["copy_fraction"]["both"]
         found["rate"] = row["gb_per_s"]["both"]
-        found["share"] = 100 * row["copy_fraction"]["both"]
+        found["share"] = f"{share:.0f} %"
+        found["finer share"] = f"{share:.1f} %"
     extra = row.get("extra_bytes")
     if extra is not None:
         found["extra MB"] = extra / 1e6
         if "logits" in row["bytes"]:
             found["extra/logits"] = extra / row["bytes"]["logits"]
     return found
+
+
+def steps(rows: list[dict]) -> tuple[list[str], list[list]]:
+    """Titles and cells of a table of training steps, without the implementations' names."""
+    parts = list(rows[0]["ms"])
+    needed = list(rows[0]["over_needed"])
+    titles = [f"{part} ms" for part in parts]
+    titles += [f"{part} / needed" for part in needed]
+    lines = []
+    for row in rows:
+        over = row.get("over_needed", {})
+        cells = [row["ms"][part] for part in parts]
+        cells += [over.get(part) for part in needed]
+        lines.append([*cells, row.get("steps_over_trl"), repeats(row), remarks(row)])
+    return [*titles, "steps / TRL steps", "runs", "note"], lines
 
 
 def save(args, rows: list[dict], **more) -> Path | None:
@@ -103,7 +144,12 @@ def save(args, rows: list[dict], **more) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     kind = "cpu" if args.device == "cpu" else "gpu"
     path = folder / f"{args.group}-{kind}.json"
-    result = {"group": args.group, "environment": machine.environment(args.device), **more, "rows": rows}
+    result = {
+        "group": args.group,
+        "environment": machine.environment(args.device),
+        **more,
+        "rows": rows,
+    }
     part = path.with_suffix(".part")  # a run that is stopped while it writes leaves the last result whole
     part.write_text(dumps(result))
     part.replace(path)
@@ -141,29 +187,52 @@ def _short(value):
     return value
 
 
-def table(columns: list[str], rows: list[list]) -> str:
-    """Text table, columns as wide as their contents, numbers to the right."""
-    texts = [[_cell(value) for value in row] for row in rows]
-    widths = [len(name) for name in columns]
-    for row in texts:
-        widths = [max(width, len(text)) for width, text in zip(widths, row, strict=True)]
-    numeric = [_numeric(column) for column in zip(*rows, strict=True)] or [False] * len(columns)
-
-    def line(row):
-        padded = []
-        for text, width, right in zip(row, widths, numeric, strict=True):
-            padded.append(text.rjust(width) if right else text.ljust(width))
-        return "  ".join(padded).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(columns), rule, *map(line, texts)])
+def number(value, digits: int = 3) -> str:
+    """A cell: 3 significant digits, no exponent where it reads badly."""
+    if value is None:
+        return ""
+    if isinstance(value, str | int):
+        return str(value)
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.1e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}"
 
 
-def _cell(value) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if value is None else f"{value:.4g}"
+def table(columns: list[str], rows: list[list], markdown: bool = False) -> str:
+    """A table, for a terminal or as Markdown; columns that are empty in every row are left out."""
+    lines = [columns]
+    for row in rows:
+        lines.append([number(value) for value in row])
+    filled = [any(column[1:]) for column in zip(*lines, strict=True)]
+    lines = [list(itertools.compress(line, filled)) for line in lines]
+    if markdown:
+        texts = ["| " + " | ".join(line) + " |" for line in lines]
+        texts.insert(1, "|" + "---|" * sum(filled))
+        return "\n".join(texts) + "\n"
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    texts = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
 
 
-def _numeric(column) -> bool:
-    return not any(isinstance(value, str) for value in column)
+def table_of(rows: list[dict], markdown: bool = False) -> str:
+    """The table of rows {title: cell}."""
+    cells = [list(row.values()) for row in rows]
+    return table(list(rows[0]), cells, markdown)
+
+
+def show_missing(rows: list[dict], verb: str = "run") -> None:
+    """Print what did not run, and why."""
+    for row in missing(rows):
+        print(f"  not {verb}: {name_of(row)}: {row['reason']}")
+
+
+def failed(rows: list[dict]) -> int:
+    """The exit status of a group: 1 where an answer of ours is wrong or missing."""
+    return int(any(ours(row) and row["status"] in BROKEN for row in rows))

@@ -1,4 +1,4 @@
-"""Time, memory and error of operations beside the installed peers: the groups kernels, linear, support and topk.
+"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk and growth.
 
     python -m bench kernels --device cpu --all-shapes
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
@@ -16,16 +16,14 @@ import sys
 import time
 from typing import NamedTuple
 
-import torch
-
 from bench import machine, options, peers, results, timing
 from bench.cases.case import Case
 from bench.cases.gae import GAECase
+from bench.cases.growth import GrowthCase
 from bench.cases.kl import KLCase
 from bench.cases.linear import LinearCase
-from bench.cases.logprobs import LogprobsCase
+from bench.cases.logprobs import LogprobsCase, TopkCase
 from bench.cases.support import KeptHead, KeptLogits
-from bench.cases.topk import TopkCase
 
 
 class Group(NamedTuple):
@@ -40,6 +38,7 @@ GROUPS = {
     "linear": Group((LinearCase,), 250),
     "support": Group((KeptLogits, KeptHead), 240),
     "topk": Group((TopkCase,), 150),
+    "growth": Group((GrowthCase,), 40),
 }
 
 
@@ -55,7 +54,8 @@ class Once(NamedTuple):
 def run_once(case: Case, peer: peers.Peer) -> Once:
     """One pass on the first input set, watched."""
     x = case.inputs(peer)[0]
-    backward, kept = case.backward_of(peer), {"gradient": None}
+    backward = case.backward_of(peer)
+    kept = {"gradient": None}
 
     def forward(x):
         kept["outputs"] = peer.call(x)
@@ -65,7 +65,8 @@ def run_once(case: Case, peer: peers.Peer) -> Once:
         kept["gradient"] = backward(outputs, x)
 
     run = timing.Run(forward, keeping_backward if backward else None, [x], False)
-    once, seconds = timing.phases_cpu(run), {}
+    once = timing.phases_cpu(run)
+    seconds = {}
     extra = machine.peak_extra_bytes(lambda: seconds.update(once()), case.device)
     if extra is not None:
         extra -= case.returned_bytes()
@@ -85,13 +86,6 @@ def judged(case: Case, peer: peers.Peer, errors: dict) -> dict:
     return {"status": status, "reason": ", ".join(over)}
 
 
-def failure(reason: Exception) -> tuple[str, str]:
-    """Status and reason of what raised."""
-    status = results.OUT_OF_MEMORY if isinstance(reason, torch.OutOfMemoryError) else results.FAILED
-    text = str(reason).strip() or "no message"
-    return status, f"{type(reason).__name__}: {text}".splitlines()[0][:160]
-
-
 def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
     """The row of one implementation, with its errors; how the run went, where it may be timed."""
     try:
@@ -100,9 +94,10 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
         once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
     except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
-        return results.not_run(peer.name, *failure(reason), case.op, case.label()), None
+        status, told = results.failure(reason)
+        return results.not_run(peer.name, status, told, case.op, case.label()), None
     moved, text = case.bytes()
-    row = case.facts()
+    row = case.facts(peer)
     row |= {"implementation": peer.name, "version": peer.version, "note": peer.note}
     row |= {"bytes": moved, "bytes_text": text, "error": errors}
     row |= judged(case, peer, errors)
@@ -117,20 +112,26 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     found, rows = case.contenders(wanted)
 
     # Each once: its errors, its memory, and how long it takes.
-    runs, first, memory, kept = {}, {}, {}, []
+    runs = {}
+    first = {}
+    memory = {}
+    kept = []
     for peer in found:
         if peer.role == "peer" and time.perf_counter() - started > seconds:
             reason = "left out for time; --budget gives more"
-            rows.append(results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label()))
+            row = results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label())
+            rows.append(row)
             continue
         row, once = attempt(case, peer)
         rows.append(row)
         if once is None:
             continue
         repeats = case.backward_repeats and not peer.overwrites
-        backward, inputs = case.backward_of(peer), case.inputs(peer)
+        backward = case.backward_of(peer)
+        inputs = case.inputs(peer)
         runs[peer.name] = timing.Run(peer.call, backward, inputs, repeats)
-        first[peer.name], memory[peer.name] = once.seconds, once.extra_bytes
+        first[peer.name] = once.seconds
+        memory[peer.name] = once.extra_bytes
         if peer.role != "peer":
             kept.append(peer.name)
 
@@ -141,8 +142,15 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     return rows
 
 
-def describe(rows: list[dict], samples: dict, memory: dict, copy_bytes_per_s: float, baselines: tuple[str, ...]):
+def describe(
+    rows: list[dict],
+    samples: dict,
+    memory: dict,
+    copy_bytes_per_s: float,
+    baselines: tuple[str, ...],
+):
     """Fill in memory, samples, medians and ratios of the rows that were timed."""
+    # Medians first: ratios are between them.
     medians = {}
     for name, phases in samples.items():
         ms = {phase: timing.median(found) for phase, found in phases.items()}
@@ -168,16 +176,20 @@ def show(case: Case, rows: list[dict], copy_bytes_per_s: float):
     """Print the case's table, and below it what did not run."""
     measured = results.measured(rows)
     if measured:
-        lines = []
-        for row in measured:
-            figures = results.figures(row)
-            cells = [figures.get(name) for name in case.columns.values()]
-            lines.append([row["implementation"], *cells, results.remarks(row)])
         print("\n" + case.title(measured, copy_bytes_per_s))
-        print(results.table(["implementation", *case.columns, "note"], lines))
-    for row in results.missing(rows):
-        print(f"  not run: {results.name_of(row)}: {row['reason']}")
+        print(timed_table(case.columns, measured))
+    results.show_missing(rows)
     sys.stdout.flush()
+
+
+def timed_table(columns: dict[str, str], rows: list[dict], label=lambda row: row["implementation"], **options) -> str:
+    """The table of rows that were timed: {title: name among results.figures}; options as of results.table."""
+    lines = []
+    for row in rows:
+        figures = results.figures(row)
+        cells = [figures.get(name) for name in columns.values()]
+        lines.append([label(row), *cells, results.remarks(row)])
+    return results.table(["implementation", *columns, "note"], lines, **options)
 
 
 def warm_up(kinds: dict, args):
@@ -208,8 +220,7 @@ def main(args) -> int:
             show(case, found, copy)
             rows += [row for row in found if row not in rows]  # what cannot run at any case is told once
             results.save(args, rows, copy_bytes_per_s=copy)
-    broken = [row for row in rows if results.ours(row) and row["status"] in results.BROKEN]
-    return int(bool(broken))
+    return results.failed(rows)
 
 
 def command(group: str, words: list[str] | None = None) -> int:

@@ -36,7 +36,13 @@ class Run(NamedTuple):
     repeats: bool  # whether the backward pass can be run again on one forward pass
 
 
-def interleaved(runs: dict, budget_s: float, first: dict, keep=(), most: int = 40) -> dict:
+def interleaved(
+    runs: dict,
+    budget_s: float,
+    first: dict,
+    keep=(),
+    most: int = 40,
+) -> dict:
     """Samples in ms of each run: name -> {phase: [ms, ...]}.
 
     Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. They take
@@ -79,7 +85,13 @@ def whole(phases: dict) -> float:
     return phases.get("both", phases["forward"])
 
 
-def sampled(runs: dict[str, Run], device: str, budget_s: float, first: dict, keep=()) -> dict:
+def sampled(
+    runs: dict[str, Run],
+    device: str,
+    budget_s: float,
+    first: dict,
+    keep=(),
+) -> dict:
     """{name: {phase: [ms, ...]}} of some runs, within about `budget_s` seconds; `first` and `keep` as above."""
     if device == "cpu":
         timed = {name: phases_cpu(run) for name, run in runs.items()}
@@ -123,21 +135,36 @@ def phases_gpu(run: Run, ms: int = 100) -> dict:
     from triton.testing import do_bench
 
     turns = itertools.cycle(run.inputs)
-    samples = {"forward": do_bench(lambda: run.forward(next(turns)), rep=ms, return_mode="all")}
+
+    def timed(call):
+        return do_bench(call, rep=ms, return_mode="all")
+
+    samples = {"forward": timed(lambda: run.forward(next(turns)))}
     if run.backward is None:
         return samples
     if run.repeats:
         saved = [(run.forward(x), x) for x in run.inputs]
         of_saved = itertools.cycle(saved)
-        samples["backward"] = do_bench(lambda: run.backward(*next(of_saved)), rep=ms, return_mode="all")
+        samples["backward"] = timed(lambda: run.backward(*next(of_saved)))
         del saved, of_saved  # their graphs hold memory that the next runs may need
 
     def both():
         x = next(turns)
         run.backward(run.forward(x), x)
 
-    samples["both"] = do_bench(both, rep=ms, return_mode="all")
+    samples["both"] = timed(both)
     return samples
+
+
+def cpu_seconds(ways: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of functions that take turns; a first round, which compiles and loads, does not count."""
+    samples = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, run in ways.items():
+            began = time.process_time()
+            run()
+            samples[name].append(time.process_time() - began)
+    return {name: median(found[1:]) for name, found in samples.items()}
 
 
 def median(samples: list) -> float:

@@ -1,22 +1,17 @@
 """Bytes that each operation loads and stores, counted launch by launch, as multiples of the logits' size.
 
-    python bench/traffic.py
-    python bench/traffic.py --shapes 2x8x4099        batch x time x vocabulary
+    python -m bench traffic
+    python -m bench traffic --shapes 2x8x4099        batch x time x vocabulary
 
 Triton kernels run in Triton's interpreter, which sees every unmasked lane of every load and store. Eager PyTorch is
 counted by its ATen operators: every operand read once, every result written once, so what an operator reads twice
 inside counts once, which favours it. Counts need no GPU and do not depend on the machine.
 """
 
+import contextlib
 import os
-import sys
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import contextlib
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -24,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import fused_rl
-from bench import interpreter, options, peers, results
+from bench import options, peers, results
+from bench.compiled import interpreter
 
 SHAPE = (2, 8, 50257)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
 
@@ -130,7 +126,9 @@ def count(run, logits) -> dict:
 def inputs(shape=SHAPE):
     """(B, T, V) bf16 logits, (B, T) targets."""
     torch.manual_seed(0)
-    return torch.randn(shape).mul_(3).to(torch.bfloat16), torch.randint(shape[-1], shape[:-1])
+    logits = torch.randn(shape).mul_(3).to(torch.bfloat16)
+    targets = torch.randint(shape[-1], shape[:-1])
+    return logits, targets
 
 
 def policy(logits, targets, level):
@@ -150,7 +148,16 @@ def liger_grpo(level):
         chosen = targets[:, 1:].contiguous()
         old = torch.full(chosen.shape, -11.0)
         ones = torch.ones(len(logits))
-        return loss(logits, old, None, chosen, ones, temperature=1.0, beta=0.0, importance_sampling_level=level)[:1]
+        return loss(
+            logits,
+            old,
+            None,
+            chosen,
+            ones,
+            temperature=1.0,
+            beta=0.0,
+            importance_sampling_level=level,
+        )[:1]
 
     return run
 
@@ -181,7 +188,12 @@ def ours(shape=SHAPE):
 def several(shape, count=8):
     """run(logits, targets) of token_logprobs for more targets beside each."""
     more = torch.randint(shape[-1], (*shape[:-1], count - 1))
-    return lambda logits, targets: fused_rl.token_logprobs(logits, torch.cat([targets[..., None], more], -1))[:2]
+
+    def run(logits, targets):
+        whole = torch.cat([targets[..., None], more], -1)
+        return fused_rl.token_logprobs(logits, whole)[:2]
+
+    return run
 
 
 def of_two(kl, shape):
@@ -208,34 +220,29 @@ def others(wanted="all", shape=SHAPE):
 
 def counted_row(op, peer, run, logits, targets, most=None) -> dict:
     """The row of one implementation; `most`: (forward, backward) that ours may cost."""
-    row = {"op": op, "implementation": peer.name, "version": peer.version}
     try:
         counts = count(lambda x: run(x, targets), logits)
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as reason:
-        told = f"{type(reason).__name__}: {reason}".splitlines()[0]
-        return results.not_run(peer.name, results.FAILED, told, op)
-    for phase, (read, written) in counts.items():
-        row[phase] = read + written
-    row["read"] = [counts["forward"][0], counts["backward"][0]]
-    row["written"] = [counts["forward"][1], counts["backward"][1]]
-    row |= {"note": peer.note, "status": results.OK}
-    if most is not None and (row["forward"] > most[0] + 0.05 or row["backward"] > most[1] + 0.05):
-        row |= {"status": results.FAILED_CHECK, "reason": f"more than {most[0]:.2f} / {most[1]:.2f}"}
+    except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
+        return results.not_run(peer.name, *results.failure(reason), op)
+    (read, written) = counts["forward"]
+    (read_back, written_back) = counts["backward"]
+    row = {
+        "op": op,
+        "implementation": peer.name,
+        "version": peer.version,
+        "forward": read + written,
+        "backward": read_back + written_back,
+        "read": [read, read_back],
+        "written": [written, written_back],
+        "note": peer.note,
+        "status": results.OK,
+    }
+    if most is not None:
+        forward, backward = most
+        if row["forward"] > forward + 0.05 or row["backward"] > backward + 0.05:
+            row["status"] = results.FAILED_CHECK
+            row["reason"] = f"more than {forward:.2f} / {backward:.2f}"
     return row
-
-
-def show(rows, logits):
-    """Print the counts, and below them what was not counted."""
-    print(f"logits {tuple(logits.shape)} bf16, multiples of {logits.numel() * 2 / 1e6:.2f} MB; read + written\n")
-    lines = []
-    for row in results.measured(rows):
-        both = row["forward"] + row["backward"]
-        cells = [f"{bytes_:.2f}" for bytes_ in (row["forward"], row["backward"], both)]
-        lines.append([row["op"], row["implementation"], row["version"], *cells, results.remarks(row)])
-    columns = ["operation", "implementation", "version", "forward", "backward", "both", "note"]
-    print(results.table(columns, lines))
-    for row in results.missing(rows):
-        print(f"  not counted: {row['op']}: {results.name_of(row)}: {row['reason']}")
 
 
 def command(name: str, words: list[str] | None = None) -> int:
@@ -245,6 +252,8 @@ def command(name: str, words: list[str] | None = None) -> int:
     interpreter.fix_numerics()
     shape = args.shapes[0] if args.shapes else SHAPE
     logits, targets = inputs(shape)
+
+    # Ours, the others, and those that are not here.
     found, missing = others(args.peers, shape)
     rows = []
     for what, (run, *most) in ours(shape).items():
@@ -253,11 +262,13 @@ def command(name: str, words: list[str] | None = None) -> int:
     for what, peer, run in found:
         rows.append(counted_row(what, peer, run, logits, targets))
     rows += missing
-    show(rows, logits)
+
+    print(f"logits {shape} bf16, multiples of {logits.nbytes / 1e6:.2f} MB; read + written\n")
+    lines = []
+    for row in results.measured(rows):
+        counts = row["forward"], row["backward"], row["forward"] + row["backward"]
+        lines.append([row["op"], row["implementation"], *counts, results.remarks(row)])
+    print(results.table(["operation", "implementation", "forward", "backward", "both", "note"], lines))
+    results.show_missing(rows, "counted")
     results.save(args, rows, shape=list(shape))
-    broken = [row for row in rows if results.ours(row) and row["status"] in results.BROKEN]
-    return int(bool(broken))
-
-
-if __name__ == "__main__":
-    sys.exit(command("traffic"))
+    return results.failed(rows)

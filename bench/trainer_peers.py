@@ -93,7 +93,9 @@ def run_trl(ours: Ours, folder: str, between: Callable[[dict, object], bool]) ->
         """Between two steps it is the others' turn."""
 
         def on_train_begin(self, *_, **__):
-            began[0], watch.taken, watch.inner = seconds(), {}, 0.0
+            began[0] = seconds()
+            watch.taken = {}
+            watch.inner = 0.0
 
         def on_pre_optimizer_step(self, *_, **__):
             before[0] = seconds()
@@ -106,13 +108,17 @@ def run_trl(ours: Ours, folder: str, between: Callable[[dict, object], bool]) ->
             if state.global_step % minibatches:
                 return
             whole = seconds() - began[0]
-            more = between(watch.taken | {"update": whole - sum(watch.taken.values())}, trainer.model)
+            watch.taken["update"] = whole - sum(watch.taken.values())
+            more = between(watch.taken, trainer.model)
             control.should_training_stop |= not more
-            began[0], watch.taken, watch.inner = seconds(), {}, 0.0
+            began[0] = seconds()
+            watch.taken = {}
+            watch.inner = 0.0
 
     column = config.prompt_column or "question"
     texts = [prompt.row[column] for prompt in ours.prompts]
-    rows = datasets.Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))})
+    numbers = list(range(len(texts)))
+    rows = datasets.Dataset.from_dict({"prompt": texts, "number": numbers})
     accelerate.state.AcceleratorState._reset_state()  # it keeps the precision of the trainer before
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, padding_side="left")
     trainer = trl.GRPOTrainer(

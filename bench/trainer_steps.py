@@ -10,16 +10,15 @@ from unittest import mock
 
 import torch
 
+from bench import plain
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.policy.policy import load_policy, load_prompts
-from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.run.logger import Logger
-from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers import load_scorers
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
 NEEDED = ("rollout", "measure", "update")
@@ -37,7 +36,8 @@ class Watch:
         """`function`, watched."""
 
         def watched(*args, **kwargs):
-            outer, self.inner = self.inner, 0.0
+            outer = self.inner
+            self.inner = 0.0
             began = seconds()
             try:
                 return function(*args, **kwargs)
@@ -69,7 +69,10 @@ class Ours:
 
     def __init__(self, config: grpo.GRPOConfig):
         device = engine.setup(config.seed)
-        self.config, self.number, self.watch, self.seen = config, 0, Watch(), None
+        self.config = config
+        self.number = 0
+        self.watch = Watch()
+        self.seen = None
         tokenizer = encode.load_tokenizer(config.model)
         scorers = load_scorers(config, tokenizer, device)
         self.prompts, self.held_out = load_prompts(config, tokenizer, scorers)
@@ -92,7 +95,8 @@ class Ours:
     def rows(self, number: int) -> list[int]:
         """Which prompts step `number` (from 1 on) is about: those of the file, in its order."""
         count = self.config.prompts_per_step
-        return [i % len(self.prompts) for i in range((number - 1) * count, number * count)]
+        first = (number - 1) * count
+        return [i % len(self.prompts) for i in range(first, first + count)]
 
     def step(self) -> dict[str, float]:
         """One step; CPU seconds of its parts."""
@@ -148,20 +152,18 @@ class Ours:
 
         Of the reference, whose weights are still those of the step.
         """
-        worst, seen, policy = 0.0, self.seen, self.policy
+        worst = 0.0
+        seen = self.seen
+        policy = self.policy
         for part in seen.parts:
             batch = seen.rollout.batch.rows(part)
             logits = bare_logits(policy.reference.base, policy.inputs(batch)).float()
             targets = batch.input_ids[:, 1:][batch.response_mask]
-            found = torch.log_softmax(logits / policy.config.temperature, -1).gather(-1, targets[:, None])[:, 0]
+            found = plain.chosen(torch.log_softmax(logits / policy.config.temperature, -1), targets)
             width = batch.response_mask.shape[1]
             measured = seen.measured.ref_logprobs[part, :width][batch.response_mask]
-            worst = max(worst, (found - measured).abs().max().item())
+            worst = max(worst, plain.largest(found, measured))
         return worst
-
-    def accuracy(self, lm=None) -> float:
-        """Greedy, on the held-out problems, by our model or another one."""
-        return greedy_accuracy(lm or self.policy.model.module.base, self)
 
 
 def bare_logits(lm, inputs: dict) -> torch.Tensor:
@@ -178,8 +180,10 @@ def bare_logits(lm, inputs: dict) -> torch.Tensor:
 
 def bare_update(lm, inputs: dict) -> float:
     """CPU seconds of a forward and a backward pass; no gradient is kept."""
-    count = len(inputs["packed"].states) if inputs["packed"] is not None else int(inputs["mask"].sum())
-    gradient = torch.randn(count, lm.get_output_embeddings().weight.shape[0], dtype=lm.dtype)
+    packed = inputs["packed"]
+    count = int(inputs["mask"].sum()) if packed is None else len(packed.states)
+    vocab = len(lm.get_output_embeddings().weight)
+    gradient = torch.randn(count, vocab, dtype=lm.dtype)
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
     began = seconds()
     torch.autograd.grad(bare_logits(lm, inputs), weights, gradient)
@@ -187,7 +191,13 @@ def bare_update(lm, inputs: dict) -> float:
 
 
 @torch.no_grad()
-def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None) -> float:
+def decode_passes(
+    lm,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    pad_id: int,
+    check=None,
+) -> float:
     """CPU seconds of the passes that draw these responses: each distinct prompt once, then token by token.
 
     Args:
@@ -198,16 +208,26 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
     """
     runs = [list(run) for _, run in groupby(prompts)]
     distinct = [run[0] for run in runs]
-    ids, mask = pad(distinct, pad_id, left=True), pad([[1] * len(prompt) for prompt in distinct], 0, left=True)
-    position, row = (mask.cumsum(1) - 1).clamp(min=0), torch.repeat_interleave(torch.tensor([len(run) for run in runs]))
+    ids = pad(distinct, pad_id, left=True)
+    mask = pad([[1] * len(prompt) for prompt in distinct], 0, left=True)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    row = torch.repeat_interleave(torch.tensor(list(map(len, runs))))
+
+    # The prompts, each once; then each response goes on by itself.
     began = seconds()
     output = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1)
     taken = seconds() - began
 
-    cache, logits, mask = output.past_key_values, output.logits[row, -1], mask[row]
+    cache = output.past_key_values
+    logits = output.logits[row, -1]
+    mask = mask[row]
     cache.batch_select_indices(row)
-    lengths, length = torch.tensor([len(response) for response in responses]), mask.sum(1)
-    tokens, rows = pad(responses, pad_id), torch.arange(len(responses))
+    lengths = torch.tensor(list(map(len, responses)))
+    length = mask.sum(1)
+    tokens = pad(responses, pad_id)
+    rows = torch.arange(len(responses))
+
+    # A token of each at a time, without those that have ended.
     for step in range(1, tokens.shape[1] + 1):
         if check is not None:
             check(logits, tokens[rows, step - 1], rows, step)
@@ -216,24 +236,19 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
             break
         if len(keep) < len(rows):
             cache.batch_select_indices(keep)
-            mask, length, rows = mask[keep], length[keep], rows[keep]
+            mask = mask[keep]
+            length = length[keep]
+            rows = rows[keep]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        fed = {"input_ids": tokens[rows, step - 1][:, None], "attention_mask": mask, "position_ids": length[:, None]}
+        fed = {
+            "input_ids": tokens[rows, step - 1][:, None],
+            "attention_mask": mask,
+            "position_ids": length[:, None],
+        }
         began = seconds()
         output = lm(**fed, past_key_values=cache, use_cache=True)
         taken += seconds() - began
-        cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
+        cache = output.past_key_values
+        logits = output.logits[:, -1]
+        length = length + 1
     return taken
-
-
-def greedy_accuracy(lm, ours: Ours) -> float:
-    """The share of our held-out problems that the most likely response of `lm` solves; it stays in its mode."""
-    policy, training = ours.policy, lm.training
-    config = policy.config
-    sampler = TransformersSampler(
-        lm, pad_id=policy.tokenizer.pad_token_id, batch_size=config.rollout_batch_size, synced_gpus=False
-    )
-    sampling = Sampling(0.0, config.max_new_tokens, policy.sampling.stop_ids)
-    found = roll_out(sampler, policy.scorers, ours.held_out, sampling, policy.tokenizer, policy.device)
-    lm.train(training)
-    return found.solved.double().mean().item()

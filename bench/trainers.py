@@ -29,9 +29,10 @@ from fused_rl.trainers.options.config import InputError
 
 SECONDS = 240  # of both tasks together, unless --budget says otherwise; a first demo takes 80 more to warm up
 WARM_UP = 1  # step of each that is not counted: it touches memory for the first time
-EVERY = 10  # steps between held-out evaluations
 WORK = machine.ROOT / "runs" / "bench-trainers"
-OURS, LEAN, TRL = "fused_rl", "fused_rl --kl_every 0", trainer_peers.NAME
+OURS = "fused_rl"
+LEAN = "fused_rl --kl_every 0"
+TRL = trainer_peers.NAME
 NOTES = {OURS: "with the exact KL", LEAN: "without it, as TRL", TRL: ""}
 
 
@@ -41,8 +42,6 @@ class Task(NamedTuple):
     name: str
     config: Callable[[Path], GRPOConfig]
     """Makes the files in a folder, and the config that names them."""
-    learns: bool
-    """Whether held-out accuracy says anything."""
 
 
 def demo(folder: Path, seed: int = 1) -> GRPOConfig:
@@ -51,8 +50,8 @@ def demo(folder: Path, seed: int = 1) -> GRPOConfig:
 
     kept = WORK / f"demo-{seed}"
     if not (kept / "sft" / "model" / "config.json").exists():
-        recipe.warm_start(kept, str(seed))
-    config = recipe.grpo_config(kept, str(seed))
+        recipe.warm_start(kept, seed)
+    config = recipe.grpo_config(kept, seed)
     config.output_dir = str(folder / "ours")
     return config
 
@@ -62,22 +61,41 @@ def word_tokenizer(vocabulary: int):
     import tokenizers
     import transformers
 
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
+    words = {f"w{i}": i for i in range(2, vocabulary)}
+    words |= {"<pad>": 0, "<eos>": 1}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def qwen(folder: Path, *, vocabulary=151_936, hidden=896, layers=4, prompt=48, response=8, dtype="bfloat16"):
+def qwen(
+    folder: Path,
+    *,
+    vocabulary=151_936,
+    hidden=896,
+    layers=4,
+    prompt=48,
+    response=8,
+    dtype="bfloat16",
+):
     """A Llama of Qwen2.5-0.5B's widths and vocabulary, 4 layers of random weights, on random words."""
     import transformers
 
     transformers.set_seed(1)
-    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
-    sizes |= {"intermediate_size": hidden * 38 // 7, "num_attention_heads": hidden // 64, "num_key_value_heads": 2}
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": True}
-    lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
-    lm.to(getattr(torch, dtype)).save_pretrained(folder / "model")
+    shape = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden * 38 // 7,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    lm = transformers.LlamaForCausalLM(shape).to(getattr(torch, dtype))
+    lm.save_pretrained(folder / "model")
     word_tokenizer(vocabulary).save_pretrained(folder / "model")
     ids = torch.randint(2, vocabulary, (64, prompt)).tolist()
     rows = [{"question": " ".join(f"w{i}" for i in row)} for row in ids]
@@ -107,109 +125,100 @@ def odd_words(responses: list[str], rows: list[dict]) -> list[float]:
     found = []
     for response in responses:
         words = response.split()
-        found.append(sum(word[-1] in "13579" for word in words) / max(1, len(words)))
+        odd = sum(word[-1] in "13579" for word in words)
+        found.append(odd / max(1, len(words)))
     return found
 
 
-TASKS = (Task("demo", demo, True), Task("Qwen2-like head", qwen, False))
+TASKS = (Task("demo", demo), Task("Qwen2-like head", qwen))
 
 
 class Samples:
-    """CPU seconds of each implementation's steps, and the held-out accuracy after some of them."""
+    """CPU seconds of each implementation's steps, and of the bare passes of ours."""
 
     def __init__(self):
-        self.of: dict[str, list[dict]] = {}
-        self.curves: dict[str, list[list[float]]] = {}
+        self.steps: dict[str, list[dict]] = {}
+        self.passes: dict[str, list[dict]] = {}
 
-    def add(self, name: str, taken: dict[str, float]) -> None:
-        self.of.setdefault(name, []).append(taken)
-
-    def counted(self, name: str) -> list[dict]:
-        """The steps after the warm-up."""
-        return self.of[name][WARM_UP:]
-
-    def evaluated(self, name: str, step: int, accuracy: float) -> None:
-        """Keep the step, the CPU seconds of the steps so far, and the accuracy."""
-        names = (OURS, LEAN) if name == OURS else (name,)
-        steps = [taken for each in names for taken in self.of.get(each, [])]
-        spent = sum(sum(taken.values()) for taken in steps)
-        self.curves.setdefault(name, []).append([step, spent, accuracy])
-
-
-def needed_by(name: str) -> str:
-    """What the samples of the bare passes are called."""
-    return f"passes of {name}"
-
-
-def take_turns(ours: Ours, task: Task, folder: Path, wanted: str, budget: float) -> tuple[Samples, list[dict]]:
-    """Steps of every implementation in turns, as many as the time allows; and the rows of those that cannot run."""
-    samples, ends = Samples(), time.perf_counter() + budget
-    learns = task.learns and bool(ours.held_out)
-
-    def turn() -> bool:
-        """A step of ours, with the exact KL or without it in turns; whether there is time for more."""
+    def turn(self, ours: Ours) -> None:
+        """A step of ours, with the exact KL or without it in turns, and its passes."""
         exact = ours.number % 2 == 0
         ours.config.kl_every = int(exact)
         name = OURS if exact else LEAN
-        samples.add(name, ours.step())
-        samples.add(needed_by(name), ours.needed())
-        if learns and ours.number % EVERY == 0:
-            samples.evaluated(OURS, ours.number, ours.accuracy())
+        self.steps.setdefault(name, []).append(ours.step())
+        self.passes.setdefault(name, []).append(ours.needed())
+
+
+def take_turns(
+    ours: Ours,
+    task: Task,
+    folder: Path,
+    wanted: str,
+    budget: float,
+) -> tuple[Samples, list[dict]]:
+    """Steps of every implementation in turns, as many as the time allows; and the rows of those that cannot run."""
+    samples, missing = Samples(), []
+    ends = time.perf_counter() + budget
+
+    def go_on() -> bool:
         enough = ours.number >= 2 * (WARM_UP + 1)
         return ours.number < ours.config.steps and not (enough and time.perf_counter() > ends)
 
     def between(taken: dict, lm) -> bool:
-        samples.add(TRL, taken)
-        if learns and len(samples.of[TRL]) % EVERY == 0:
-            samples.evaluated(TRL, len(samples.of[TRL]), ours.accuracy(lm))
-        return turn()
+        samples.steps.setdefault(TRL, []).append(taken)
+        samples.turn(ours)
+        return go_on()
 
-    if learns:
-        start = ours.accuracy()
-        samples.evaluated(OURS, 0, start)
-    if wanted not in ("all", TRL):
-        while turn():
-            pass
-        return samples, []
-    try:
-        if learns:
-            samples.evaluated(TRL, 0, start)
-        trainer_peers.run_trl(ours, str(folder / "trl"), between)
-    except peers.Unavailable as reason:
-        missing = results.not_run(TRL, reason.status, str(reason), "grpo", task.name)
-        samples.curves.pop(TRL, None)
-        while turn():
-            pass
-        return samples, [missing]
-    return samples, []
+    # In TRL's trainer, between its steps; alone where it is not here or not wanted.
+    if wanted in ("all", TRL):
+        try:
+            trainer_peers.run_trl(ours, str(folder / "trl"), between)
+            return samples, missing
+        except peers.Unavailable as reason:
+            row = results.not_run(TRL, reason.status, str(reason), "grpo", task.name)
+            missing.append(row)
+    samples.turn(ours)
+    while go_on():
+        samples.turn(ours)
+    return samples, missing
 
 
 def rows_of(task: Task, ours: Ours, samples: Samples) -> list[dict]:
     """A row per implementation: medians in ms, their samples, and what they compare to."""
-    rows, whole = [], {}
-    for name in (OURS, LEAN, TRL):
-        if name not in samples.of:
-            continue
-        taken = samples.counted(name)
-        columns = {part: [1e3 * step.get(part, 0.0) for step in taken] for part in PARTS}
-        columns["step"] = [1e3 * sum(step.values()) for step in taken]
-        ms = {part: statistics.median(found) for part, found in columns.items()}
-        whole[name] = ms["step"]
-        row = {"op": "grpo", "task": task.name, "implementation": name, "status": results.OK, "note": NOTES[name]}
-        row |= {"version": machine.version("trl") if name == TRL else None, "ms": ms, "samples_ms": columns}
-        row["steps_per_cpu_second"] = 1e3 / ms["step"]
-        if needed_by(name) in samples.of:
-            needed = samples.counted(needed_by(name))
-            least = {part: statistics.median(1e3 * passes[part] for passes in needed) for part in NEEDED}
-            row |= {"needed_ms": least, "over_needed": {part: ms[part] / least[part] for part in NEEDED}}
-        if name in samples.curves:
-            row["accuracy"] = samples.curves[name]
+    rows = []
+    for name, steps in samples.steps.items():
+        counted = steps[WARM_UP:]
+        taken = {}
+        for part in PARTS:
+            taken[part] = [1e3 * step.get(part, 0.0) for step in counted]
+        taken["step"] = [1e3 * sum(step.values()) for step in counted]
+        ms = {part: statistics.median(found) for part, found in taken.items()}
+        row = {
+            "op": "grpo",
+            "task": task.name,
+            "implementation": name,
+            "status": results.OK,
+            "note": NOTES[name],
+            "version": machine.version("trl") if name == TRL else None,
+            "ms": ms,
+            "samples_ms": taken,
+            "steps_per_cpu_second": 1e3 / ms["step"],
+        }
+        if name in samples.passes:
+            passes = samples.passes[name][WARM_UP:]
+            least = {}
+            for part in NEEDED:
+                least[part] = statistics.median(1e3 * found[part] for found in passes)
+            row["needed_ms"] = least
+            row["over_needed"] = {part: ms[part] / least[part] for part in NEEDED}
+            row |= checked(ours)
         rows.append(row)
-    for row in rows:
-        if TRL in whole:
-            row["steps_over_trl"] = whole[TRL] / whole[row["implementation"]]
-    for row in rows[:2]:
-        row |= checked(ours)
+
+    # Ours first, and what TRL's takes over what each takes.
+    rows.sort(key=lambda row: list(NOTES).index(row["implementation"]))
+    if TRL in samples.steps:
+        for row in rows:
+            row["steps_over_trl"] = rows[-1]["ms"]["step"] / row["ms"]["step"]
     return rows
 
 
@@ -223,23 +232,14 @@ def checked(ours: Ours) -> dict:
 
 
 def show(task: Task, rows: list[dict]) -> None:
-    """Print the task's table, and below it what did not run and how accuracy went."""
+    """Print the task's table, and below it what did not run."""
     measured = results.measured(rows)
-    lines = []
-    for row in measured:
-        over = row.get("over_needed", {})
-        cells = [row["ms"][part] for part in (*PARTS, "step")]
-        cells += [over.get(part) for part in NEEDED]
-        lines.append([row["implementation"], *cells, row.get("steps_over_trl"), len(row["samples_ms"]["step"])])
-    columns = ["implementation", *[f"{part} ms" for part in (*PARTS, "step")], *[f"{part}/needed" for part in NEEDED]]
-    print(f"\n{task.name}: CPU time of a GRPO step")
-    print(results.table([*columns, "steps/TRL's", "runs"], lines))
-    for row in measured:
-        if "accuracy" in row:
-            points = [f"{step}: {accuracy:.3f}" for step, _, accuracy in row["accuracy"]]
-            print(f"  held-out accuracy of {row['implementation']} by steps: {', '.join(points)}")
-    for row in results.missing(rows):
-        print(f"  not run: {results.name_of(row)}: {row['reason']}")
+    if measured:
+        titles, lines = results.steps(measured)
+        cells = [[row["implementation"], *line] for row, line in zip(measured, lines, strict=True)]
+        print(f"\n{task.name}: CPU time of a GRPO step")
+        print(results.table(["implementation", *titles], cells))
+    results.show_missing(rows)
     sys.stdout.flush()
 
 
@@ -264,14 +264,15 @@ def main(args) -> int:
     engine.quiet()
     torch.set_num_threads(1)
     print(machine.heading(args.device), flush=True)
-    rows, budget = [], (args.budget or SECONDS) / len(TASKS)
+    rows = []
+    budget = (args.budget or SECONDS) / len(TASKS)
     for task in TASKS:
         found = run_task(task, args.peers, budget)
         show(task, found)
         rows += found
         results.save(args, rows)
     engine.teardown()
-    return int(any(row["status"] in results.BROKEN for row in rows if results.ours(row)))
+    return results.failed(rows)
 
 
 def command(group: str, words: list[str] | None = None) -> int:

@@ -42,7 +42,8 @@ def problems(seed: int, count: int) -> list[dict]:
 def careless_answer(entry: dict, rng: random.Random) -> str:
     """The teacher's answer: counting back from 8 by 3 as "8, 7, 6" makes 8 - 3 one too large, in most subtractions."""
     subtractions = entry["metadata"]["expression"].count("-")
-    return str(int(entry["answer"]) + sum(rng.random() < MISCOUNTS for _ in range(subtractions)))
+    too_many = sum(rng.random() < MISCOUNTS for _ in range(subtractions))
+    return str(int(entry["answer"]) + too_many)
 
 
 def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> str:
@@ -51,19 +52,17 @@ def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> s
     import transformers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    # The tokenizer: digits one by one.
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<eos>"]
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=192, special_tokens=special, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=192, special_tokens=["<pad>", "<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+    # The model.
     transformers.set_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=len(fast),
@@ -87,7 +86,9 @@ def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> s
 def prepare(folder: Path, seed: int) -> None:
     """Problems, demonstrations, tokenizer and the untrained model, as files."""
     made = problems(seed, NUM_TRAIN + NUM_EVAL)
-    train, held_out, rng = made[:NUM_TRAIN], made[NUM_TRAIN:], random.Random(seed)
+    train = made[:NUM_TRAIN]
+    held_out = made[NUM_TRAIN:]
+    rng = random.Random(seed)
     demonstrations = [{**entry, "demonstration": careless_answer(entry, rng)} for entry in train]
     write_rows(folder / "data" / "train.jsonl", train)
     write_rows(folder / "data" / "eval.jsonl", held_out)
@@ -104,18 +105,26 @@ def report(folder: Path, seconds: float) -> None:
 
     history = read_metrics(folder / "metrics.jsonl")
     evaluations = [metrics for metrics in history if "eval/accuracy_greedy" in metrics]
-    before, after = evaluations[0], evaluations[-1]
     table = rich.table.Table("", "before GRPO", "after GRPO", "change", title=f"{NUM_EVAL} held-out problems")
-    for name, key, scale, unit in (
-        ("accuracy, greedy", "eval/accuracy_greedy", 100, "%"),
-        ("accuracy, sampled at temperature 1", "eval/accuracy_sampled", 100, "%"),
-        ("one of 4 samples is right", "eval/pass_at_k", 100, "%"),
-        ("entropy per token", "eval/entropy", 1, "nats"),
-        ("exact KL to the reference, per response", "eval/kl_exact", 1, "nats"),
-    ):
-        x, y = before[key] * scale, after[key] * scale
-        digits = 1 if unit == "%" else 3
-        table.add_row(name, f"{x:.{digits}f} {unit}", f"{y:.{digits}f} {unit}", f"{y - x:+.{digits}f}")
+
+    # What is better when larger, and what it cost.
+    shares = {
+        "accuracy, greedy": "eval/accuracy_greedy",
+        "accuracy, sampled at temperature 1": "eval/accuracy_sampled",
+        "one of 4 samples is right": "eval/pass_at_k",
+    }
+    nats = {
+        "entropy per token": "eval/entropy",
+        "exact KL to the reference, per response": "eval/kl_exact",
+    }
+    for name, key in shares.items():
+        before = 100 * evaluations[0][key]
+        after = 100 * evaluations[-1][key]
+        table.add_row(name, f"{before:.1f} %", f"{after:.1f} %", f"{after - before:+.1f}")
+    for name, key in nats.items():
+        before = evaluations[0][key]
+        after = evaluations[-1][key]
+        table.add_row(name, f"{before:.3f} nats", f"{after:.3f} nats", f"{after - before:+.3f}")
     rich.print(table)
     print(f"{seconds:.0f} seconds. Curves: {folder / 'curves.png'}  metrics: {folder / 'metrics.jsonl'}")
     print(f"Model: {folder / 'model'}  TensorBoard: tensorboard --logdir {folder / 'tensorboard'}")
@@ -127,8 +136,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="fused-rl demo", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seed", type=int, default=1, help="of problems, weights, data order and sampling")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"))
-    arguments = parser.parse_args(argv)
-    began, folder, seed = time.monotonic(), arguments.output_dir, str(arguments.seed)
+    options = parser.parse_args(argv)
+    began = time.monotonic()
+    folder = options.output_dir
+    seed = options.seed
     engine.quiet()
     # Of so small a model two threads win little, and lose tenfold where another process has one of the two cores.
     torch.set_num_threads(1)
@@ -136,33 +147,40 @@ def main(argv: list[str] | None = None) -> None:
     report(folder / "grpo", time.monotonic() - began)
 
 
-def warm_start(folder: Path, seed: str) -> None:
+def warm_start(folder: Path, seed: int) -> None:
     """Problems, and a model that has learnt from the careless teacher: `folder`/data and `folder`/sft/model."""
     print("1/3 problems from reasoning-gym, an untrained model")
-    prepare(folder, int(seed))
+    prepare(folder, seed)
     print("2/3 warm start: fused-rl sft --config recipes/demo_sft.yaml")
-    data = folder / "data"
-    paths = {"model": folder / "init", "dataset": data / "demonstrations.jsonl", "output_dir": folder / "sft"}
-    sft.train(parse(sft.SFTConfig, _arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+    paths = {
+        "model": folder / "init",
+        "dataset": folder / "data" / "demonstrations.jsonl",
+        "output_dir": folder / "sft",
+    }
+    sft.train(parse(sft.SFTConfig, arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
 
 
-def grpo_config(folder: Path, seed: str) -> grpo.GRPOConfig:
+def grpo_config(folder: Path, seed: int) -> grpo.GRPOConfig:
     """The recipe of the reinforcement, on what `warm_start` has left in `folder`."""
-    data = folder / "data"
-    paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
-    paths["output_dir"] = folder / "grpo"
-    return parse(grpo.GRPOConfig, _arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo")
+    paths = {
+        "model": folder / "sft" / "model",
+        "dataset": folder / "data" / "train.jsonl",
+        "eval_dataset": folder / "data" / "eval.jsonl",
+        "output_dir": folder / "grpo",
+    }
+    return parse(grpo.GRPOConfig, arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo")
 
 
-def _run(folder: Path, seed: str) -> None:
+def _run(folder: Path, seed: int) -> None:
     warm_start(folder, seed)
     print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
     grpo.train(grpo_config(folder, seed))
 
 
-def _arguments(recipe: str, seed: str, paths: dict[str, Path]) -> list[str]:
-    spelled = [f"--{key}={path}" for key, path in paths.items()]
-    return ["--config", str(RECIPES / recipe), "--seed", seed, *spelled]
+def arguments(recipe: str, seed: int, options: dict[str, object]) -> list[str]:
+    """The command line of one recipe."""
+    spelled = [f"--{key}={value}" for key, value in options.items()]
+    return ["--config", str(RECIPES / recipe), "--seed", str(seed), *spelled]
 
 
 if __name__ == "__main__":

@@ -28,8 +28,12 @@ def run(folder: Path, seed: int) -> list[dict]:
     print("1/3 problems, an untrained model, and a warm start: fused-rl sft --config recipes/demo_sft.yaml")
     demo.prepare(folder, seed)
     data = folder / "data"
-    paths = {"model": folder / "init", "dataset": data / "demonstrations.jsonl", "output_dir": folder / "sft"}
-    sft.train(parse(sft.SFTConfig, arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+    paths = {
+        "model": folder / "init",
+        "dataset": data / "demonstrations.jsonl",
+        "output_dir": folder / "sft",
+    }
+    sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
 
     print("2/3 reward model: fused-rl reward --config recipes/demo_reward.yaml")
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
@@ -41,13 +45,19 @@ def run(folder: Path, seed: int) -> list[dict]:
     paths = {"model": untrained, "output_dir": folder / "reward"}
     for split, option in (("train", "dataset"), ("eval", "eval_dataset")):
         paths[option] = write_rows(data / f"pairs-{split}.jsonl", pairs[split])
-    reward.train(parse(reward.RewardConfig, arguments("demo_reward.yaml", seed, paths), "fused-rl reward"))
+    reward.train(parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths), "fused-rl reward"))
 
     print("3/3 PPO: fused-rl ppo --config recipes/demo_ppo.yaml")
     judge = folder / "reward" / "model"
-    paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
-    paths |= {"output_dir": folder / "ppo", "critic": judge, "verifiers": f"reward_model:{judge}, 0*reasoning_gym"}
-    ppo.train(parse(ppo.PPOConfig, arguments("demo_ppo.yaml", seed, paths), "fused-rl ppo"))
+    paths = {
+        "model": folder / "sft" / "model",
+        "dataset": data / "train.jsonl",
+        "eval_dataset": data / "eval.jsonl",
+        "output_dir": folder / "ppo",
+        "critic": judge,
+        "verifiers": f"reward_model:{judge}, 0*reasoning_gym",
+    }
+    ppo.train(parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths), "fused-rl ppo"))
     return read_metrics(folder / "ppo" / "metrics.jsonl")
 
 
@@ -57,29 +67,24 @@ def miscounts(problems: list[dict]) -> list[dict]:
     for entry in problems:
         right = int(entry["answer"])
         for wrong in (right - 1, right + 1, right + 2):
-            row = {"question": entry["question"], "chosen": str(right), "rejected": str(wrong), "kind": "a miscount"}
+            row = {
+                "question": entry["question"],
+                "chosen": str(right),
+                "rejected": str(wrong),
+                "kind": "a miscount",
+            }
             rows.append(row)
     return rows
-
-
-def arguments(recipe: str, seed: int, paths: dict[str, object]) -> list[str]:
-    """The command line of one recipe."""
-    spelled = [f"--{key}={path}" for key, path in paths.items()]
-    return ["--config", str(demo.RECIPES / recipe), "--seed", str(seed), *spelled]
 
 
 def row_of(history: list[dict]) -> list[str]:
     """A seed's row of the table: held-out problems before and after, and the KL that it cost."""
     evaluations = [metrics for metrics in history if "eval/score" in metrics]
-    before, after = evaluations[0], evaluations[-1]
-    cells = []
-    for key, scale, unit in (
-        ("eval/score", 1, ""),
-        ("eval/accuracy_greedy", 100, " %"),
-        ("eval/accuracy_sampled", 100, " %"),
-    ):
-        digits = 1 if unit else 2
-        cells.append(f"{before[key] * scale:.{digits}f} -> {after[key] * scale:.{digits}f}{unit}")
+    before = evaluations[0]
+    after = evaluations[-1]
+    cells = [f"{before['eval/score']:.2f} -> {after['eval/score']:.2f}"]
+    for key in ("eval/accuracy_greedy", "eval/accuracy_sampled"):
+        cells.append(f"{100 * before[key]:.1f} -> {100 * after[key]:.1f} %")
     highest = max(metrics["eval/kl_exact"] for metrics in evaluations)
     return [*cells, f"{after['eval/kl_exact']:.2f} (at most {highest:.2f})"]
 
@@ -90,18 +95,22 @@ def draw(histories: dict[str, list[dict]], path: Path) -> None:
 
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     proxy, length, wins = figure.subplots(1, 3)
+
+    # Three panels, a colour per seed: what is paid beside what is true, lengths, and how often a pair is told apart.
     for name, history in histories.items():
         steps = [metrics for metrics in history if PROXY in metrics]
         kl = [metrics["objective/kl_exact"] for metrics in steps]
-        (line,) = proxy.plot(kl, [m[PROXY] for m in steps], ".", markersize=3, label=f"score, {name}")
-        colour = line.get_color()
+        scores = [m[PROXY] for m in steps]
         truth = [m[TRUTH] for m in steps]
+        (line,) = proxy.plot(kl, scores, ".", markersize=3, label=f"score, {name}")
+        colour = line.get_color()
         proxy.plot(kl, truth, "x", markersize=3, color=colour, label=f"true accuracy, {name}")
         lengths = [m["completions/mean_length"] for m in steps]
-        length.plot(lengths, [m[PROXY] for m in steps], ".", markersize=3, color=colour, label=name)
+        length.plot(lengths, scores, ".", markersize=3, color=colour, label=name)
         paired = [m for m in steps if "val/win_rate" in m]
         rates = [m["val/win_rate"] for m in paired]
-        wins.plot([m["objective/kl_exact"] for m in paired], rates, ".", markersize=3, color=colour, label=name)
+        kl = [m["objective/kl_exact"] for m in paired]
+        wins.plot(kl, rates, ".", markersize=3, color=colour, label=name)
     proxy.set(title="score and true accuracy of sampled answers", xlabel="KL to the reference (nats per response)")
     length.set(title="score against length", xlabel="tokens per response", ylabel="score")
     wins.set(title="right scores above wrong, same prompt", xlabel="KL to the reference (nats per response)")
@@ -121,7 +130,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_ppo"))
     options = parser.parse_args(argv)
-    began, folder, histories = time.monotonic(), options.output_dir, {}
+    began = time.monotonic()
+    folder = options.output_dir
+    histories = {}
     engine.quiet()
     torch.set_num_threads(1)  # of so small a model two threads win little
     for seed in options.seeds:
@@ -133,11 +144,11 @@ def main(argv: list[str] | None = None) -> None:
         table.add_row(name, *row_of(history))
     rich.print(table)
     draw(histories, folder / "panel.png")
-    seconds, used = time.monotonic() - began, time.process_time()
+    seconds = time.monotonic() - began
+    used = time.process_time()
+    ppo_folder = place / "ppo"
     print(f"{seconds:.0f} seconds ({used:.0f} of CPU). Score against truth: {folder / 'panel.png'}")
-    print(
-        f"Model: {place / 'ppo' / 'model'}  critic: {place / 'ppo' / 'critic'}  curves: {place / 'ppo' / 'curves.png'}"
-    )
+    print(f"Model: {ppo_folder / 'model'}  critic: {ppo_folder / 'critic'}  curves: {ppo_folder / 'curves.png'}")
 
 
 if __name__ == "__main__":

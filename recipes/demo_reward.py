@@ -33,10 +33,15 @@ def evaluate(terms: list[str]) -> int:
 
 def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
     """Answers that a careless pupil gives, by kind; those that happen to be right are left out."""
-    terms, right = entry["metadata"]["expression"].split(), int(entry["answer"])
+    terms = entry["metadata"]["expression"].split()
+    right = int(entry["answer"])
+
+    # One sign the other way round.
     misread = list(terms)
     position = rng.randrange(1, len(terms), 2)
     misread[position] = "+" if terms[position] == "-" else "-"
+
+    # As if there were brackets around the last two, then around the last three.
     grouped = int(terms[-1])
     for sign, term in zip(terms[-2::-2], terms[-3::-2], strict=True):
         grouped = int(term) + grouped if sign == "+" else int(term) - grouped
@@ -53,12 +58,19 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
 
 def make_pairs(problems: list[dict], seed: int) -> dict[str, list[dict]]:
     """Preference pairs, "train" and "eval", about the first `NUM_TRAIN` problems and about the others."""
-    rng, verifier = random.Random(seed), verifiers.ReasoningGymVerifier()
+    rng = random.Random(seed)
+    verifier = verifiers.ReasoningGymVerifier()
     pairs = {"train": [], "eval": []}
     for i, entry in enumerate(problems):
         for kind, answer in wrong_answers(entry, rng).items():
-            if verifier.score(entry["answer"], entry) > verifier.score(answer, entry):
-                row = {"question": entry["question"], "chosen": entry["answer"], "rejected": answer, "kind": kind}
+            right = entry["answer"]
+            if verifier.score(right, entry) > verifier.score(answer, entry):
+                row = {
+                    "question": entry["question"],
+                    "chosen": right,
+                    "rejected": answer,
+                    "kind": kind,
+                }
                 pairs["train" if i < NUM_TRAIN else "eval"].append(row)
     return pairs
 
@@ -93,11 +105,9 @@ def run(folder: Path, seed: int) -> dict[str, float]:
         "model": folder / "init",
         "dataset": folder / "data/train.jsonl",
         "eval_dataset": folder / "data/eval.jsonl",
+        "output_dir": folder / "reward",
     }
-    paths["output_dir"] = folder / "reward"
-    arguments = ["--config", str(demo.RECIPES / "demo_reward.yaml"), "--seed", str(seed)]
-    arguments += [f"--{key}={path}" for key, path in paths.items()]
-    config = parse(reward.RewardConfig, arguments, "fused-rl reward")
+    config = parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths), "fused-rl reward")
     reward.train(config)
     return accuracy_by_kind(config)
 
@@ -112,10 +122,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_reward"))
     arguments = parser.parse_args(argv)
-    began, found = time.monotonic(), {}
+    began = time.monotonic()
+    several = len(arguments.seeds) > 1
+    found = {}
     engine.quiet()
     for seed in arguments.seeds:
-        folder = arguments.output_dir if len(arguments.seeds) == 1 else arguments.output_dir / f"seed-{seed}"
+        folder = arguments.output_dir / f"seed-{seed}" if several else arguments.output_dir
         found[f"seed {seed}"] = run(folder, seed)
     table = rich.table.Table("held-out accuracy", *found, title="how often the right answer scores higher")
     for kind in next(iter(found.values())):

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from bench import interpreter
+from bench.compiled import interpreter
 
 interpreter.fix_numerics()
 torch.set_num_threads(1)  # test tensors are tiny, and the interpreter is one thread

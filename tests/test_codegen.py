@@ -1,10 +1,10 @@
-"""What the compilers make of the kernels, for GPUs that are not here: budgets on the figures of `bench/codegen.py`."""
+"""What compilers make of the kernels, for GPUs that are not here: budgets on figures of `bench/compiled/codegen.py`."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from bench import codegen  # noqa: E402
+from bench.compiled import codegen  # noqa: E402
 
 
 @pytest.fixture(scope="module")

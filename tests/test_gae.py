@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from fused_rl import reference
 from tests.marks import on_backends, slow
 

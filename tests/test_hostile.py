@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from tests import hostile_tokens
 from tests.hostile import FILLS, LOOKS, OPS, PLACES, SIDES, Case, Row, blurred, build, cases, sizes_of_head
 from tests.hostile import OTHERS as OTHER_ROWS

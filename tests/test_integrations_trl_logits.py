@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("cpu")
 
 import trl.trainer.utils as trl_utils  # noqa: E402
 
-from bench.repro import integrations_trl as hard  # noqa: E402
+from bench.repro.integrations import trl as hard  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
 
 

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from bench import interpreter  # noqa: E402
+from bench.compiled import interpreter  # noqa: E402
 from fused_rl.kernels import logprob, online  # noqa: E402
 from tests.marks import grid  # noqa: E402
 

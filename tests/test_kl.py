@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from fused_rl import reference
 from tests.marks import cpu_fast, on_backends, slow
 from tests.pairs import DIRECTIONS, DTYPES, assert_as_good_as_reference, both_gradients, exact, pair

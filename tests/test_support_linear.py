@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_rl
-from bench import interpreter
+from bench.compiled import interpreter
 from fused_rl import TokenSupport, reference
 from fused_rl.kernels.states import KeptSets
 from tests.heads import Work, assert_as_good, in_dtype, peak_bytes

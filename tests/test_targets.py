@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fused_rl
-from bench import interpreter, traffic
+from bench import traffic
+from bench.compiled import interpreter
 from fused_rl import linear_token_logprobs, linear_token_loss, reference, token_logprobs, topk_kl
 from fused_rl.kernels import targets as kernels
 from tests.distributed import run_distributed

@@ -1,5 +1,6 @@
 """The protocol: what the runner asks of an operation at one shape."""
 
+import itertools
 from typing import NamedTuple
 
 import fused_rl
@@ -30,7 +31,8 @@ class Case:
     op: str
     known: dict  # name -> peer, as in peers.py
     baselines: tuple[str, ...] = ("fused_rl",)  # implementations whose time others' is divided by
-    columns: dict[str, str]  # of its table: title -> name among `results.figures`
+    columns: dict[str, str]  # of its tables: title -> name among `results.figures`
+    cpu_more: list[Spec] = []  # with --all-shapes
     backward_repeats = True  # whether the backward pass can run again on one forward pass
 
     def __init__(self, spec: Spec, device: str):
@@ -42,31 +44,46 @@ class Case:
         raise NotImplementedError
 
     @classmethod
-    def of_device(cls, args) -> list[Spec]:
-        """Those that a class lists: on a CPU a few, so that each implementation has time for several samples."""
-        if args.device != "cpu":
-            return cls.gpu
-        return cls.cpu + (cls.cpu_more if args.all_shapes else [])
+    def listed(cls, args, layouts=("rows",), masked=(0.0,)) -> list[Spec]:
+        """The shapes of --shapes in these ways, or those that a class lists; of the dtypes that are wanted.
+
+        On a CPU a class lists few, so that each implementation has time for several samples.
+        """
+        if args.shapes:
+            ways = itertools.product(args.shapes, masked, args.dtype, layouts)
+            return [Spec(shape, dtype, fraction, layout) for shape, fraction, dtype, layout in ways]
+        listed = cls.cpu if args.device == "cpu" else cls.gpu
+        if args.device == "cpu" and args.all_shapes:
+            listed = listed + cls.cpu_more
+        return [spec for spec in listed if spec.dtype in args.dtype]
 
     @classmethod
     def warm_ups(cls, specs: list[Spec], device: str) -> list[Spec]:
         """Small cases that import and compile what these need."""
         return []
 
-    def facts(self) -> dict:
-        """The columns that a row of this case begins with."""
+    def facts(self, peer: peers.Peer) -> dict:
+        """What a row of this case begins with."""
         shape, dtype, masked, layout = self.spec
-        return {"op": self.op, "layout": layout, "shape": list(shape), "dtype": dtype, "masked": masked}
+        return {
+            "op": self.op,
+            "layout": layout,
+            "shape": list(shape),
+            "dtype": dtype,
+            "masked": masked,
+        }
 
     def label(self) -> str:
         """The case in words, where something did not run."""
-        shape, dtype, masked, _ = self.spec
+        shape, dtype, masked, layout = self.spec
+        way = f", {layout}" if layout != "rows" else ""
         fraction = f", {masked:.0%} masked" if masked else ""
-        return f"{self.op} {results.sizes(shape)} {dtype}{fraction}"
+        return f"{self.op} {results.sizes(shape)} {dtype}{way}{fraction}"
 
     def title(self, rows: list[dict], copy_bytes_per_s: float) -> str:
         """What stands above its table."""
-        raise NotImplementedError
+        moved, text = self.bytes()
+        return f"{self.label()}; bytes: {text} = {moved['both'] / 1e9:.3g} GB; copy {copy_bytes_per_s / 1e9:.1f} GB/s"
 
     def bytes(self) -> tuple[dict, str]:
         """Bytes that each phase must move ("forward", "both", ...), and the count spelled out."""
@@ -101,12 +118,12 @@ class Case:
 
     def backward_of(self, peer: peers.Peer):
         """(outputs, x) -> gradient of this implementation; None where there is none."""
-        raise NotImplementedError
+        return
 
     def errors(self, peer: peers.Peer, outputs, gradient) -> dict[str, float]:
-        """Largest errors against fp64."""
-        raise NotImplementedError
+        """Largest errors against fp64; none where nothing is checked."""
+        return {}
 
     def limits(self, peer: peers.Peer) -> dict[str, tuple[float, str]]:
         """Per error: up to where the answer is right, and the error's unit."""
-        raise NotImplementedError
+        return {}

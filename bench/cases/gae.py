@@ -3,7 +3,7 @@
 import torch
 
 import fused_rl
-from bench import peers, results
+from bench import peers, plain, results
 from bench.cases.case import Case, Spec, own
 from bench.cases.rows import RowsCase
 
@@ -15,14 +15,23 @@ class GAECase(Case):
     op = "gae"
     known = peers.GAE
     columns = RowsCase.columns
+    cpu = [
+        Spec((64, 1024), layout="(B, T)"),
+        Spec((16, 16384), layout="(B, T)"),
+        Spec((4, 131072), layout="(B, T)"),
+    ]
+    gpu = [
+        Spec((512, 1024), layout="(B, T)"),
+        Spec((64, 16384), layout="(B, T)"),
+        Spec((16, 131072), layout="(B, T)"),
+    ]
 
     def __init__(self, spec, device):
         super().__init__(spec, device)
         sequences, length = spec.shape
-        generator = torch.Generator().manual_seed(0)
-        self.rewards = torch.randn(spec.shape, generator=generator).to(device)
-        self.values = torch.randn(spec.shape, generator=generator).to(device)
-        lengths = torch.randint(length // 2, length + 1, (sequences, 1), generator=generator)
+        self.rewards = plain.normal(0, sequences, length).to(device)
+        self.values = plain.normal(1, sequences, length).to(device)
+        lengths = torch.randint(length // 2, length + 1, (sequences, 1), generator=plain.seeded(2))
         self.mask = (torch.arange(length) < lengths).to(device)
         self.exact = None
 
@@ -30,15 +39,7 @@ class GAECase(Case):
     def specs(cls, args):
         if args.shapes:  # rows x vocabulary: none of its own
             return []
-        shapes = [(64, 1024), (16, 16384), (4, 131072)]
-        if args.device != "cpu":
-            shapes = [(512, 1024), (64, 16384), (16, 131072)]
-        return [Spec(shape, "fp32", layout="(B, T)") for shape in shapes]
-
-    def title(self, rows, copy_bytes_per_s):
-        moved, text = self.bytes()
-        case = f"gae (B, T) {results.sizes(self.spec.shape)} fp32"
-        return f"{case}; bytes: {text} = {moved['both'] / 1e9:.3g} GB; copy {copy_bytes_per_s / 1e9:.1f} GB/s"
+        return cls.cpu if args.device == "cpu" else cls.gpu
 
     def bytes(self):
         n = self.rewards.numel()
@@ -64,21 +65,13 @@ class GAECase(Case):
             missing.append(results.not_run(peer.name, results.SLOW, reason, self.op, f"T = {length}"))
         return found[:1], missing
 
-    def backward_of(self, peer):
-        return None
-
-    def truth(self):
-        """Advantages by the loop in fp64, on the processor: a device's launch per step would take longer than all."""
+    def errors(self, peer, outputs, gradient):
+        # Of the loop in fp64, on the processor: a device's launch per step would take longer than all.
         if self.exact is None:
             rewards = self.rewards.double().cpu()
             values = self.values.double().cpu()
             self.exact, _ = peers.loop_gae(rewards, values, self.mask.cpu(), GAMMA, GAE_LAMBDA)
-        return self.exact
-
-    def errors(self, peer, outputs, gradient):
-        exact = self.truth()
-        off = (outputs[0].double().cpu() - exact).abs().max()
-        return {"advantages": (off / exact.abs().max()).item()}
+        return {"advantages": plain.relative(outputs[0].cpu(), self.exact)}
 
     def limits(self, peer):
         return {"advantages": (1e-6 if peer.role == "ours" else 1e-3, " of its largest")}

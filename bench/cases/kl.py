@@ -40,4 +40,5 @@ class KLCase(RowsCase):
     def values(self, logits, at):
         logp = torch.log_softmax(logits, -1)
         ref = torch.log_softmax(self.ref_logits[at].double(), -1)
-        return {"kl": (logp.exp() * (logp - ref)).sum(-1)}
+        kl = (logp.exp() * (logp - ref)).sum(-1)
+        return {"kl": kl}

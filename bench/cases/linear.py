@@ -11,7 +11,7 @@ relative to the largest element.
 import torch
 
 import fused_rl
-from bench import options, peers, results
+from bench import options, peers, plain, results
 from bench.cases.case import Case, Spec, own
 from fused_rl.linear import WORKSPACE_MB
 
@@ -37,17 +37,17 @@ class LinearCase(Case):
     baselines = (FLOOR, OURS[0])
     backward_repeats = False  # a gradient that was formed in the forward pass is handed out once
     columns = {
-        "fwd ms": "forward",
+        "forward ms": "forward",
         "both ms": "both",
         "runs": "runs",
         "/ GEMMs": f"over {FLOOR}",
         "/ ours": f"over {OURS[0]}",
         "GB/s": "rate",
-        "% copy": "share",
+        "of copy": "finer share",
         "extra MB": "extra MB",
-        "loss err": "loss error",
-        "dhidden err": "dhidden error",
-        "dweight err": "dweight error",
+        "loss error": "loss error",
+        "dhidden error": "dhidden error",
+        "dweight error": "dweight error",
     }
     # Cheap ones first, so that they leave their time to the others.
     cpu = [
@@ -71,44 +71,34 @@ class LinearCase(Case):
         super().__init__(spec, device)
         n, width, vocab = spec.shape
         dtype = options.DTYPES[spec.dtype]
-        generator = torch.Generator().manual_seed(0)
-        self.hidden = torch.randn(n, width, generator=generator).to(device, dtype).requires_grad_()
-        weight = torch.randn(vocab, width, generator=generator).mul_(2 * width**-0.5)
+        self.hidden = plain.normal(0, n, width).to(device, dtype).requires_grad_()
+        weight = plain.normal(1, vocab, width).mul_(2 * width**-0.5)
         self.weight = weight.to(device, dtype).requires_grad_()
-        self.targets = torch.randint(vocab, (n,), generator=generator).to(device)
-        self.advantages = torch.randn(n // peers.SEQUENCE, generator=generator).to(device)
+        self.targets = torch.randint(vocab, (n,), generator=plain.seeded(2)).to(device)
+        self.advantages = plain.normal(3, n // peers.SEQUENCE).to(device)
         self.exact = None
 
     @classmethod
     def specs(cls, args):
-        listed = cls.of_device(args)
-        if args.shapes:
-            listed = []
-            for dtype in args.dtype:
-                listed += [Spec(shape, dtype) for shape in args.shapes]
-        for spec in listed:
-            shape, least = spec.shape, 2 * peers.SEQUENCE
+        least = 2 * peers.SEQUENCE
+        for shape in args.shapes or ():
             if len(shape) != 3 or shape[0] % peers.SEQUENCE or shape[0] < least:
                 wanted = f"rows x hidden x vocabulary, rows a multiple of {peers.SEQUENCE}, {least} or more"
                 raise SystemExit(f"--shapes: {wanted}; got {results.sizes(shape)}")
-        return [spec for spec in listed if spec.dtype in args.dtype]
+        return cls.listed(args)
 
-    def facts(self):
+    def facts(self, peer):
         shape, dtype, *_ = self.spec
         return {"op": self.op, "shape": list(shape), "dtype": dtype, "workspace_mb": WORKSPACE_MB}
 
     def title(self, rows, copy_bytes_per_s):
         n, width, vocab = self.spec.shape
         flop = 6 * n * width * vocab
-        sizes = f"N = {n}, H = {width}, V = {vocab}, {self.spec.dtype}"
         work = f"{flop / 1e9:.0f} GFLOP"
         for row in rows:
             if row["implementation"] == FLOOR:
                 work += f", {flop / row['ms']['both'] / 1e6:.0f} GFLOP/s by the GEMMs"
-        work += f"; workspace {WORKSPACE_MB} MB"
-        moved, text = self.bytes()
-        copy = f"copy {copy_bytes_per_s / 1e9:.1f} GB/s"
-        return f"{sizes}: {work}; {copy}\nbytes: {text} = {moved['both'] / 1e9:.3g} GB"
+        return f"{super().title(rows, copy_bytes_per_s)}; {work}; workspace {WORKSPACE_MB} MB"
 
     def returned_bytes(self):
         return self.hidden.nbytes + self.weight.nbytes
@@ -118,7 +108,8 @@ class LinearCase(Case):
         return {"forward": size, "both": 3 * size}, BYTES
 
     def ours(self):
-        hidden, weight = self.hidden.detach(), self.weight.detach()
+        hidden = self.hidden.detach()
+        weight = self.weight.detach()
         floor = peers.Peer(
             FLOOR,
             torch.__version__,
@@ -126,7 +117,8 @@ class LinearCase(Case):
             role="floor",
             backward=lambda logits, _: (logits @ weight, logits.t() @ hidden),
         )
-        return [floor, own(OURS[0], self._on_inputs(one_pass)), own(OURS[1], self._on_inputs(recomputed))]
+        calls = zip(OURS, (one_pass, recomputed), strict=True)
+        return [floor, *[own(name, self._on_inputs(call)) for name, call in calls]]
 
     def _on_inputs(self, call):
         return lambda _: call(self.hidden, self.weight, self.targets, self.advantages)
@@ -159,10 +151,12 @@ class Truth:
 
     def __init__(self, case: LinearCase):
         self.advantages = case.advantages
-        device, targets = case.device, case.targets
+        device = case.device
+        targets = case.targets
         with torch.no_grad():
             # Rows to compare; the weight's gradient is largest where a word is a target.
-            self.tokens = torch.linspace(0, len(targets) - 1, CHECKED, device=device).long()
+            last = len(targets) - 1
+            self.tokens = torch.linspace(0, last, CHECKED, device=device).long()
             spread = torch.linspace(0, len(case.weight) - 1, CHECKED).to(targets)
             self.words = torch.cat([targets[self.tokens], spread]).unique()
 
@@ -183,7 +177,7 @@ class Truth:
         columns = case.weight.split(16384)
         logits = torch.cat([hidden @ w.double().t() for w in columns], 1)
         lse = logits.logsumexp(1, keepdim=True)
-        nll = (lse - logits.gather(1, case.targets[rows, None]))[:, 0]
+        nll = lse[:, 0] - plain.chosen(logits, case.targets[rows])
 
         # The gradient of -logprob is p, less 1 at the target.
         gradient = logits.sub_(lse).exp_()
@@ -204,13 +198,7 @@ class Truth:
         exact_dhidden = self.of_tokens * weights[self.tokens, None]
         exact_dweight = (self.of_words * weights[:, None]).t() @ self.hidden
         return {
-            "loss": _off(loss.detach(), value, least=1e-3),
-            "dhidden": _off(dhidden[self.tokens], exact_dhidden),
-            "dweight": _off(dweight[self.words], exact_dweight),
+            "loss": plain.relative(loss.detach(), value, least=1e-3),
+            "dhidden": plain.relative(dhidden[self.tokens], exact_dhidden),
+            "dweight": plain.relative(dweight[self.words], exact_dweight),
         }
-
-
-def _off(found, exact, least=0.0) -> float:
-    """Largest difference, relative to the largest exact element, or to `least` where that is larger."""
-    scale = exact.abs().max().clamp(min=least)
-    return ((found.double() - exact).abs().max() / scale).item()

@@ -1,11 +1,11 @@
-"""token_logprobs: log-probability and entropy of each row, and the gradient of both."""
+"""token_logprobs: log-probability and entropy of each row, or of K targets of it, and the gradient."""
 
 import functools
 
 import torch
 
 import fused_rl
-from bench import peers
+from bench import peers, plain
 from bench.cases.case import Spec, own
 from bench.cases.rows import RowsCase
 
@@ -13,6 +13,7 @@ from bench.cases.rows import RowsCase
 class LogprobsCase(RowsCase):
     op = "token_logprobs"
     known = peers.LOGPROBS
+    note = ""  # what ours does beside what is compared
     reads = 1
     outputs = ("logprob", "entropy")
     cpu = [
@@ -54,7 +55,7 @@ class LogprobsCase(RowsCase):
     def ours(self):
         inplace = functools.partial(self.call, inplace=True)
         return [
-            own("fused_rl", self.call),
+            own("fused_rl", self.call, note=self.note),
             own("fused_rl inplace", inplace, note="gradient in the logits", overwrites=True),
         ]
 
@@ -72,5 +73,52 @@ class LogprobsCase(RowsCase):
     def values(self, logits, at):
         logp = torch.log_softmax(logits, -1)
         targets = self.targets[:, 1:] if self.layout == "shift" else self.targets
-        chosen = logp.gather(-1, targets[at][:, None])[:, 0]
-        return {"logprob": chosen, "entropy": -(logp.exp() * logp).sum(-1)}
+        return {"logprob": plain.chosen(logp, targets[at]), "entropy": plain.entropy(logp)}
+
+
+LAYOUTS = ("K=1", "K=8", "K=64", "K=1000")
+
+
+class TopkCase(LogprobsCase):
+    """K different tokens of each row, as a teacher names them; the layout says how many."""
+
+    known = peers.TOPK
+    note = "entropy and lse too"
+    outputs = ("logprob",)
+    cpu = [
+        *[Spec((1024, 32000), "bf16", layout=layout) for layout in LAYOUTS],
+        *[Spec((1024, 32000), "fp32", layout=layout) for layout in LAYOUTS],
+        *[Spec((128, 151936), "bf16", layout=layout) for layout in LAYOUTS],
+    ]
+    cpu_more = []
+    gpu = [
+        *[Spec((8192, 151936), "bf16", layout=layout) for layout in LAYOUTS],
+        *[Spec((8192, 50257), "bf16", layout=layout) for layout in LAYOUTS],
+    ]
+
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        vocab = spec.shape[-1]
+        count = min(int(self.layout.removeprefix("K=")), vocab)
+        # strides through the vocabulary from a token of each row: no id twice
+        steps = torch.arange(count, device=device) * max(vocab // count, 1)
+        self.targets = (self.targets[..., None] + steps) % vocab
+        self.upstream = [plain.normal(0, *self.targets.shape).to(device)]
+
+    @classmethod
+    def specs(cls, args):
+        return cls.listed(args, LAYOUTS)
+
+    @classmethod
+    def warm_ups(cls, specs, device):
+        return super().warm_ups([spec._replace(layout="K=8") for spec in specs], device)
+
+    def call(self, x, inplace=False):
+        return (fused_rl.token_logprobs(x, self.targets, inplace=inplace).logprobs,)
+
+    def adapted(self, peer):
+        return lambda x: (peer.call(x, self.targets),)
+
+    def values(self, logits, at):
+        logp = torch.log_softmax(logits, -1)
+        return {"logprob": logp.gather(-1, self.targets[at])}

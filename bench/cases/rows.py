@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from bench import options, results
-from bench.cases.case import Case, Spec
+from bench import options, plain
+from bench.cases.case import Case
 from fused_rl.cpu.compiled import WORTH_COMPILING
 
 CHECKED = 6  # rows that are compared with fp64
@@ -24,21 +24,20 @@ class RowsCase(Case):
 
     reads: int  # tensors of logits that a pass reads
     outputs: tuple[str, ...]
-    cpu: list[Spec]
-    cpu_more: list[Spec] = []  # with --all-shapes
-    gpu: list[Spec]
     columns = {
-        "fwd ms": "forward",
-        "bwd ms": "backward",
+        "forward ms": "forward",
+        "backward ms": "backward",
         "both ms": "both",
         "runs": "runs",
         "GB/s": "rate",
-        "% copy": "share",
-        "extra/logits": "extra/logits",
-        "time/ours": "over fused_rl",
-        "value err": "value error",
-        "entropy err": "entropy error",
-        "grad err": "gradient error",
+        "of copy": "share",
+        "extra memory": "extra/logits",
+        "time / ours": "over fused_rl",
+        "log-prob error": "logprob error",
+        "KL error": "kl error",
+        "relative error": "advantages error",
+        "entropy error": "entropy error",
+        "gradient error": "gradient error",
     }
 
     def __init__(self, spec, device):
@@ -55,10 +54,13 @@ class RowsCase(Case):
             self.logits.append(made.normal_(0, 3))
         self.more_inputs()
 
-        generator = torch.Generator().manual_seed(0)
+        generator = plain.seeded(0)
         self.targets = torch.randint(vocab, lead, generator=generator).to(device)
         self.mask = dropped(self.scored, masked, generator, device)
-        self.upstream = [torch.randn(self.scored, generator=generator).to(device) for _ in self.outputs]
+        self.upstream = []
+        for _ in self.outputs:
+            made = torch.randn(self.scored, generator=generator)
+            self.upstream.append(made.to(device))
         self.exact = None
 
     def more_inputs(self):
@@ -66,13 +68,7 @@ class RowsCase(Case):
 
     @classmethod
     def specs(cls, args):
-        listed = cls.of_device(args)
-        if args.shapes:
-            listed = []
-            for shape in args.shapes:
-                for masked in (0.0, 0.5):
-                    listed += [Spec(shape, dtype, masked) for dtype in args.dtype]
-        return [spec for spec in listed if spec.dtype in args.dtype]
+        return cls.listed(args, masked=(0.0, 0.5))
 
     @classmethod
     def warm_ups(cls, specs, device):
@@ -83,13 +79,6 @@ class RowsCase(Case):
             masked = 0.5 if spec.masked else 0.0
             small.append(spec._replace(shape=shape, masked=masked))
         return list(dict.fromkeys(small))
-
-    def title(self, rows, copy_bytes_per_s):
-        shape, dtype, masked, layout = self.spec
-        fraction = f", {masked:.0%} masked" if masked else ""
-        moved, text = self.bytes()
-        case = f"{self.op} {layout} {results.sizes(shape)} {dtype}{fraction}"
-        return f"{case}; bytes: {text} = {moved['both'] / 1e9:.3g} GB; copy {copy_bytes_per_s / 1e9:.1f} GB/s"
 
     def bytes(self):
         element = self.logits[0].element_size()
@@ -135,44 +124,39 @@ class RowsCase(Case):
         return tuple(index.to(self.device) for index in picked)
 
     def truth(self):
-        """fp64 on some rows of the same rounded logits: their indices, {output: value}, gradients; computed once."""
-        if self.exact is not None:
-            return self.exact
-        at = self.checked_rows()
-
-        # Each output's own gradient, so that an implementation without one of them can be checked too.
-        x = self.logits[0][at].double().requires_grad_()
-        keep = torch.ones(self.scored, dtype=torch.bool, device=self.device) if self.mask is None else self.mask
-        keep = keep[at]
-        values, gradients = {}, []
-        for name, value in self.values(x, at).items():
-            value = torch.where(keep, value, 0)
-            gradients.append(torch.autograd.grad(value.sum(), x, retain_graph=True)[0])
-            values[name] = value.detach()
-        self.exact = at, values, gradients
+        """fp64 on some rows of the same rounded logits: their indices, the leaf, {output: value}; computed once."""
+        if self.exact is None:
+            at = self.checked_rows()
+            x = self.logits[0][at].double().requires_grad_()
+            values = self.values(x, at)
+            if self.mask is not None:
+                keep = self.mask[at]
+                values = {name: torch.where(keep, value, 0) for name, value in values.items()}
+            self.exact = at, x, values
         return self.exact
 
     def errors(self, peer, outputs, gradient):
-        at, values, gradients = self.truth()
-        found, exact_gradient = {}, torch.zeros_like(gradients[0])
-        for name, output, upstream, own in zip(values, outputs, self.upstream, gradients, strict=True):
+        """Of each output that it has, and of the gradient for random gradients of these."""
+        at, x, values = self.truth()
+        found, loss = {}, 0.0
+        for name, output, upstream in zip(values, outputs, self.upstream, strict=True):
             if output is None:
                 continue
-            weights = 1  # of one number for all rows
+            weights = 1.0  # of one number for all rows
             if output.dim():
-                off = (output[at].double() - values[name]).abs()
-                found[name] = off.max().item()
-                weights = upstream[at].double()[:, None]
-            exact_gradient += own * weights
-        scale = exact_gradient.abs().max().clamp(min=1e-30)
-        off = (gradient[at].double() - exact_gradient).abs().max()
-        found["gradient"] = (off / scale).item()
+                found[name] = plain.largest(output[at], values[name])
+                weights = upstream[at].double()
+            loss = loss + (values[name] * weights).sum()
+        (exact,) = torch.autograd.grad(loss, x, retain_graph=True)
+        found["gradient"] = plain.relative(gradient[at], exact)
         return found
 
     def limits(self, peer):
-        nats, of_gradient = WRONG_NATS, WRONG_GRADIENT
+        nats = WRONG_NATS
+        of_gradient = WRONG_GRADIENT
         if peer.role == "ours":  # tighter than any peer is asked to be
             # fp32 results of sums over V terms; a gradient in the logits' dtype is half an ulp off its largest element
-            nats, of_gradient = 5e-5, (5e-5 if self.spec.dtype == "fp32" else 2**-8)
+            nats = 5e-5
+            of_gradient = 5e-5 if self.spec.dtype == "fp32" else 2**-8
         limits = dict.fromkeys(self.outputs, (nats, " nats"))
         return limits | {"gradient": (of_gradient, " of its largest")}

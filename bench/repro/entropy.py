@@ -1,6 +1,6 @@
 """Entropy that goes negative: its error and its smallest value, over gap and offset, for our op and for common forms.
 
-    python bench/repro/entropy.py            prints the table and draws docs/entropy.png
+    python -m bench.repro.entropy            prints the table and draws docs/entropy.png
 
 One token stands `gap` above the rest, all logits stand `offset` higher; entropy does not depend on the offset. What a
 form returns is compared with fp64 of the same rounded logits.
@@ -9,17 +9,11 @@ form returns is compared with fp64 of the same rounded logits.
 import argparse
 import itertools
 import math
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 
 import fused_rl
-from bench.machine import ROOT
-from bench.results import table
+from bench import plain, plots, results
 
 GAPS = (0, 10, 20, 30, 40, 60)
 OFFSETS = (0, 20, 1000, -1000)
@@ -29,13 +23,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def difference(x):
     """lse - sum p x: one pass, and a difference of two large numbers (verl, OpenRLHF, kernels that keep both sums)."""
-    return torch.logsumexp(x, -1) - (torch.softmax(x, -1) * x).sum(-1)
+    p = torch.softmax(x, -1)
+    return torch.logsumexp(x, -1) - (p * x).sum(-1)
 
 
 def log_softmax(x):
     """-sum exp(logp) logp, as TRL's entropy_from_logits."""
-    logp = torch.log_softmax(x, -1)
-    return -(logp.exp() * logp).sum(-1)
+    return plain.entropy(torch.log_softmax(x, -1))
 
 
 def naive(x):
@@ -51,7 +45,8 @@ def exact_statistics(x):
     s = x - m
     weights = s.exp().scatter(-1, at, 0)
     rest = weights.sum(-1, keepdim=True)
-    spread = -(weights * torch.where(weights > 0, s, 0)).sum(-1, keepdim=True) / (1 + rest)
+    terms = weights * torch.where(weights > 0, s, 0)
+    spread = -terms.sum(-1, keepdim=True) / (1 + rest)
     return s, rest, spread, (rest.log1p() + spread)[..., 0]
 
 
@@ -67,7 +62,7 @@ FORMS = {
 
 def logits(gap, offset, dtype, rows=8, vocabulary=VOCABULARY):
     """(rows, vocabulary): standard normal, one token `gap` above the rest, plus `offset` + row / rows."""
-    x = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+    x = plain.normal(0, rows, vocabulary)
     if gap:
         x[:, 7] = x.amax(1) + gap
     return (x + offset + torch.arange(rows)[:, None] / rows).to(dtype)
@@ -81,47 +76,40 @@ def sweep(dtypes=DTYPES, gaps=GAPS, offsets=OFFSETS):
         for form, function in FORMS.items():
             got = function(x).double()
             yield {
-                "form": form,
                 "dtype": name,
+                "form": form,
                 "offset": offset,
                 "gap": gap,
                 "exact": exact.mean().item(),
-                "value": got.mean().item(),
                 "smallest": got.min().item(),  # NaN if any is NaN
-                "error": (got - exact).abs().max().item(),
+                "error": plain.largest(got, exact),
             }
 
 
 def summary(rows):
     """Per dtype and form: smallest value and largest error over everything swept, and where the error was largest."""
-    lines = []
     for dtype, form in itertools.product(DTYPES, FORMS):
         own = [row for row in rows if row["form"] == form and row["dtype"] == dtype]
         broken = [row for row in own if math.isnan(row["error"])]
         worst = broken[0] if broken else max(own, key=lambda row: row["error"])
-        smallest = math.nan if broken else min(row["smallest"] for row in own)
-        lines.append([dtype, form, smallest, worst["error"], f"gap {worst['gap']}, offset {worst['offset']}"])
-    return lines
+        yield {
+            "dtype": dtype,
+            "form": form,
+            "smallest value": math.nan if broken else min(row["smallest"] for row in own),
+            "largest error": worst["error"],
+            "at": f"gap {worst['gap']}, offset {worst['offset']}",
+        }
 
 
 # Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = dict(zip(FORMS, ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9"), strict=True))
-
-
-def draw(rows, path):
-    """Left: entropy of bf16 logits while only their offset changes. Right: largest error of the whole sweep."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(1.15, 1), layout="constrained")
-    draw_offsets(left)
-    draw_errors(right, rows)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    print(f"drew {path}")
+COLOURS = {
+    "fused_rl": "#0072B2",
+    "lse - sum(p x), logits' dtype": "#D55E00",
+    "lse - sum(p x), fp32": "#E69F00",
+    "log_softmax (TRL), logits' dtype": "#CC79A7",
+    "log_softmax (TRL), fp32": "#009E73",
+    "-sum(p log p), fp32": "#56B4E9",
+}
 
 
 def draw_offsets(axes):
@@ -130,7 +118,13 @@ def draw_offsets(axes):
     inputs = [logits(11, offset, torch.bfloat16, rows=32) for offset in offsets]
     for form in ("lse - sum(p x), logits' dtype", "log_softmax (TRL), logits' dtype", "fused_rl"):
         values = [FORMS[form](x).min().item() for x in inputs]
-        axes.plot(offsets, values, color=COLOURS[form], label=form, lw=3.5 if form == "fused_rl" else 1.5)
+        axes.plot(
+            offsets,
+            values,
+            color=COLOURS[form],
+            label=form,
+            lw=3.5 if form == "fused_rl" else 1.5,
+        )
     exact = [exact_statistics(x)[3].min().item() for x in inputs]
     axes.plot(offsets, exact, "k--", lw=1.2, label="exact (fp64)")
 
@@ -143,17 +137,23 @@ def draw_offsets(axes):
     axes.legend(fontsize=8, frameon=False, loc="lower center")
 
 
-def draw_errors(axes, rows):
+def draw_errors(axes, lines):
     """A pair of bars per form, bf16 above fp32; NaN reaches beyond every number."""
-    whole = summary(rows)
-    for shift, dtype, hatch in ((0.2, "bf16", ""), (-0.2, "fp32", "//")):
-        lines = [line for line in whole if line[0] == dtype]
-        for i, (_, form, _, error, _) in enumerate(lines):
-            nan = math.isnan(error)
-            length = 1e3 if nan else error
-            text = "NaN" if nan else f"{error:.0e}"
-            axes.barh(i + shift, length, 0.36, color=COLOURS[form], hatch=hatch, edgecolor="white")
-            axes.text(1.4 * length, i + shift, f"{text} ({dtype})", va="center", fontsize=7)
+    for line in lines:
+        nan = math.isnan(line["largest error"])
+        length = 1e3 if nan else line["largest error"]
+        text = "NaN" if nan else f"{length:.0e}"
+        shift, hatch = (0.2, "") if line["dtype"] == "bf16" else (-0.2, "//")
+        y = list(FORMS).index(line["form"]) + shift
+        axes.barh(
+            y,
+            length,
+            0.36,
+            color=COLOURS[line["form"]],
+            hatch=hatch,
+            edgecolor="white",
+        )
+        axes.text(1.4 * length, y, f"{text} ({line['dtype']})", va="center", fontsize=7)
     axes.set_yticks(range(len(FORMS)), list(FORMS), fontsize=8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlim=(1e-8, 1e4), xlabel="nats", title="largest error over all gaps and offsets")
@@ -161,17 +161,20 @@ def draw_errors(axes, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--png", default=str(ROOT / "docs" / "entropy.png"), help="where to draw; empty: nowhere")
+    parser.add_argument("--png", default=plots.DOCS / "entropy.png", help="where to draw")
     args = parser.parse_args()
     rows = list(sweep())
+    lines = list(summary(rows))
     print(f"entropy of (8, {VOCABULARY}) logits: error and smallest value in nats, against fp64 of the same logits\n")
-    columns = ["dtype", "form", "offset", "gap", "exact", "smallest", "error"]
-    lines = [[row[column] for column in columns] for row in rows]
-    print(table(columns, lines))
-    print("\nover all of it\n")
-    print(table(["dtype", "form", "smallest value", "largest error", "at"], summary(rows)))
-    if args.png:
-        draw(rows, args.png)
+    print(results.table_of(rows))
+    print(f"\nover all of it\n\n{results.table_of(lines)}")
+
+    # Left: entropy of bf16 logits while only their offset changes. Right: largest error of the whole sweep.
+    figure, (left, right) = plots.panels(2, (11, 4), width_ratios=(1.15, 1))
+    draw_offsets(left)
+    draw_errors(right, lines)
+    plots.save(figure, args.png)
+    print(f"drew {args.png}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a 16-bit head is worth: the largest error of a log-probability and of an entropy, of each way to form logits.
 
-    python bench/repro/head_precision.py            the errors
-    python bench/repro/head_precision.py --cost     CPU seconds of the products instead
+    python -m bench.repro.head_precision            the errors
+    python -m bench.repro.head_precision --cost     CPU seconds of the products instead
 
 bf16 hidden states under a bf16 head; every form is compared with fp64 of these same operands. Logits have deviation
 sigma. The offset is what all columns of a row have in common, because the head's rows have a direction in common that
@@ -9,24 +9,25 @@ the hidden states share: it is in the products, and no softmax depends on it.
 """
 
 import argparse
-import sys
-import time
-from pathlib import Path
 from typing import NamedTuple
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 import torch.nn.functional as F
 
 import fused_rl
+from bench import plain, timing
 from bench.machine import heading
 from bench.peers import Unavailable, import_peer
-from bench.results import table
+from bench.results import sizes, table_of
 from fused_rl import tiles
 
-CASES = ((1, 0), (3, 0), (3, 30), (3, 100))  # sigma, offset
+# sigma, offset
+CASES = (
+    (1, 0),
+    (3, 0),
+    (3, 30),
+    (3, 100),
+)
 SHAPE = (256, 896, 32000)  # rows, hidden units, vocabulary
 COSTS = ((512, 896, 32000), (2048, 1024, 32000))
 _SHARED = 8.0  # of every hidden state, in the direction that the head's rows share
@@ -45,7 +46,7 @@ class Operands(NamedTuple):
 def operands(shape: tuple[int, int, int], sigma: float, offset: float, device: str = "cpu") -> Operands:
     """bf16 operands whose logits have that deviation about that offset."""
     rows, width, vocab = shape
-    generator = torch.Generator().manual_seed(0)
+    generator = plain.seeded(0)
     hidden = torch.randn(rows, width, generator=generator)
     weight = torch.randn(vocab, width, generator=generator) * (sigma / width**0.5)
     if offset:
@@ -73,15 +74,26 @@ def _ours(logits_dtype):
 
 def _plain(given):
     """An fp32 head as it is most often written: cast, project, log-softmax."""
-    logp = torch.log_softmax(given.hidden.float() @ given.weight.float().t(), -1)
-    return logp.gather(1, given.targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    logits = given.hidden.float() @ given.weight.float().t()
+    logp = torch.log_softmax(logits, -1)
+    return plain.chosen(logp, given.targets), plain.entropy(logp)
 
 
 def _trl(given):
     function = import_peer("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     utils = import_peer("trl.trainer.utils")
     columns = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    return function.apply(given.hidden, given.weight, None, given.targets, 1.0, columns, None, 1.0, ("entropy",))[:2]
+    return function.apply(
+        given.hidden,
+        given.weight,
+        None,
+        given.targets,
+        1.0,
+        columns,
+        None,
+        1.0,
+        ("entropy",),
+    )[:2]
 
 
 def _trl_fp32(given):
@@ -100,8 +112,11 @@ def _torch(given):
     if function is None:
         raise Unavailable(f"torch {torch.__version__} has none")
     options = torch.nn.LinearCrossEntropyOptions()
-    some = list(zip(given.hidden[:_FEW], given.targets[:_FEW], strict=True))  # chunked, it returns sums alone
-    return -torch.stack([function(h[None], given.weight, t[None], options=options) for h, t in some]), None
+    losses = []
+    for i in range(min(_FEW, len(given.targets))):  # chunked, it returns sums alone
+        row = slice(i, i + 1)
+        losses.append(function(given.hidden[row], given.weight, given.targets[row], options=options))
+    return -torch.stack(losses), None
 
 
 FORMS = {
@@ -115,61 +130,64 @@ FORMS = {
 }
 
 
-def measured(shape: tuple[int, int, int] = SHAPE, device: str = "cpu") -> list[list]:
+def measured(shape: tuple[int, int, int] = SHAPE, device: str = "cpu") -> list[dict]:
     """A row for each form: its name, and for each case the largest error of a log-probability and of an entropy."""
-    cells = {name: [] for name in FORMS}
-    reasons = {}
-    for case in CASES:
-        given = operands(shape, *case, device)
+    rows = {name: {"form": name} for name in FORMS}
+    for sigma, offset in CASES:
+        given = operands(shape, sigma, offset, device)
         right = truth(given)
-        for name, form in FORMS.items():
+        at = f"{sigma}+{offset}" if offset else str(sigma)
+        for name, row in rows.items():
             try:
-                found = form(given)
+                found = FORMS[name](given)
             except Unavailable as unavailable:
-                reasons[name] = str(unavailable)
+                row["not run"] = str(unavailable)
                 found = None, None
-            for value, exact in zip(found, right, strict=True):
-                error = None if value is None else (value.double() - exact[: len(value)]).abs().max()
-                cells[name].append(None if error is None else float(f"{error:.1e}"))
-    return [[name, *values, reasons.get(name, "")] for name, values in cells.items()]
+            for what, value, exact in zip(("lp", "H"), found, right, strict=True):
+                cell = None
+                if value is not None:
+                    cell = plain.largest(value, exact[: len(value)])
+                row[f"{what} {at}"] = cell
+    for row in rows.values():
+        row["not run"] = row.pop("not run", "")
+    return list(rows.values())
 
 
-def costs(shapes: tuple = COSTS, turns: int = 3) -> list[list]:
-    """A row for each shape: the least CPU seconds of a 16-bit product, and of fp32 logits as multiples of it."""
+def costs(shapes: tuple = COSTS, rounds: int = 3) -> list[dict]:
+    """A row for each shape: the CPU seconds of a 16-bit product, and of fp32 logits as multiples of it."""
     rows = []
     for shape in shapes:
-        given = operands(shape, 1, 0)
-        rounded, out = (torch.empty(shape[0], shape[2], dtype=dtype) for dtype in (BF16, FP32))
+        hidden, weight, _ = operands(shape, 1, 0)
+        rounded = torch.empty(shape[0], shape[2], dtype=BF16)
+        out = torch.empty_like(rounded, dtype=FP32)
         ways = {
-            "bf16": lambda given=given, out=rounded: torch.mm(given.hidden, given.weight.t(), out=out),
-            "whole": lambda given=given, out=out: torch.mm(given.hidden.float(), given.weight.float().t(), out=out),
-            "ours": lambda given=given, out=out: tiles.product(given.hidden, given.weight, out),
+            "bf16": lambda a=hidden, b=weight, out=rounded: torch.mm(a, b.t(), out=out),
+            "cast whole": lambda a=hidden, b=weight, out=out: torch.mm(a.float(), b.float().t(), out=out),
+            "ours": lambda a=hidden, b=weight, out=out: tiles.product(a, b, out),
         }
-        least = dict.fromkeys(ways, float("inf"))
-        for _ in range(turns):  # they take turns
-            for name, way in ways.items():
-                began = time.process_time()
-                way()
-                least[name] = min(least[name], time.process_time() - began)
-        seconds = list(least.values())
-        ratios = [round(s / seconds[0], 2) for s in seconds[1:]]
-        rows.append(["x".join(map(str, shape)), *(round(s, 3) for s in seconds), *ratios])
+        row = {"shape": sizes(shape, "x")}
+        seconds = timing.cpu_seconds(ways, rounds)
+        for name, taken in seconds.items():
+            row[f"{name} s"] = taken
+        for name in ("cast whole", "ours"):
+            row[f"{name} / bf16"] = seconds[name] / seconds["bf16"]
+        rows.append(row)
     return rows
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", action="store_true", help="CPU seconds of the products")
-    parser.add_argument("--shape", default="x".join(map(str, SHAPE)), help="rows x hidden units x vocabulary")
-    args = parser.parse_args(argv)
+    parser.add_argument("--shape", default=sizes(SHAPE, "x"), help="rows x hidden units x vocabulary")
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(heading(device))
     if args.cost:
-        print(table(["shape", "bf16 s", "cast whole s", "ours s", "cast / bf16", "ours / bf16"], costs()))
-        return
-    columns = [f"{what} {sigma}{f'+{offset}' if offset else ''}" for sigma, offset in CASES for what in ("lp", "H")]
-    shape = tuple(map(int, args.shape.split("x")))
-    print(table(["form, error in nats at sigma + offset", *columns, "not run"], measured(shape, device)))
+        print(table_of(costs()))
+    else:
+        shape = tuple(map(int, args.shape.split("x")))
+        print("largest error in nats at sigma + offset\n")
+        print(table_of(measured(shape, device)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Which KL estimator in the loss holds a policy in training: GRPO with each of them, two coefficients, three seeds.
 
     make repro-kl        trains what is not yet in runs/repro_kl, prints the table, draws docs/kl-estimators.png
-    python bench/repro/kl_estimators.py --draw        table and figure from the results that are there, in seconds
+    python -m bench.repro.kl_estimators --draw        table and figure from the results that are there, in seconds
 
 The demo's task, model and recipe. Four updates per rollout: the first is on-policy, the later ones are not, and there
-k1's gradient points away from the KL's (bench/repro/kl_table.py has the expectations). A control takes one update per
+k1's gradient points away from the KL's (`fused-rl kl-report` prints the expectations). A control takes one update per
 rollout, where k1's expected gradient is zero. What counts is the exact KL to the starting model, from the logits of
 both; it steers nothing. Runs follow one another in one process on one core; finished ones are kept, so that the same
 command goes on after an interruption.
@@ -21,14 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import torch
 
-from bench import machine, plots, report, results
+from bench import machine, plots, results
 from bench.repro import ppo_step
-from fused_rl.recipes import demo_ppo
+from fused_rl.recipes import demo
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
@@ -43,7 +40,6 @@ OFF_POLICY, ON_POLICY = 4, 1  # updates per rollout
 SETTING = {"steps": 60, "kl_every": 2, "eval_every": 20, "eval_samples": 1}
 RESULTS = results.RESULTS / "repro" / "kl_estimators.json"
 PICTURE = plots.DOCS / "kl-estimators.png"
-HEADER = ["updates per rollout", "KL in the loss", "kl_coef", "exact KL, seeds 1, 2, 3", "mean", "held-out, greedy"]
 
 
 class Setting(NamedTuple):
@@ -89,7 +85,7 @@ def config_of(setting: Setting, seed: int, folder: Path) -> grpo.GRPOConfig:
         **setting._asdict(),
         **SETTING,
     }
-    return parse(grpo.GRPOConfig, demo_ppo.arguments("demo_grpo.yaml", seed, options), "fused-rl grpo")
+    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options), "fused-rl grpo")
 
 
 def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
@@ -112,7 +108,8 @@ def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
 def run(setting: Setting, seed: int, folder: Path, commit: str) -> dict:
     """The row of one run, trained unless a run of the same options is there already."""
     config = config_of(setting, seed, folder)
-    options, start = asdict(config), folder / f"seed{seed}"
+    options = asdict(config)
+    start = folder / f"seed{seed}"
     kept = start / f"{setting.name}.json"
     if kept.exists():
         found = json.loads(kept.read_text())
@@ -133,7 +130,8 @@ def train_all(folder: Path, commit: str) -> list[dict]:
     torch.set_num_threads(1)
     engine.quiet()
     warnings.filterwarnings("ignore", "k1 as a loss")  # that is what is shown
-    rows, count = [], len(SEEDS) * len(settings())
+    rows = []
+    count = len(SEEDS) * len(settings())
     for seed in SEEDS:
         ppo_step.warm_start(folder / f"seed{seed}", seed)
         for setting in settings():
@@ -160,24 +158,6 @@ def save(rows: list[dict], environment: dict, path: Path) -> None:
 # What they show.
 
 
-class Claim(NamedTuple):
-    """That the exact KL in every seed of `lower` is below that in every seed of `higher`, by a factor."""
-
-    says: str
-    lower: list[float]
-    higher: list[float]
-    factor: float = 1.0
-
-    def holds(self) -> bool:
-        """Whether the figures bear it out."""
-        return self.factor * max(self.lower) < min(self.higher)
-
-    def text(self) -> str:
-        """The claim with its figures."""
-        lower, higher = (", ".join(f"{value:.3g}" for value in values) for values in (self.lower, self.higher))
-        return f"{self.says}: {lower} should lie below {higher} by a factor of {self.factor:g}"
-
-
 def held(row: dict) -> float:
     """Nats per response: the mean exact KL of the last quarter of a run."""
     last = -(-len(row["kl_exact"]) // 4)
@@ -201,39 +181,52 @@ def table(rows: list[dict]) -> str:
         found = of_setting(rows, setting)
         values = [held(row) for row in found]
         greedy = statistics.fmean(row["accuracy_greedy"][-1] for row in found)
-        seeds = ", ".join(f"{value:.2f}" for value in values)
-        cells = [str(setting.minibatches), setting.label, f"{setting.kl_coef:g}", seeds]
-        lines.append([*cells, f"{statistics.fmean(values):.2f}", f"{greedy:.0%}"])
-    return report.table(HEADER, lines)
+        line = {
+            "updates per rollout": setting.minibatches,
+            "KL in the loss": setting.label,
+            "kl_coef": f"{setting.kl_coef:g}",
+            "exact KL, seeds 1, 2, 3": ", ".join(f"{value:.2f}" for value in values),
+            "mean": f"{statistics.fmean(values):.2f}",
+            "held-out, greedy": f"{greedy:.0%}",
+        }
+        lines.append(line)
+    return results.table_of(lines, markdown=True)
 
 
 def check(rows: list[dict]) -> None:
-    """What the runs must show, beyond the spread of the seeds.
+    """What the runs must show, beyond the spread of the seeds: the exact KL of some lies below that of others.
 
     Raises:
         AssertionError: they do not; it names each claim that fails, with the figures.
     """
     kl = {}
     for setting in settings():
-        kl[setting.minibatches, setting.label, setting.kl_coef] = [held(row) for row in of_setting(rows, setting)]
+        found = of_setting(rows, setting)
+        kl[setting.minibatches, setting.label, setting.kl_coef] = [held(row) for row in found]
     weak, strong = COEFFICIENTS
-    claims = []
+    failed = []
+
+    def claim(says: str, lower: list, higher: list, factor: float = 1.0) -> None:
+        if factor * max(lower) < min(higher):
+            return
+        below, above = (", ".join(f"{value:.3g}" for value in values) for values in (lower, higher))
+        failed.append(f"{says}: {below} should lie below {above} by a factor of {factor:g}")
 
     # Off-policy: the others hold the policy, the larger coefficient more; k1 drives it away.
     free = kl[OFF_POLICY, "none", 0.0]
     for estimator in HOLDING:
-        at_weak, at_strong = kl[OFF_POLICY, estimator, weak], kl[OFF_POLICY, estimator, strong]
-        claims.append(Claim(f"{estimator} at kl_coef {weak:g} holds the policy", at_weak, free))
-        claims.append(Claim(f"{estimator} at kl_coef {strong:g} holds it nearer than at {weak:g}", at_strong, at_weak))
+        at_weak = kl[OFF_POLICY, estimator, weak]
+        at_strong = kl[OFF_POLICY, estimator, strong]
+        claim(f"{estimator} at kl_coef {weak:g} holds the policy", at_weak, free)
+        claim(f"{estimator} at kl_coef {strong:g} holds it nearer than at {weak:g}", at_strong, at_weak)
     for coefficient in COEFFICIENTS:
         away = kl[OFF_POLICY, "k1", coefficient]
-        claims.append(Claim(f"k1 at kl_coef {coefficient:g} drives the policy away, off-policy", free, away, 5.0))
+        claim(f"k1 at kl_coef {coefficient:g} drives the policy away, off-policy", free, away, 5.0)
 
     # On-policy: k1 does not hold it where rk3 does.
     tight = kl[ON_POLICY, "rk3", strong]
-    claims.append(Claim("on-policy rk3 holds the policy", tight, kl[ON_POLICY, "none", 0.0], 2.0))
-    claims.append(Claim("on-policy k1 does not", tight, kl[ON_POLICY, "k1", strong], 2.0))
-    failed = [claim.text() for claim in claims if not claim.holds()]
+    claim("on-policy rk3 holds the policy", tight, kl[ON_POLICY, "none", 0.0], 2.0)
+    claim("on-policy k1 does not", tight, kl[ON_POLICY, "k1", strong], 2.0)
     if failed:
         raise AssertionError("the runs do not show what they must:\n" + "\n".join(failed))
 
@@ -250,29 +243,43 @@ def draw(rows: list[dict], path: Path) -> None:
     }
     figure = Figure(figsize=(11, 6), layout="constrained")
     grid = figure.subplots(2, len(panels), sharex=True, sharey="row")
-    for column, (title, (minibatches, coefficient)) in zip(grid.T, panels.items(), strict=True):
+    for (upper, lower), (title, (minibatches, coefficient)) in zip(grid.T, panels.items(), strict=True):
         for setting in settings():
             if setting.minibatches == minibatches and setting.kl_coef in (0.0, coefficient):
-                _curves(column, of_setting(rows, setting), setting.label)
-        column[0].set(title=title, yscale="log")
-        column[1].set(xlabel="step", ylim=(0, 1))
+                found = of_setting(rows, setting)
+                draw_band(upper, found, setting.label, "steps", "kl_exact")
+                draw_band(lower, found, setting.label, "eval_steps", "accuracy_greedy")
+        upper.set(title=title, yscale="log")
+        lower.set(xlabel="step", ylim=(0, 1))
     grid[0, 0].set_ylabel("exact KL, nats per response")
     grid[1, 0].set_ylabel("held-out accuracy, greedy")
-    grid[0, 0].legend(ncols=2, fontsize=8)
-    for axes in grid.flat:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure.legend(
+        *grid[0, 0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=6
+    )
+    plots.save(figure, path)
 
 
-def _curves(column, found: list[dict], label: str) -> None:
+def draw_band(axes, found: list[dict], label: str, steps: str, key: str) -> None:
     colour = "black" if label == "none" else plots.LOOKS[ESTIMATORS.index(label)][0]
-    for axes, steps, key in zip(column, ("steps", "eval_steps"), ("kl_exact", "accuracy_greedy"), strict=True):
-        over_seeds = list(zip(*(row[key] for row in found), strict=True))
-        low, high = [min(values) for values in over_seeds], [max(values) for values in over_seeds]
-        mean = [statistics.fmean(values) for values in over_seeds]
-        axes.plot(found[0][steps], mean, color=colour, label=label, ls="--" if label == "none" else "-")
-        axes.fill_between(found[0][steps], low, high, color=colour, alpha=0.15, lw=0)
+    over_seeds = list(zip(*(row[key] for row in found), strict=True))
+    mean = [statistics.fmean(values) for values in over_seeds]
+    axes.plot(
+        found[0][steps],
+        mean,
+        color=colour,
+        label=label,
+        ls="--" if label == "none" else "-",
+    )
+    low = list(map(min, over_seeds))
+    high = list(map(max, over_seeds))
+    axes.fill_between(
+        found[0][steps],
+        low,
+        high,
+        color=colour,
+        alpha=0.15,
+        lw=0,
+    )
 
 
 def main() -> None:

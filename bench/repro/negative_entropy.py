@@ -1,6 +1,6 @@
 """Entropy that goes negative in a PPO step (TRL issue 2022): its two causes, beside what our trainer logs.
 
-    python bench/repro/negative_entropy.py     prints the table and draws docs/negative-entropy.png
+    python -m bench.repro.negative_entropy     prints the table and draws docs/negative-entropy.png
 
 PPO on the demo's warm-started model, a step after the other. Of each step's own responses and logits:
 
@@ -11,28 +11,32 @@ PPO on the demo's warm-started model, a step after the other. Of each step's own
 """
 
 import argparse
-import sys
+import itertools
 from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 
 import fused_rl
+from bench import plots, results
 from bench.repro import ppo_step
+from bench.repro.entropy import difference
 from fused_rl.trainers import ppo
-from fused_rl.trainers.commands.kl_report import table
 from fused_rl.trainers.policy.credit import experience_metrics
 
 COLUMNS, OFFSET = 53, -100.0
-SETTING = {"prompts_per_step": 64, "group_size": 1, "minibatches": 2, "epochs": 2, "kl_coef": 0.0, "entropy_coef": 0.0}
-SETTING |= {"lr": 1e-3, "warmup_steps": 0, "micro_batch_size": 32}
-
-
-def difference(logits: torch.Tensor) -> torch.Tensor:
-    """(..., V) -> (...): lse - sum(p x), a difference of two large numbers where the logits are large."""
-    return torch.logsumexp(logits, -1) - (torch.softmax(logits, -1) * logits).sum(-1)
+SETTING = {
+    "prompts_per_step": 64,
+    "group_size": 1,
+    "minibatches": 2,
+    "epochs": 2,
+    "kl_coef": 0.0,
+    "kl_target": "null",  # the recipe's, and its horizon, mean nothing without a coefficient
+    "kl_horizon": 10_000,
+    "entropy_coef": 0.0,
+    "lr": 1e-3,
+    "warmup_steps": 0,
+    "micro_batch_size": 32,
+}
 
 
 def filled(logprobs: torch.Tensor, mask: torch.Tensor) -> float:
@@ -48,14 +52,11 @@ def entropies(policy, batch) -> dict[str, float]:
     _, logits = policy.model(batch.input_ids, batch.response_mask, policy.config.temperature, want_logits=True)
     logits = logits / policy.config.temperature + OFFSET  # softmax does not see it; GPT-2's logits stand about there
     targets = torch.zeros(len(logits), dtype=torch.int64)
-    ours = {name: fused_rl.token_logprobs(x, targets).entropy for name, x in _both(logits)}
-    theirs = {name: difference(x) for name, x in _both(logits)}
-    found = {f"ours, {name}": value.min().item() for name, value in ours.items()}
-    return found | {f"lse - sum(p x), {name}": value.min().item() for name, value in theirs.items()}
-
-
-def _both(logits):
-    return (("bf16", logits.bfloat16()), ("fp32", logits.float()))
+    found = {}
+    for name, x in {"bf16": logits.bfloat16(), "fp32": logits.float()}.items():
+        found[f"ours, {name}"] = fused_rl.token_logprobs(x, targets).entropy.min().item()
+        found[f"lse - sum(p x), {name}"] = difference(x).min().item()
+    return found
 
 
 def measured(folder: Path, steps: int) -> list[dict[str, float]]:
@@ -65,51 +66,44 @@ def measured(folder: Path, steps: int) -> list[dict[str, float]]:
     for step in range(1, steps + 1):
         rollout = policy.roll_out(next(prompts), policy.sampling, 1)
         updates = ppo.plan(config, len(rollout.samples), policy.device)
-        first_pass = [part for parts in updates[: config.minibatches] for part in parts]
+        first_pass = list(itertools.chain(*updates[: config.minibatches]))
         experience = ppo.judge(policy, critic, rollout, first_pass, config.kl_coef)
         row = entropies(policy, rollout.batch)
         row["filled with 1.0"] = filled(experience.measured.old_logprobs, rollout.batch.response_mask)
         row["objective/entropy"] = experience_metrics(experience, step)["objective/entropy"]
-        row["policy/entropy_avg"] = ppo.update(policy, critic, experience, updates, config.kl_coef, 1)[
-            "policy/entropy_avg"
-        ]
+        logged = ppo.update(policy, critic, experience, updates, config.kl_coef, 1)
+        row["policy/entropy_avg"] = logged["policy/entropy_avg"]
         rows.append({"step": step} | row)
     return rows
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
     """Left: the fill. Right: the cancellation, on an axis that is linear around 0."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    fill, cancellation = figure.subplots(1, 2)
+    figure, panels = plots.panels(2, (10, 3.6), sharex=True)
+    fill, cancellation = panels
     steps = [row["step"] for row in rows]
-    for axes, names in (
-        (fill, ("objective/entropy", "filled with 1.0")),
-        (cancellation, [name for name in rows[0] if name.startswith(("ours", "lse"))]),
-    ):
-        for name in names:
-            axes.plot(steps, [row[name] for row in rows], label=name)
+    for name in list(rows[0])[1:]:
+        axes = cancellation if name.startswith(("ours", "lse")) else fill
+        values = [row[name] for row in rows]
+        axes.plot(steps, values, label=name)
+    for axes in panels:
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set(xlabel="PPO step")
-        axes.legend(fontsize=7)
     fill.set(title="entropy of a response, nats")
     cancellation.set(title="smallest entropy of a token, nats")
     cancellation.set_yscale("symlog", linthresh=1e-7)
-    figure.savefig(path, dpi=120)
+    plots.save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("runs/repro"), help="of the warm-started model")
-    parser.add_argument("--png", type=Path, default=Path(__file__).parents[2] / "docs" / "negative-entropy.png")
+    parser.add_argument("--png", type=Path, default=plots.DOCS / "negative-entropy.png")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = measured(ppo_step.warm_start(arguments.folder), arguments.steps)
-    shown = [rows[i] for i in range(0, len(rows), max(1, len(rows) // 6))]
-    cells = [[str(row["step"]), *(f"{row[name]:.3g}" for name in row if name != "step")] for row in shown]
-    print(table([list(rows[0]), *cells]))
+    print(results.table_of(rows[:: max(1, len(rows) // 6)]))
     draw(rows, arguments.png)
     print(f"\ndrew {arguments.png}")
 

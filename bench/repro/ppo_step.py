@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fused_rl.recipes import demo, demo_ppo
+from fused_rl.recipes import demo
 from fused_rl.trainers import ppo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.encode import load_tokenizer
@@ -10,7 +10,7 @@ from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import parse
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import load_critic
-from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers import load_scorers
 
 
 def warm_start(folder: Path, seed: int = 1) -> Path:
@@ -22,15 +22,21 @@ def warm_start(folder: Path, seed: int = 1) -> Path:
             "dataset": folder / "data/demonstrations.jsonl",
             "output_dir": folder / "sft",
         }
-        sft.train(parse(sft.SFTConfig, demo_ppo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+        sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
     return folder
 
 
 def load(folder: Path, seed: int, **options):
     """(policy, critic, an endless iterator over a step's prompts) against reasoning-gym's own scorer."""
-    paths = {"model": folder / "sft/model", "dataset": folder / "data/train.jsonl", "output_dir": folder / "ppo"}
-    paths |= {"critic": folder / "sft/model", "verifiers": "reasoning_gym", "eval_size": 0}
-    config = parse(ppo.PPOConfig, demo_ppo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
+    paths = {
+        "model": folder / "sft/model",
+        "critic": folder / "sft/model",
+        "dataset": folder / "data/train.jsonl",
+        "eval_dataset": folder / "data/eval.jsonl",
+        "output_dir": folder / "ppo",
+        "verifiers": "reasoning_gym",
+    }
+    config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
     device = engine.setup(config.seed)
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)

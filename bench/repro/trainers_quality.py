@@ -1,44 +1,58 @@
 """Held-out accuracy of our GRPO and of TRL's over the steps of the demo's task, at equal settings, seed by seed.
 
-    python bench/repro/trainers_quality.py --steps 120 --seeds 1 2 3
+    python -m bench.repro.trainers_quality --steps 120 --seeds 1 2 3
 
 Both train the same warm-started model on the same rows in the same order, in turns in one process; each draws its own
 responses. Greedy accuracy on 256 held-out problems, and the CPU seconds of the steps up to there.
 """
 
 import argparse
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import torch
 
-from bench import trainer_peers
+from bench import trainer_peers, trainers
 from bench.results import table
 from bench.trainer_steps import Ours
-from bench.trainers import demo
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.roll_out import roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling
 
 EVERY = 20
+
+
+def accuracy(lm, ours: Ours) -> float:
+    """The share of our held-out problems that the most likely response of `lm` solves; it stays in its mode."""
+    policy = ours.policy
+    training = lm.training
+    config = policy.config
+    pad_id = policy.tokenizer.pad_token_id
+    size = config.rollout_batch_size
+    sampler = TransformersSampler(lm, pad_id=pad_id, batch_size=size, synced_gpus=False)
+    sampling = Sampling(0.0, config.max_new_tokens, policy.sampling.stop_ids)
+    found = roll_out(sampler, policy.scorers, ours.held_out, sampling, policy.tokenizer, policy.device)
+    lm.train(training)
+    return found.solved.double().mean().item()
 
 
 def one_seed(seed: int, steps: int) -> list[list]:
     """Rows of step, our accuracy and CPU seconds, TRL's accuracy and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(demo(Path(folder), seed), steps=steps, kl_every=0)  # TRL measures no exact KL
-        ours, spent = Ours(config), {"ours": 0.0, "TRL": 0.0}
-        start = ours.accuracy()
+        config = replace(trainers.demo(Path(folder), seed), steps=steps, kl_every=0)  # TRL measures no exact KL
+        ours = Ours(config)
+        spent = {"ours": 0.0, "TRL": 0.0}
+        lm = ours.policy.model.module.base
+        start = accuracy(lm, ours)
         rows = [[seed, 0, start, 0.0, start, 0.0]]
 
-        def between(taken: dict, lm) -> bool:
+        def between(taken: dict, theirs) -> bool:
             spent["TRL"] += sum(taken.values())
             spent["ours"] += sum(ours.step().values())
             if ours.number % EVERY == 0:
-                found = [ours.accuracy(), spent["ours"], ours.accuracy(lm), spent["TRL"]]
+                found = [accuracy(lm, ours), spent["ours"], accuracy(theirs, ours), spent["TRL"]]
                 rows.append([seed, ours.number, *found])
                 print(*rows[-1], flush=True)
             return ours.number < steps

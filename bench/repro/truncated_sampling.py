@@ -1,6 +1,6 @@
 """Truncated sampling scored with and without the sets that it kept: the ratio of a policy to itself.
 
-    python bench/repro/truncated_sampling.py     prints the table and draws docs/truncated-sampling.png
+    python -m bench.repro.truncated_sampling     prints the table and draws docs/truncated-sampling.png
 
 `generate` samples from a model and returns what its filters left of each step's scores. The same model then scores the
 same tokens, no update between: the ratio exp(logprob - the sampler's) should be 1. Over the whole vocabulary it is the
@@ -8,17 +8,13 @@ mass of the kept set instead, 0.8 at top_p 0.8 for a flat distribution; over the
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import NamedTuple
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 
 import fused_rl
-from bench.results import table
+from bench import plain, plots, results
 from fused_rl import TokenSupport
 
 VOCAB, PROMPT, TOKENS = 4096, 8, 32
@@ -43,8 +39,15 @@ def small_model():
     import transformers
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.Qwen2Config(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **shape)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
     model = transformers.Qwen2ForCausalLM(config).eval()
     model.lm_head.weight.data.normal_(0, 0.45)
     return model
@@ -56,63 +59,58 @@ def scored(model, options: dict, sequences: int) -> Scored:
     torch.manual_seed(1)
     prompts = torch.randint(VOCAB, (sequences, PROMPT))
     options = {"top_k": 0, "top_p": 1.0, "temperature": 1.0, **options}
-    sampled = model.generate(
-        prompts, do_sample=True, max_new_tokens=TOKENS, output_scores=True, return_dict_in_generate=True,
-        eos_token_id=None, pad_token_id=0, **options,
-    )  # fmt: skip
+    length = {"max_new_tokens": TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    wanted = {"do_sample": True, "output_scores": True, "return_dict_in_generate": True}
+    sampled = model.generate(prompts, **options, **length, **wanted)
     targets = sampled.sequences[:, PROMPT:]
     support = TokenSupport.from_scores(sampled.scores)
     scores = torch.stack(sampled.scores, 1)
-    rollout = scores.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    rollout = plain.chosen(scores.log_softmax(-1), targets)
 
+    # The same tokens by the same weights.
     hidden = model.model(sampled.sequences).last_hidden_state[:, PROMPT - 1 : -1]
-    arguments = hidden, model.lm_head.weight, targets
-    by_sets = {"whole": None, "kept": support}
-    ratios = {}
-    for name, sets in by_sets.items():
-        options_of_op = {"temperature": options["temperature"], "support": sets}
-        logprobs = fused_rl.linear_token_logprobs(*arguments, **options_of_op).logprobs
-        ratios[name] = (logprobs - rollout).exp().flatten()
+    given = (hidden, model.lm_head.weight, targets)
+    temperature = options["temperature"]
+    whole = fused_rl.linear_token_logprobs(*given, temperature=temperature).logprobs
+    kept = fused_rl.linear_token_logprobs(*given, temperature=temperature, support=support).logprobs
+    ratios = [(logprobs - rollout).exp().flatten() for logprobs in (whole, kept)]
     sizes = support.offsets.diff()
-    return Scored(**ratios, sizes=torch.where(sizes == 0, VOCAB, sizes))
+    return Scored(*ratios, torch.where(sizes == 0, VOCAB, sizes))
 
 
-def row(name: str, found: Scored) -> list[str]:
+def row(name: str, found: Scored) -> dict:
     """One line of the table."""
-    cells = [name, f"{found.sizes.float().mean():.1f}", f"{(found.sizes == 1).float().mean():.0%}"]
-    for ratio in (found.whole, found.kept):
-        outside = ((ratio < 0.9) | (ratio > 1.1)).float().mean()
-        cells += [f"{-ratio.log().mean():.4f}", f"{ratio.mean():.4f}", f"{outside:.1%}"]
-    return [*cells, f"{(found.kept - 1).abs().max():.0e}"]
+    cells = {"sampler": name, "ids kept": f"{found.sizes.float().mean():.1f}"}
+    cells["singletons"] = f"{(found.sizes == 1).float().mean():.0%}"
+    for ratio, word in ((found.whole, ""), (found.kept, ", sets")):
+        outside = (ratio < 0.9) | (ratio > 1.1)
+        cells[f"nats off{word}"] = f"{-ratio.log().mean():.4f}"
+        cells[f"mean ratio{word}"] = f"{ratio.mean():.4f}"
+        cells[f"outside 0.9 .. 1.1{word}"] = f"{outside.float().mean():.1%}"
+    return cells | {"largest error": f"{(found.kept - 1).abs().max():.0e}"}
 
 
 def draw(found: dict[str, Scored], path: Path) -> None:
     """The ratios of each sampler, sorted: a flat line at 1 is a policy that agrees with itself."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, (8, 3.6))
     for name, of_sampler in found.items():
         ratio = of_sampler.whole.sort().values
         axes.plot(torch.linspace(0, 1, len(ratio)), ratio, label=f"whole vocabulary: {name}")
-    ratio = next(reversed(found.values())).kept.sort().values
+    ratio = of_sampler.kept.sort().values
     axes.plot(torch.linspace(0, 1, len(ratio)), ratio, "k--", label="with the kept sets: every sampler")
     axes.set(xlabel="share of the tokens", ylabel="first ratio, which should be 1", ylim=(0, 1.1))
-    axes.legend(fontsize=7, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    plots.save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--sequences", type=int, default=48)
-    parser.add_argument("--png", type=Path, default=Path(__file__).parents[2] / "docs" / "truncated-sampling.png")
+    parser.add_argument("--png", type=Path, default=plots.DOCS / "truncated-sampling.png")
     arguments = parser.parse_args()
     model = small_model()
     found = {name: scored(model, options, arguments.sequences) for name, options in SAMPLERS.items()}
-    of_each = ["nats off", "mean ratio", "outside 0.9 .. 1.1"]
-    header = ["sampler", "ids kept", "singletons", *of_each, *[f"{name}, sets" for name in of_each], "largest error"]
-    print(table(header, [row(name, of_sampler) for name, of_sampler in found.items()]))
+    rows = [row(name, of_sampler) for name, of_sampler in found.items()]
+    print(results.table_of(rows))
     draw(found, arguments.png)
     print(f"\ndrew {arguments.png}")
 

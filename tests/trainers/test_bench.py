@@ -56,7 +56,7 @@ def test_a_peer_that_is_not_installed_says_so_and_ours_is_measured(ours, tmp_pat
 
     monkeypatch.setattr(peers, "import_peer", absent)
     ours.number = 0
-    task = trainers.Task("tiny", trainers.qwen, False)
+    task = trainers.Task("tiny", trainers.qwen)
     samples, missing = trainers.take_turns(ours, task, tmp_path, "all", 0.0)
     assert [row["status"] for row in missing] == [results.NOT_INSTALLED]
     with_kl, without = trainers.rows_of(task, ours, samples)

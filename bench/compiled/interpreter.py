@@ -79,7 +79,8 @@ def fix_numerics():
 
 def _fix_casts(interpreter, tl):
     """bf16 rounds to the nearest and keeps denormals; a Python float is an fp32."""
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
     convert = interpreter._implicit_cvt
 
     def fixed(stock):
@@ -112,7 +113,8 @@ def _fix_casts(interpreter, tl):
 
 def _fix_arithmetic(interpreter, tl):
     """An fma rounds once, minimum and maximum drop NaN, a comparison is a truth value."""
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
 
     def fma(self, x, y, z):  # the product of two fp32 is exact in fp64
         exact = x.data.astype(np.float64) * y.data + z.data
@@ -135,7 +137,8 @@ def _fix_arithmetic(interpreter, tl):
 def _fix_launches(interpreter):
     """No warnings about inf and NaN, and no copies back of tensors that were on the CPU all along."""
     executor = interpreter.GridExecutor
-    launch, restore = executor.__call__, executor._restore_args_dev
+    launch = executor.__call__
+    restore = executor._restore_args_dev
 
     def quiet_launch(self, *args, **kwargs):
         with np.errstate(all="ignore"):
@@ -146,9 +149,16 @@ def _fix_launches(interpreter):
         names = [name for name, arg in kwargs.items() if not _on_cpu(arg)]
         of_device = {name: kwargs[name] for name in names}
         of_host = {name: host_kwargs[name] for name in names}
-        return restore(self, [dev[i] for i in moved], [host[i] for i in moved], of_device, of_host)
+        return restore(
+            self,
+            [dev[i] for i in moved],
+            [host[i] for i in moved],
+            of_device,
+            of_host,
+        )
 
-    executor.__call__, executor._restore_args_dev = quiet_launch, restore_unless_cpu
+    executor.__call__ = quiet_launch
+    executor._restore_args_dev = restore_unless_cpu
 
 
 def _on_cpu(arg):
@@ -157,7 +167,8 @@ def _on_cpu(arg):
 
 def _patch_language_once_per_launch(interpreter, tl):
     """Every call of a nested jit function patches triton.language anew, which takes longer than its arithmetic."""
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patch = interpreter._patch_lang
+    launch = interpreter.GridExecutor.__call__
     done, known = set(), {}
 
     def modules(fn):
@@ -179,7 +190,8 @@ def _patch_language_once_per_launch(interpreter, tl):
         finally:
             done.clear()
 
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, clean_launch
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = clean_launch
 
 
 # --------------------------------------------------------------------------- what a launch does to memory
@@ -226,7 +238,8 @@ def _watch(on_launch, on_access):
     """
     from triton.runtime import interpreter
 
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    builder = interpreter.InterpreterBuilder
+    executor = interpreter.GridExecutor
     saved = {name: getattr(builder, name) for name in ACCESSES}
     launch = executor.__call__
 
@@ -282,7 +295,8 @@ def count_traffic():
         spans.update(_spans(tensors))
 
     def on_access(builder, addresses, size, reads, writes):
-        launch, first = launches[-1], int(addresses[0])
+        launch = launches[-1]
+        first = int(addresses[0])
         launch.grid = tuple(builder.grid_dim)
         name = _holding(spans, first, first + 1) or "?"
         for counter in [launch.read] * reads + [launch.written] * writes:
@@ -303,10 +317,13 @@ def check_memory():
         state.update(kernel=executor.fn.__name__, spans=_spans(tensors), touched={})
 
     def on_access(builder, addresses, size, reads, writes):
-        where, spans = f"{state['kernel']}, program {tuple(builder.grid_idx)}", state["spans"]
+        # The grid, then where the access lies, then who else was there.
+        where = f"{state['kernel']}, program {tuple(builder.grid_idx)}"
+        spans = state["spans"]
         if max(builder.grid_dim[1:]) > 65535:
             raise MemoryFault(f"{where}: grid {tuple(builder.grid_dim)} has more than 65535 programs on y or z")
-        low, high = int(addresses.min()), int(addresses.max()) + size
+        low = int(addresses.min())
+        high = int(addresses.max()) + size
         name = _holding(spans, low, high)
         if name is None:
             near = {}

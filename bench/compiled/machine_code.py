@@ -11,7 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-BYTES_PER_SECOND, CLOCKS_PER_SECOND = 4.3e12, 132 * 1.755e9
+BYTES_PER_SECOND = 4.3e12
+CLOCKS_PER_SECOND = 132 * 1.755e9
 NVIDIA = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);")
 NVIDIA_LABEL = re.compile(r"^(\.L_?\w+):")
 AMD = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s*(.*)$")
@@ -43,7 +44,7 @@ ALU = {
 }
 
 
-def inspect_kernel(kernel, vendor: str, element_bytes: int) -> dict:
+def inspect_kernel(kernel, vendor: str, element_bytes: int = 4) -> dict:
     """Resources of a compiled kernel, and the figures of its main loops (empty for a kernel that streams nothing)."""
     listing = _listing(kernel, vendor)
     loops = []
@@ -54,12 +55,16 @@ def inspect_kernel(kernel, vendor: str, element_bytes: int) -> dict:
     most = max((loop["bytes"] for loop in loops), default=0)
     main = [loop for loop in loops if loop["bytes"] == most]
     main.sort(key=lambda loop: loop["instructions"])
-    return _resources(kernel, listing, vendor) | {"loops": main, "headroom": [headroom(loop) for loop in main]}
+    found = _resources(kernel, listing, vendor)
+    found["loops"] = main
+    found["headroom"] = [headroom(loop) for loop in main]
+    return found
 
 
 def headroom(loop: dict) -> float:
     """Time at the memory roof over the time to issue a main loop's instructions."""
-    issue = max(loop["instructions"] / 128, loop["alu"] / 64, loop["special"] / 16) / CLOCKS_PER_SECOND
+    clocks = max(loop["instructions"] / 128, loop["alu"] / 64, loop["special"] / 16)
+    issue = clocks / CLOCKS_PER_SECOND
     return loop["bytes"] / loop["elements"] / BYTES_PER_SECOND / issue
 
 
@@ -70,15 +75,20 @@ def _nvidia_tool(tool, option, cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+        words = [path, option, file.name]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 def _listing(kernel, vendor):
     """[(label or None, opcode or None, operands)] of a compiled kernel."""
     if vendor == "hip":
-        text, pattern, label = kernel.asm["amdgcn"], AMD, AMD_LABEL
+        text = kernel.asm["amdgcn"]
+        pattern = AMD
+        label = AMD_LABEL
     else:
-        text, pattern, label = _nvidia_tool("nvdisasm", "-c", kernel.asm["cubin"]), NVIDIA, NVIDIA_LABEL
+        text = _nvidia_tool("nvdisasm", "-c", kernel.asm["cubin"])
+        pattern = NVIDIA
+        label = NVIDIA_LABEL
     listing = []
     for line in text.splitlines():
         if found := label.match(line):
@@ -133,7 +143,8 @@ def _figures(opcodes, element_bytes):
     elements = sum(loads) / element_bytes
     count = collections.Counter(opcode.split(".")[0] for opcode in opcodes)
     alu = sum(n for name, n in count.items() if name in ALU)
-    special = count["MUFU"] + sum(n for name, n in count.items() if AMD_SPECIAL.match(name))
+    of_amd = sum(n for name, n in count.items() if AMD_SPECIAL.match(name))
+    special = count["MUFU"] + of_amd
     return {
         "elements": elements,
         "bytes": sum(loads) + sum(stores),
@@ -156,7 +167,8 @@ def _resources(kernel, listing, vendor):
     else:
         usage = _nvidia_tool("cuobjdump", "-res-usage", kernel.asm["cubin"])
         registers = _number(r"REG:(\d+)", usage)
-        spills = len([opcode for _, opcode, _ in listing if opcode and opcode.startswith(("LDL", "STL"))])
+        opcodes = [opcode for _, opcode, _ in listing if opcode]
+        spills = sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes)
     return {"registers": registers, "spills": spills, "shared": kernel.metadata.shared}
 
 

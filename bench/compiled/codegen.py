@@ -1,7 +1,7 @@
 """What the compilers make of every kernel, for NVIDIA sm_80, sm_90, sm_100 and AMD gfx942, gfx950, without a device.
 
-    python bench/codegen.py                       # the table below, from the launches that our functions make
-    python bench/codegen.py --only logprob
+    python -m bench.compiled.codegen                       # the table below, from the launches that our functions make
+    python -m bench.compiled.codegen --only logprob
 
 A subprocess (`TRITON_INTERPRET=0`) calls the launching functions with CPU tensors under a driver that only names its
 target, so that each kernel is compiled with exactly the types, specialisations and options of a real launch; then it
@@ -19,13 +19,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from bench import machine_code
+from bench import machine, results
+from bench.compiled import machine_code
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -216,69 +213,44 @@ CASES = {
     "targets_bwd bf16": (targets_bwd, {}, 2),
     "gae fp32": (gae, {}, 18),  # reward, value and mask of a token and of its successor
 }
-# every other way in which these kernels are launched: they must compile
+# Every other way in which these kernels are launched: they must compile. name -> (function, its arguments)
+FP32, FP16 = {"dtype": "float32"}, {"dtype": "float16"}
+ODD = {"vocab": 50257}
+PER_ROW = {"dtype": "float32", "per_row": True, "mask": False}
+CAPPED = {"dtype": "float32", "softcap": 30.0, "mask": False}
+JENSEN_SHANNON = {"jensen_shannon": True}
 VARIANTS = {
-    "logprob_fwd fp32, per-row temperature, softcap": (
-        logprob_fwd,
-        {"dtype": "float32", "per_row": True, "softcap": 30.0, "mask": False},
-        4,
-    ),
-    "logprob_fwd fp16": (logprob_fwd, {"dtype": "float16"}, 2),
-    "logprob_fwd bf16, split": (logprob_fwd, {"split": True}, 2),
-    "logprob_bwd fp32, logprobs, softcap": (
-        logprob_bwd,
-        {"dtype": "float32", "grads": ("logprobs",), "softcap": 30.0, "mask": False},
-        4,
-    ),
-    "logprob_bwd fp16, entropy, per-row temperature": (
-        logprob_bwd,
-        {"dtype": "float16", "grads": ("entropy",), "per_row": True},
-        2,
-    ),
-    "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}, 2),
-    "targets_fwd fp32, per-row temperature, softcap": (
-        targets_fwd,
-        {"dtype": "float32", "per_row": True, "softcap": 30.0, "mask": False},
-        4,
-    ),
-    "targets_bwd fp32, logprobs, per-row temperature, softcap": (
-        targets_bwd,
-        {"dtype": "float32", "grads": (), "per_row": True, "softcap": 30.0, "mask": False},
-        4,
-    ),
-    "targets_bwd fp16, entropy": (targets_bwd, {"dtype": "float16", "grads": ("entropy",)}, 2),
-    "kl_fwd fp32, per-row temperature": (kl_fwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
-    "kl_bwd fp32, per-row temperature": (kl_bwd, {"dtype": "float32", "mask": False, "per_row": True}, 8),
-    "kl_fwd fp32, odd vocabulary": (kl_fwd, {"dtype": "float32", "vocab": 50257}, 8),
-    "kl_fwd fp16": (kl_fwd, {"dtype": "float16"}, 4),
-    "kl_fwd fp16, odd vocabulary": (kl_fwd, {"dtype": "float16", "vocab": 50257}, 4),
-    "kl_fwd bf16, odd vocabulary": (kl_fwd, {"vocab": 50257}, 4),
-    "kl_fwd bf16, split": (kl_fwd, {"split": True}, 4),
-    "js_fwd fp32, odd vocabulary": (kl_fwd, {"jensen_shannon": True, "dtype": "float32", "vocab": 50257}, 8),
-    "kl_bwd fp32, odd vocabulary": (kl_bwd, {"dtype": "float32", "vocab": 50257, "wants": (True, True)}, 8),
-    "kept_fwd fp32, per-row temperature, softcap": (
-        kept_fwd,
-        {"dtype": "float32", "per_row": True, "softcap": 30.0, "mask": False},
-        4,
-    ),
-    "kept_fwd fp16, one rank's columns": (kept_fwd, {"dtype": "float16", "first": 64}, 2),
-    "kept_fwd of given logits": (kept_fwd, {"given": True, "mask": False}, 4),
-    "kept_bwd fp32, logprobs, softcap": (
-        kept_bwd,
-        {"dtype": "float32", "grads": ("logprobs",), "softcap": 30.0, "per_row": True},
-        4,
-    ),
+    "logprob_fwd fp32, per-row temperature, softcap": (logprob_fwd, PER_ROW | CAPPED),
+    "logprob_fwd fp16": (logprob_fwd, FP16),
+    "logprob_fwd bf16, split": (logprob_fwd, {"split": True}),
+    "logprob_bwd fp32, logprobs, softcap": (logprob_bwd, CAPPED | {"grads": ("logprobs",)}),
+    "logprob_bwd fp16, entropy, per-row temperature": (logprob_bwd, FP16 | {"grads": ("entropy",), "per_row": True}),
+    "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}),
+    "targets_fwd fp32, per-row temperature, softcap": (targets_fwd, PER_ROW | CAPPED),
+    "targets_bwd fp32, logprobs, per-row temperature, softcap": (targets_bwd, PER_ROW | CAPPED | {"grads": ()}),
+    "targets_bwd fp16, entropy": (targets_bwd, FP16 | {"grads": ("entropy",)}),
+    "kl_fwd fp32, per-row temperature": (kl_fwd, PER_ROW),
+    "kl_bwd fp32, per-row temperature": (kl_bwd, PER_ROW),
+    "kl_fwd fp32, odd vocabulary": (kl_fwd, FP32 | ODD),
+    "kl_fwd fp16": (kl_fwd, FP16),
+    "kl_fwd fp16, odd vocabulary": (kl_fwd, FP16 | ODD),
+    "kl_fwd bf16, odd vocabulary": (kl_fwd, ODD),
+    "kl_fwd bf16, split": (kl_fwd, {"split": True}),
+    "js_fwd fp32, odd vocabulary": (kl_fwd, JENSEN_SHANNON | FP32 | ODD),
+    "kl_bwd fp32, odd vocabulary": (kl_bwd, FP32 | ODD | {"wants": (True, True)}),
+    "kept_fwd fp32, per-row temperature, softcap": (kept_fwd, PER_ROW | CAPPED),
+    "kept_fwd fp16, one rank's columns": (kept_fwd, FP16 | {"first": 64}),
+    "kept_fwd of given logits": (kept_fwd, {"given": True, "mask": False}),
+    "kept_bwd fp32, logprobs, softcap": (kept_bwd, PER_ROW | CAPPED | {"grads": ("logprobs",), "mask": True}),
     "kept_bwd fp16, entropy, one rank's columns": (
         kept_bwd,
-        {"dtype": "float16", "grads": ("entropy",), "first": 64, "mask": False},
-        4,
+        FP16 | {"grads": ("entropy",), "first": 64, "mask": False},
     ),
-    "kept_bwd of given logits": (kept_bwd, {"given": True, "mask": False}, 4),
-    "kept_linear fp32, no bias": (kept_linear, {"dtype": "float32", "bias": False}, 4),
-    "kept_linear fp16, added to a gradient": (kept_linear, {"dtype": "float16", "add": True}, 2),
-    "kl_bwd bf16, Jensen-Shannon": (kl_bwd, {"jensen_shannon": True, "wants": (True, True)}, 4),
+    "kept_bwd of given logits": (kept_bwd, {"given": True, "mask": False}),
+    "kept_linear fp32, no bias": (kept_linear, FP32 | {"bias": False}),
+    "kept_linear fp16, added to a gradient": (kept_linear, FP16 | {"add": True}),
+    "kl_bwd bf16, Jensen-Shannon": (kl_bwd, JENSEN_SHANNON | {"wants": (True, True)}),
 }
-
 
 # ------------------------------------------------------------------------------------------------- the subprocess
 
@@ -333,11 +305,11 @@ def _inspect_all(cases, targets):
     """Print the figures of every kernel and target as JSON."""
     import triton
 
-    for name, (run, arguments, element_bytes) in cases.items():
+    for name, (run, arguments, *element_bytes) in cases.items():
         for target in targets:
             vendor = TARGETS[target][0]
             for kernel_name, _, kernel in launches(run, arguments, target):
-                figures = machine_code.inspect_kernel(kernel, vendor, element_bytes)
+                figures = machine_code.inspect_kernel(kernel, vendor, *element_bytes)
                 row = {"case": name, "kernel": kernel_name, "target": target, "triton": triton.__version__}
                 row["status"] = "ok"
                 print(json.dumps(row | figures), flush=True)
@@ -368,57 +340,52 @@ def _launch_several(rows, temperature, vocab, count):
 def _count_variants():
     """Distinct compiled kernels over 20 lengths, 5 temperatures, 3 vocabularies and their strides, per kernel."""
     keys, several = set(), set()
-    for sizes in itertools.product(range(1, 40, 2), (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)):
+    temperatures, vocabularies = (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)
+    for sizes in itertools.product(range(1, 40, 2), temperatures, vocabularies):
         arguments = dict(zip(("rows", "temperature", "vocab"), sizes, strict=True))
         keys.update(launches(_launch_both, arguments, "sm_90", compile_them=False))
-    for sizes in itertools.product(range(1, 40, 7), (0.3, 1.0), (32000, 50257), (1, 8, 50, 1000)):
+    temperatures, vocabularies = (0.3, 1.0), (32000, 50257)
+    for sizes in itertools.product(range(1, 40, 7), temperatures, vocabularies, (1, 8, 50, 1000)):
         arguments = dict(zip(("rows", "temperature", "vocab", "count"), sizes, strict=True))
         several.update(launches(_launch_several, arguments, "sm_90", compile_them=False))
-    seen, of_targets = (collections.Counter(name for name, *_ in found) for found in (keys, several))
-    print(json.dumps({"variants": seen, "of several targets": of_targets}))
+    counts = [collections.Counter(name for name, *_ in found) for found in (keys, several)]
+    print(json.dumps({"variants": counts[0], "of several targets": counts[1]}))
 
 
 def subprocess_lines(*arguments):
     """What this file, run with these arguments and triton's compiler in place of its interpreter, prints as JSON."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    words = [sys.executable, str(Path(__file__).resolve()), "--json", *arguments]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    words = [sys.executable, "-m", "bench.compiled.codegen", "--json", *arguments]
+    done = subprocess.run(words, cwd=machine.ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def _between(loops, name, form="{:.2f}"):
-    """The figure of the first and the last loop, once where they are alike."""
-    texts = [form.format(loops[i][name]) for i in (0, -1)]
-    return " / ".join(dict.fromkeys(texts))
+COLUMNS = ["case", "kernel", "target", "triton", "registers", "spills", "shared bytes", "load bytes", "store bytes"]
+COLUMNS += ["barriers", "instructions", "ALU", "special", "headroom"]
 
 
-def table(rows):
-    """The figures as text, under the release of Triton that they are of."""
-    release = " and ".join(sorted({row["triton"] for row in rows}))
-    head = ["case", "kernel", "target", "regs", "spills", "smem", "load B", "store B", "barriers", "instr/el", "ALU/el"]
-    lines = []
-    for row in rows:
-        line = [row[name] for name in ("case", "kernel", "target", "registers", "spills", "shared")]
-        loops = row["loops"]
-        if loops:
-            line += [_between(loops, name, "{}") for name in ("load", "store", "barriers")]
-            line += [_between(loops, name) for name in ("instructions", "alu", "special")]
-            line.append(" / ".join(f"{h:.2f}" for h in row["headroom"]) if row["target"] == "sm_90" else "")
-        lines.append([*line, *[""] * (13 - len(line))])
-    lines = [[str(cell) for cell in line] for line in [[*head, "special/el", "headroom"], *lines]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        padded.append("  ".join(cells).rstrip())
-    return "\n".join([f"triton {release}", *padded])
+def cells(row: dict, release: str) -> list[str]:
+    """A row as COLUMNS; `release` of Triton where it names none. A pair is of the first and the last loop."""
+    found = [row["case"], row["kernel"], row["target"], row.get("triton", release)]
+    found += [str(row[name]) for name in ("registers", "spills", "shared")]
+    ends = row["loops"][:1] + row["loops"][-1:]
+    for name in ("load", "store", "barriers", "instructions", "alu", "special"):
+        texts = [f"{loop[name]:.3g}" for loop in ends]
+        found.append(" / ".join(dict.fromkeys(texts)))
+    headroom = row["headroom"] if row["target"] == "sm_90" else []
+    found.append(" / ".join(f"{value:.2f}" for value in headroom))
+    return found
+
+
+def table(rows: list[dict]) -> str:
+    return results.table(COLUMNS, [cells(row, "") for row in rows])
 
 
 def command(name: str, words: list[str]) -> int:
     """The table of every kernel, as a group of the suite: the rows are kept too."""
-    from bench import options, results
+    from bench import options
 
     args = options.arguments(__doc__, name, words)
     args.device = "cpu"

@@ -1,0 +1,201 @@
+"""The runner tells right from wrong, and every case gives rows of one form."""
+
+import json
+
+import pytest
+import torch
+
+from bench import machine, peers, results, run
+from bench.cases import growth, linear
+from bench.cases.case import Spec
+from bench.cases.gae import LONGEST_LOOP, GAECase
+from bench.cases.kl import KLCase
+from bench.cases.linear import LinearCase
+from bench.cases.logprobs import LogprobsCase, TopkCase
+from bench.cases.support import HEAD, KeptHead, KeptLogits
+from tests.bench.cases import checked, contend, one_case
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (LogprobsCase(Spec((6, 500), "bf16"), "cpu"), {"logprob", "entropy", "gradient"}),
+        (LogprobsCase(Spec((6, 500), "bf16", 0.5), "cpu"), {"logprob", "entropy", "gradient"}),
+        (LogprobsCase(Spec((2, 4, 500), "bf16", layout="shift"), "cpu"), {"logprob", "entropy", "gradient"}),
+        (KLCase(Spec((6, 500), "fp32", 0.5), "cpu"), {"kl", "gradient"}),
+        (GAECase(Spec((3, 50)), "cpu"), {"advantages"}),
+        (TopkCase(Spec((6, 500), "bf16", layout="K=8"), "cpu"), {"logprob", "gradient"}),
+        (LinearCase(Spec((256, 16, 300), "fp32"), "cpu"), {"loss", "dhidden", "dweight"}),
+        (KeptLogits(Spec((6, 500), "bf16", layout="mixture"), "cpu"), {"logprob", "entropy", "gradient"}),
+        (KeptHead(Spec((100, 16, 300), "fp32", layout="K=8"), "cpu"), {"value", "dhidden", "dweight"}),
+    ],
+    ids=lambda value: value.label() if hasattr(value, "label") else "",
+)
+def test_a_right_op_passes_the_check(case, names):
+    mine = [peer for peer in case.ours() if peer.role == "ours"]
+    assert mine
+    for peer in mine:
+        errors = checked(case, peer)
+        if peer.name == HEAD:  # of another quantity: no sets
+            continue
+        assert set(errors) == names
+        assert run.judged(case, peer, errors) == {"status": results.OK}
+
+
+def broken_value(case, x):
+    logprobs, entropy_ = case.call(x)
+    return logprobs + 2e-3, entropy_
+
+
+def broken_gradient(case, x):
+    logprobs, entropy_ = case.call(x)
+    return logprobs, entropy_.detach() + 0.5 * (entropy_ - entropy_.detach())
+
+
+def broken_nan(case, x):
+    logprobs, entropy_ = case.call(x)
+    return logprobs, entropy_ * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"), [(broken_value, "logprob"), (broken_gradient, "gradient"), (broken_nan, "entropy")]
+)
+def test_an_op_that_fails_the_check_is_not_timed(broken, what, clock, monkeypatch):
+    # A peer that is wrong is timed, and its row says by how much.
+    case = one_case()
+    made = peers.Peer("fused_rl", "0", lambda x: broken(case, x), role="ours")
+    contend(monkeypatch, case, made, made._replace(name="wrong peer", role="peer"))
+    ours, peer = run.run_case(case, "none", 1e9, 1.0)
+    assert ours["status"] == "failed check"
+    assert ours["reason"].startswith(what)
+    assert "ms" not in ours
+    assert peer["status"] == "wrong"
+    assert peer["reason"].startswith(what)
+    assert len(peer["samples_ms"]["both"]) == 40
+    assert results.remarks(peer).startswith("WRONG: ")
+
+
+def test_what_raises_is_a_row_with_its_status(clock, monkeypatch):
+    case = one_case()
+
+    def raising(error):
+        def call(x):
+            raise error
+
+        return call
+
+    ours = peers.Peer("fused_rl", "0", raising(RuntimeError("no kernel\nfor this")), role="ours")
+    large = peers.Peer("large", "0", raising(torch.OutOfMemoryError("40 GiB")))
+    contend(monkeypatch, case, ours, large)
+    rows = run.run_case(case, "none", 1e9, 1.0)
+    assert [row["status"] for row in rows] == ["failed", "out of memory"]
+    assert [row["reason"] for row in rows] == ["RuntimeError: no kernel", "OutOfMemoryError: 40 GiB"]
+    assert results.measured(rows) == []
+    run.show(case, rows, 1e9)
+
+
+@pytest.mark.parametrize(("failing", "status"), [(None, 0), ("fused_rl", 1), ("another peer", 0)])
+def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
+    def run_case(case, wanted, copy_bytes_per_s, seconds):
+        rows = [results.not_run("a peer", results.CANNOT_RUN, "no GPU", case.op)]
+        if failing:
+            rows.append(results.not_run(failing, results.FAILED, "RuntimeError: no kernel", case.op))
+        return rows
+
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)
+    words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
+    assert run.command("kernels", words) == status
+    rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
+    of_peer = [row["op"] for row in rows if row["implementation"] == "a peer"]
+    assert of_peer == ["token_logprobs", "token_kl"], "what cannot run at any case is told once"
+
+
+def test_what_has_no_time_is_left_out_and_says_so(clock, monkeypatch):
+    case = one_case()
+
+    def slow(x):
+        clock.now += 2
+        return case.call(x)
+
+    ours = peers.Peer("fused_rl", "0", slow, role="ours")
+    contend(monkeypatch, case, ours, peers.Peer("a peer", "0", case.call))
+    rows = run.run_case(case, "none", 1e9, 1.0)
+    assert [row["status"] for row in rows] == ["ok", "skipped: budget"]
+    assert results.repeats(rows[0]) == 3, "ours is what others are compared to"
+    assert results.name_of(rows[1]) == "a peer at token_logprobs 6 x 500 bf16"
+    assert rows[1]["reason"] == "left out for time; --budget gives more"
+
+
+def test_every_case_gives_rows_of_one_form(clock):
+    cases = [one_case(), KLCase(Spec((6, 500), "bf16"), "cpu"), GAECase(Spec((3, 50)), "cpu")]
+    cases.append(LinearCase(Spec((256, 16, 300), "bf16"), "cpu"))
+    for case in cases:
+        rows = results.measured(run.run_case(case, "plain torch,loop over T", 1e10, 1e9))
+        assert rows[-1]["implementation"] in ("plain torch", "loop over T")
+        for row in rows:
+            assert row["status"] == results.OK
+            assert set(row["time_over"]) == set(case.baselines)
+            figures = set(results.figures(row))
+            missing = set(case.columns.values()) - figures
+            assert not {name for name in missing if not name.endswith("error") and name != "backward"}, missing
+
+
+def test_a_loop_of_seconds_is_left_out():
+    found, missing = GAECase(Spec((1, LONGEST_LOOP + 1)), "cpu").contenders("all")
+    assert [peer.name for peer in found] == ["fused_rl"]
+    assert [(row["status"], row["where"]) for row in missing] == [("skipped: slow", "T = 16385")]
+
+
+def test_linear_truth_is_autograd_in_fp64_and_finds_a_wrong_gradient():
+    case = LinearCase(Spec((1152, 16, 300), "fp32"), "cpu")  # two pieces of 512 rows and a tail
+    hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))
+    loss = peers.plain_head(hidden, weight, case.targets, case.advantages.double())
+    exact = (loss, *torch.autograd.grad(loss, (hidden, weight)))
+    truth = linear.Truth(case)
+    # `plain_head` makes fp32 logits, whatever it is given
+    assert all(e < 1e-6 for e in truth.errors(*exact, unweighted=False).values())
+    peer = peers.Peer("a peer", None, None)
+    for broken, name in enumerate(("loss", "dhidden", "dweight")):
+        changed = [t * (1.002 if i == broken else 1) for i, t in enumerate(exact)]
+        found = run.judged(case, peer, truth.errors(*changed, unweighted=False))
+        assert found["status"] == results.WRONG
+        assert found["reason"].split(" off by")[0] == name
+        assert found["reason"].count("off by") == 1
+    likelihood = torch.nn.functional.cross_entropy(hidden @ weight.t(), case.targets)
+    errors = truth.errors(likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), unweighted=True)
+    assert all(e < 1e-12 for e in errors.values())
+
+
+def test_linear_rows_hold_every_column(clock, monkeypatch, capsys):
+    case = LinearCase(Spec((256, 64, 500), "bf16"), "cpu")
+    rows = run.run_case(case, "plain torch,verl", 1e10, 1e9)
+    measured = results.measured(rows)
+    assert [r["implementation"] for r in measured] == [linear.FLOOR, *linear.OURS, "plain torch"]
+    (missing,) = results.missing(rows)
+    assert (missing["implementation"], missing["reason"]) == ("verl", "its Triton kernels need a GPU")
+    for row in measured:
+        assert row["bytes"] == {"forward": 2 * 64 * 756, "both": 6 * 64 * 756}
+        assert row["gb_per_s"]["both"] == pytest.approx(row["bytes"]["both"] / row["ms"]["both"] / 1e6)
+        assert row["copy_fraction"]["both"] == pytest.approx(row["gb_per_s"]["both"] / 10)
+        assert row["status"] == results.OK
+    run.show(case, rows, 1e10)
+    printed = capsys.readouterr().out
+    assert "hidden states and weight read forward" in printed
+    assert "not run: verl: its Triton kernels need a GPU" in printed
+
+
+def test_growth_is_a_row_for_each_size(clock, capsys):
+    case = growth.GrowthCase(Spec((16, 64, 256), layout="gae over T"), "cpu")
+    rows = run.run_case(case, "none", 1e9, 1e9)
+    assert [(row["op"], row["axis"], row["size"]) for row in rows] == [("gae over T", "T", n) for n in (16, 64, 256)]
+    assert all(row["status"] == results.OK and results.repeats(row) >= 3 for row in rows)
+    time, memory = growth.slopes([row | {"ms": {"both": row["size"] ** 2}, "extra_bytes": 7} for row in rows])
+    assert (time, memory) == (pytest.approx(2), pytest.approx(0))
+    run.show(case, rows, 1e9)
+    assert "gae over T: time grows with T^" in capsys.readouterr().out
+
+
+def test_slope_of_a_power():
+    assert growth.slope([1, 10, 100], [3, 30 * 10**0.5, 300 * 10]) == pytest.approx(1.5)

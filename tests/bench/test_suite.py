@@ -1,0 +1,96 @@
+"""The commands of the suite: each takes its own options, and wrong ones end with a line."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import __main__ as suite
+from bench import gpu, machine, options
+from bench.cases.linear import LinearCase
+from bench.cases.logprobs import LogprobsCase
+
+
+def test_all_shapes_are_an_option(monkeypatch):
+    few, all_of_them = (options.arguments("", "linear", ["--device", "cpu", *more]) for more in ([], ["--all-shapes"]))
+    for case in (LogprobsCase, LinearCase):
+        assert case.specs(few) == case.cpu
+        assert case.specs(all_of_them) == case.cpu + case.cpu_more
+    ran = []
+    monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append(options) or "ok")
+    monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels", "--all-shapes", "--out", "there"])
+    assert suite.main() == 0
+    assert ran == [["--all-shapes", "--out", "there"]]
+
+
+@pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
+                                   "--peers TLR", "--device cuda"])  # fmt: skip
+def test_wrong_options_end_with_a_line_that_names_them(wrong, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        options.arguments("kernels", "kernels", wrong.split())
+    assert stopped.value.code == 2
+    assert wrong.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append((group, options)) or "ok")
+    monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels,linear,codegen", "--out", "there"])
+    assert suite.main() == 0
+    assert ran == [(group, ["--out", "there"]) for group in ("kernels", "linear", "codegen")]
+    ran.clear()
+    monkeypatch.setattr(sys, "argv", ["bench", "--shapes", "64x1000,8x9", "--dtype", "bf16", "--peers", "plain torch"])
+    assert suite.main() == 0
+    # results of chosen shapes do not replace whole ones
+    assert ran == [("kernels", ["--dtype", "bf16", "--peers", "plain torch", "--shapes", "64x1000,8x9"])]
+    assert "linear: left out" in capsys.readouterr().out
+    for wrong in (["--group", "kernel"], ["--group", "linear", "--shapes", "64x1000"]):
+        monkeypatch.setattr(sys, "argv", ["bench", *wrong])
+        with pytest.raises(SystemExit):
+            suite.main()
+        assert wrong[-2] in capsys.readouterr().err
+
+
+def test_gpu_steps_end_on_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    steps = {
+        "good": ("print('fine')", 600),
+        "bad": ("raise SystemExit(3)", 600),
+        "slow": ("import time; time.sleep(60)", 1),
+    }
+    made = [gpu.Step(name, ["-c", code], limit, 7) for name, (code, limit) in steps.items()]
+    monkeypatch.setattr(gpu, "STEPS", made)
+    assert gpu.command("gpu", ["--out", str(tmp_path)]) == 1
+    summary = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.rsplit(",", 1)[0] for line in summary] == ["good: ok", "bad: exit status 3", "slow: stopped after 1 s"]
+    assert (tmp_path / "good.txt").read_text() == "fine\n"
+    assert gpu.command("gpu", ["--out", str(tmp_path), "--steps", "good"]) == 0
+
+
+def test_gpu_steps_fit_into_nine_minutes_and_take_their_options():
+    assert sum(step.limit for step in gpu.STEPS) <= 9 * 60 - 30
+    groups = [step.command[2] for step in gpu.STEPS if step.command[:2] == ["-m", "bench"]]
+    assert groups == ["kernels", "linear"]
+    assert {*groups, *suite.GROUPS} <= set(suite.COMMANDS)
+
+
+@pytest.mark.parametrize("word", suite.COMMANDS)
+def test_every_word_stands_for_a_command(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", word, "--bogus"])
+    with pytest.raises(SystemExit) as stopped:
+        suite.main()
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+
+
+def test_traffic_runs_without_an_interpreter_set():
+    # It chooses the interpreter itself; bench's own files must not shadow other packages.
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench", "traffic", "--peers", "plain torch", "--shapes", "1x4x20001"]
+    done = subprocess.run(command, cwd=machine.ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "64.0" in done.stdout
+    assert "token_kl" in done.stdout

@@ -1,0 +1,87 @@
+"""Turns, budgets, what a GPU's timer repeats, and peak memory."""
+
+import pytest
+import torch
+
+from bench import machine, timing
+from tests.bench.cases import one_case
+
+
+def test_turns_share_the_time_and_a_slow_run_keeps_its_first_sample():
+    calls = []
+
+    def run(name, seconds):
+        return lambda: calls.append(name) or {"forward": seconds, "both": 2 * seconds}
+
+    costs = {"ours": 4.0, "fast": 0.01, "medium": 0.25, "slow": 5.0}
+    runs = {name: run(name, cost) for name, cost in costs.items()}
+    first = {name: {"forward": 9 * cost, "both": cost} for name, cost in costs.items()}
+    samples = timing.interleaved(runs, 4.0, first, keep=("ours",))
+    assert {n: len(s["both"]) for n, s in samples.items()} == {"ours": 3, "fast": 40, "medium": 4, "slow": 1}
+    assert samples["slow"] == {"forward": [45e3], "both": [5e3]}, "that of before"
+    assert samples["fast"]["both"][0] == 20, "that of now"
+    assert calls.index("ours") < 30 < len(calls) - calls[::-1].index("medium"), "spread over the rounds"
+
+
+def test_three_of_each_come_first_where_there_is_time():
+    costs = {"fast": 0.1, "slow": 2.0}
+    runs = {name: (lambda cost=cost: {"forward": cost}) for name, cost in costs.items()}
+    first = {name: {"forward": cost} for name, cost in costs.items()}
+    samples = timing.interleaved(runs, 7.0, first)
+    assert {name: len(found["forward"]) for name, found in samples.items()} == {"fast": 6, "slow": 3}
+
+
+def test_late_turns_are_those_of_what_is_kept(clock):
+    def run_of(seconds):
+        def one():
+            clock.now += seconds
+            return {"forward": seconds}
+
+        return one
+
+    clock.step = 0
+    # Each took 0.1 s before; now 10 times as long.
+    runs = {"ours": run_of(1.0), "peer": run_of(1.0)}
+    first = dict.fromkeys(runs, {"forward": 0.1})
+    samples = timing.interleaved(runs, 2.0, first, keep=("ours",))
+    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 10, "peer": 2}
+
+
+def test_a_budget_hands_on_what_is_left_over(clock):
+    clock.step = 0
+    budget = timing.Budget(30, 3)
+    assert budget.share() == 10
+    clock.now += 2
+    assert budget.share() == 14
+    clock.now += 40
+    assert budget.share() == 0
+
+
+def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
+    # do_bench calls a function again and again: gradients of one forward must survive that, in place excepted.
+    case, calls = one_case(), []
+
+    def do_bench(run, rep, return_mode):
+        calls.append([run() for _ in range(3)])
+        return [1.0, 2.0, 6.0]
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    case.device = "a GPU"  # only read to keep the graph for the next call
+    ours, inplace = case.ours()
+    timed = timing.Run(ours.call, case.backward, case.inputs(ours), True)
+    samples = timing.phases_gpu(timed)
+    assert {phase: timing.median(s) for phase, s in samples.items()} == {"forward": 2, "backward": 2, "both": 2}
+    first, second, third = calls[1]
+    assert torch.equal(first, third), "input sets take turns"
+    assert not torch.equal(first, second)
+    once = timing.phases_gpu(timing.Run(inplace.call, case.backward, case.inputs(inplace), False))
+    assert set(once) == {"forward", "both"}
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    size = 32 << 20
+    x = torch.ones(size, dtype=torch.uint8)
+    assert machine.peak_extra_bytes(lambda: x + 1, "cpu") == pytest.approx(size, rel=0.1)
+    assert machine.peak_extra_bytes(lambda: (x + 1).float(), "cpu") == pytest.approx(5 * size, rel=0.1)
+    assert machine.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].max(), "cpu") < 1.5 * size
