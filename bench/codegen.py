@@ -52,10 +52,10 @@ def _logprob_inputs(dtype="bfloat16", vocab=VOCAB, softcap=None, mask=True, per_
 
 
 def logprob_fwd(split=False, **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch, logprob
 
     logits, targets, _, common = _logprob_inputs(**options)
-    with _device(logprob, multiprocessors=10**6 if split else 0):
+    with _device(launch, multiprocessors=10**6 if split else 0):
         logprob.logprob_fwd(logits, targets, *common)
 
 
@@ -77,12 +77,12 @@ def _device(module, **facts):
 
 
 def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch, logprob
 
     logits, targets, row, (mask, inv_t, softcap) = _logprob_inputs(**options)
     upstream = [row if name in grads else None for name in ("logprobs", "entropy", "lse")]
     out = logits if inplace else None
-    with _device(logprob):
+    with _device(launch):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
@@ -91,23 +91,23 @@ def _several(targets, count):
 
 
 def targets_fwd(count=64, **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch
     from fused_rl.kernels import targets as module
 
     logits, targets, _, common = _logprob_inputs(**options)
-    with _device(logprob):
+    with _device(launch):
         module.targets_fwd(logits, _several(targets, count), *common)
 
 
 def targets_bwd(count=64, grads=("entropy", "lse"), **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch
     from fused_rl.kernels import targets as module
 
     logits, targets, row, (mask, inv_t, softcap) = _logprob_inputs(**options)
     upstream = [row if name in grads else None for name in ("entropy", "lse")]
     dlogprobs = _several(row, count)
     targets = _several(targets, count)
-    with _device(logprob):
+    with _device(launch):
         module.targets_bwd(dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap)
 
 
@@ -124,7 +124,7 @@ def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROW
 
 def kl_fwd(jensen_shannon=False, split=False, **options):
     from fused_rl.kernels import jensen_shannon as js
-    from fused_rl.kernels import kl, logprob
+    from fused_rl.kernels import kl, launch
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
@@ -132,7 +132,7 @@ def kl_fwd(jensen_shannon=False, split=False, **options):
         js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
         count = 10**6 if split else 0
-        with _device(logprob), mock.patch.object(kl, "multiprocessors", lambda device: count):
+        with _device(launch), mock.patch.object(kl, "multiprocessors", lambda device: count):
             kl.kl_fwd(*rows)
 
 

@@ -1,8 +1,8 @@
 """Row statistics over kept sets of ids, from logits or from hidden states: K reads per row, nothing of a row's width.
 
 Forward: a program per row goes over its ids twice, the maximum first (which gathers the logits into x (M,) fp32), then
-the sums about it, the maximum held out of them as in `online.py`. Backward: 2^d_j (a + b d_j) of `logprob.py` for the
-ids alone; the zeros around them, and rows that keep the whole vocabulary, are `logprob_bwd`'s. From hidden states:
+the sums about it, the maximum held out of them as in `online.py`. Backward: `logprob_gradient.py`'s 2^d_j (a + b d_j)
+for the ids alone; zeros around them, and rows that keep the whole vocabulary, are `logprob_bwd`'s. From hidden states:
 x_j = h . W[id_j], and with dx the gradients of x, dh = sum_j dx_j W[id_j] and dW[id] = the sum of dx_j h over all
 entries of an id, which come sorted, so that no two programs add to one row and the order is given.
 """
@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels import logprob
-from fused_rl.kernels.logprob import cap, gradient, row_scale, target_gradient, temperature_scales, upstream
+from fused_rl.kernels.lanes import cap, row_scale
+from fused_rl.kernels.launch import temperature_scales
+from fused_rl.kernels.logprob_gradient import gradient, target_gradient, upstream
 from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import KeptSets, RowStatistics
 
@@ -39,9 +41,7 @@ def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
         return tl.where(known, cap(x, softcap), tl.where(inside, float("nan"), float("-inf")))
 
 
-@triton.jit(
-    do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
-)
+@triton.jit(do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"])
 def kept_fwd_kernel(
     logits_ptr,  # (N, V) bf16, fp16 or fp32, or None: x is given
     x_ptr,  # (M,) fp32

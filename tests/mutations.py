@@ -49,18 +49,18 @@ MUTATIONS = {
         "tests/test_kernels.py -k ties",
     ),
     "the kernel forgets the gradient of lse": Mutation(
-        "kernels/logprob.py", "a = norm * (dlse - dlogprob", "a = norm * (-dlogprob", LOGPROBS
+        "kernels/logprob_gradient.py", "a = norm * (dlse - dlogprob", "a = norm * (-dlogprob", LOGPROBS
     ),
     "1 - p of the target loses its digits": Mutation(
-        "kernels/logprob.py",
+        "kernels/logprob_gradient.py",
         "one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)",
         "one_minus_p = 1.0 - p",
         "tests/test_logprobs.py -k next_to_certainty",
     ),
     "columns beyond the vocabulary are read": Mutation(
-        "kernels/logprob.py",
-        'return tl.where(column < vocab, cap(x, softcap), float("-inf"))\n\n\n@triton.jit\ndef uncap',
-        "return cap(x, softcap)\n\n\n@triton.jit\ndef uncap",
+        "kernels/lanes.py",
+        'return tl.where(column < vocab, cap(x, softcap), float("-inf"))\n\n\n@triton.jit\ndef load_columns',
+        "return cap(x, softcap)\n\n\n@triton.jit\ndef load_columns",
         LOGPROBS,
     ),
     "a temperature per row is not inverted": Mutation(
