@@ -158,11 +158,11 @@ def gae():
 def _kept_inputs(dtype="bfloat16", softcap=None, per_row=False, first=None, mask=True):
     import torch
 
-    from fused_rl.kernels.states import KeptSets
+    from fused_rl.kernels.states import RowSupport
 
     logits, targets, row, _ = _logprob_inputs(dtype)
     ranges = torch.tensor([0, 8]), torch.tensor([8, 16])
-    kept, x = KeptSets(torch.arange(16), *ranges), torch.zeros(16)
+    kept, x = RowSupport(torch.arange(16), *ranges), torch.zeros(16)
     mask = row.bool() if mask else None
     return x, kept, targets, mask, row, (row if per_row else 0.7, softcap), logits, first
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fused_rl import tiles
-from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
     check_logits_dtype,
@@ -25,10 +24,11 @@ from fused_rl.checks import (
     check_tensor,
     values_are_checked,
 )
-from fused_rl.linear_support import linear_kept_logprobs
+from fused_rl.linear_support import linear_support_logprobs
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.rows import row_bwd, row_fwd
 from fused_rl.shards import gather, scatter
-from fused_rl.token_support import TokenSupport, check_kept_values, check_support
+from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
@@ -81,7 +81,6 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     # one tile of logits, used again and again, and what all tiles add to
     inv_temperature, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
-    forward, backward = row_functions(hidden.device, targets)
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
@@ -92,9 +91,9 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
         # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = formed.tile(hidden[rows])
-        lp, h, _, m_r, rest_r = forward(logits, targets[rows], None, inv_t, softcap)
+        lp, h, _, m_r, rest_r = row_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
-        backward(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
+        row_bwd((dlp, dh, None), logits, targets[rows], None, (h, m_r, rest_r), inv_t, softcap, out=logits)
         gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
         # to the parameters, and what a second backward pass would need
         loss += value
@@ -239,14 +238,6 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
-def _kept_sets(support, hidden, targets, mask, vocab):
-    check_support(support, several=targets.dim() == hidden.dim())
-    kept = support.of_rows(targets.shape, targets.device)
-    if values_are_checked(targets.device):
-        check_kept_values(kept, targets, mask, vocab)
-    return kept
-
-
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -302,11 +293,16 @@ def linear_token_logprobs(
             vocabulary, or a row's temperature out of range.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
-    if support is not None:
-        kept = _kept_sets(support, hidden, targets, mask, weight.shape[0])
-        kept = kept._replace(begin=rows.select(kept.begin), end=rows.select(kept.end))
-        return TokenLogprobs(*map(rows.restore, linear_kept_logprobs(kept, *rows.arguments)))
-    return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
+    if support is None:
+        return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
+
+    # the sets of the rows that count
+    check_support(support, several=targets.dim() == hidden.dim())
+    sets = support.of_rows(targets.shape, targets.device)
+    if values_are_checked(targets.device):
+        check_support_values(sets, targets, mask, weight.shape[0])
+    sets = sets._replace(begin=rows.select(sets.begin), end=rows.select(sets.end))
+    return TokenLogprobs(*map(rows.restore, linear_support_logprobs(sets, *rows.arguments)))
 
 
 def linear_token_loss(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.checks import INTEGERS, described, values_are_checked
-from fused_rl.kernels.states import KeptSets
+from fused_rl.kernels.states import RowSupport
 
 __all__ = ["TokenSupport"]
 
@@ -139,7 +139,7 @@ class TokenSupport:
         device = torch.device(device)
         return self if self.ids.device == device else TokenSupport(self.ids.to(device), self.offsets.to(device))
 
-    def of_rows(self, shape: Sequence[int], device: torch.device, shift: bool = False) -> KeptSets:
+    def of_rows(self, shape: Sequence[int], device: torch.device, shift: bool = False) -> RowSupport:
         """begin and end as targets of this shape (...) see them; with `shift` as the logits (B, T) that score them.
 
         Raises:
@@ -155,8 +155,9 @@ class TokenSupport:
             raise ValueError(f"support is on {self.ids.device}, the targets are on {device}; use support.to(...)")
         begin, end = self.offsets[:-1].view(shape), self.offsets[1:].view(shape)
         if shift:  # the last position scores nothing
-            begin, end = (torch.nn.functional.pad(x[:, 1:], (0, min(1, shape[1]))) for x in (begin, end))
-        return KeptSets(self.ids, begin, end)
+            none = (0, min(1, shape[1]))
+            begin, end = (torch.nn.functional.pad(x[:, 1:], none) for x in (begin, end))
+        return RowSupport(self.ids, begin, end)
 
 
 def check_support(support: object, several: bool = False) -> None:
@@ -169,9 +170,9 @@ def check_support(support: object, several: bool = False) -> None:
         )
 
 
-def check_kept_values(kept: KeptSets, targets: Tensor, mask: Tensor | None, vocab: int | None) -> None:
+def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | None, vocab: int | None) -> None:
     """Ids below `vocab` (None: it is not known) and each target in its set; what the mask drops may hold anything."""
-    ids, begin, end = kept
+    ids, begin, end = support
     bad = (begin < 0) | (end < begin) | (end > len(ids))
     _raise_at(bad, "the kept set of", lambda at: f"spans {int(begin[at])} to {int(end[at])} of {len(ids)} ids")
     counts = end > begin if mask is None else (end > begin) & mask

@@ -64,9 +64,9 @@ MUTATIONS = {
         LOGPROBS,
     ),
     "a temperature per row is not inverted": Mutation(
-        "fused_rl/kl.py",
-        "else 1 / row_temperature.reshape(-1)",
-        "else row_temperature.reshape(-1)",
+        "fused_rl/rows.py",
+        "row_temperature.reshape(-1).reciprocal()",
+        "row_temperature.reshape(-1)",
         "tests/test_kl.py -k temperature_per_row",
     ),
     "forward is reverse": Mutation(

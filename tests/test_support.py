@@ -9,7 +9,7 @@ import torch
 import fused_rl
 from bench import interpreter
 from fused_rl import TokenSupport, reference
-from fused_rl.kernels.states import KeptSets
+from fused_rl.kernels.states import RowSupport
 from tests.distributed import run_distributed
 from tests.test_linear import Work, assert_as_good, in_dtype, peak_bytes
 
@@ -406,12 +406,12 @@ def test_operators_pass_opcheck(backend):
     kept = TokenSupport.from_lists(lists).to(backend).of_rows(targets.shape, targets.device)
     per_row = torch.linspace(0.5, 2, len(lists), device=backend)
     arguments = (targets, targets >= 0, 1.0, per_row, 3.0)
-    forward = torch.ops.fused_rl.kept_logprobs.default
+    forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits.requires_grad_(), *arguments, *kept))
     _, entropy, _, m, rest, x = forward(logits.detach(), *arguments, *kept)
     grads = (*upstream_of(targets)[:2], None)
-    saved = (logits.detach(), *arguments[:2], entropy, m, rest, x, *arguments[2:], *kept)
-    torch.library.opcheck(torch.ops.fused_rl.kept_logprobs_backward.default, (*grads, *saved))
+    saved = (logits.detach(), *arguments[:2], entropy, m, rest, *arguments[2:], x, *kept)
+    torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, (*grads, *saved))
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -488,7 +488,7 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
     from fused_rl.kernels import support as kernels
 
     logits, x = random_logits(3, 40), torch.zeros(6)
-    kept = KeptSets(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
+    kept = RowSupport(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
     targets = torch.tensor([1, 7, 5])
     with interpreter.check_memory():
         out = kernels.kept_fwd(x, kept, targets, None, 1.0, None, logits=logits)
