@@ -140,6 +140,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     Raises:
         ValueError: a shape, dtype or device that does not fit; gamma or gae_lambda outside [0, 1].
     """
+    # one shape, one device
     check_floating("rewards", rewards, "(B, T)")
     check_floating("values", values, "(B, T)")
     check_shape("values", values, "rewards", rewards.shape)
@@ -149,6 +150,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     for name, number in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must be between 0 and 1, got {number}")
+
+    # the recurrence, from each row's end; no gradient passes through it
     return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))
 
 

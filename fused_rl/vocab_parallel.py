@@ -99,12 +99,15 @@ def vocab_parallel_token_kl(
     Raises:
         ValueError: as `token_kl`.
     """
+    # checked as `token_kl`'s
     check_choice("direction", direction, DIRECTIONS)
     check_logits_pair(local_logits, local_ref_logits, mask)
     rows = tuple(local_logits.shape[:-1])
     temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
     if local_logits.device.type == "cpu":
         check_temperature_values(row_temperature, None)
+
+    # forward is reverse with the two exchanged
     first, second = (local_ref_logits, local_logits) if direction == "forward" else (local_logits, local_ref_logits)
     x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
     kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", group)

@@ -155,10 +155,10 @@ MUTATIONS = {
         "fused_rl/losses.py", "torch.maximum(unclipped, clipped) / 2", "torch.minimum(unclipped, clipped) / 2", LOSSES
     ),
     "a margin is added to the lead": Mutation(
-        "fused_rl/losses.py", "lead = lead - margin", "lead = lead + margin", LOSSES
+        "fused_rl/preferences.py", "lead = lead - margin", "lead = lead + margin", LOSSES
     ),
     "smoothed labels are exchanged": Mutation(
-        "fused_rl/losses.py", "-(1 - label_smoothing) * right", "-(1 - label_smoothing) * wrong", LOSSES
+        "fused_rl/preferences.py", "-(1 - label_smoothing) * right", "-(1 - label_smoothing) * wrong", LOSSES
     ),
     "approx_kl is the log-ratio": Mutation(
         "fused_rl/losses.py", '"approx_kl": log_ratio.square() / 2', '"approx_kl": log_ratio', METRICS
