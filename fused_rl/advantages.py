@@ -109,7 +109,8 @@ def _batch_advantages(rewards, std_floor, process_group):
     whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
     nothing = rewards.new_tensor([-torch.inf])
-    most, least = torch.cat([rewards, nothing]), torch.cat([-rewards, nothing])
+    most = torch.cat([rewards, nothing])
+    least = torch.cat([-rewards, nothing])
     extremes = torch.stack([most.max(), least.max()])
     if process_group is not None:
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=process_group)

@@ -153,7 +153,8 @@ def _token_kl_backward(
     wants_dy: bool,
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
     arguments = as_rows(x, y, mask, temperature, row_temperature)
-    g, divergence = g.reshape(-1).contiguous(), divergence.reshape(-1)
+    g = g.reshape(-1).contiguous()
+    divergence = divergence.reshape(-1)
     sums = sums if js else None
     backend = backend_of(x.device)
     gradients = backend.kl.kl_bwd(g, *arguments, divergence, state, sums, wants_dx, wants_dy)

@@ -62,7 +62,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
 def _token_gradients(token_loss, logprobs, entropy, per_token):
     """Sum of the token losses, detached, and its gradients by logprobs and entropy (None where it does not use one)."""
     with torch.enable_grad():
-        logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        logprobs = logprobs.detach().requires_grad_()
+        entropy = entropy.detach().requires_grad_()
         values = token_loss(logprobs, entropy, *per_token)
         if not isinstance(values, Tensor) or values.shape != entropy.shape:
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -118,7 +119,8 @@ def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss,
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token):
-        head, needs = tuple(gather(weight, bias)), ctx.needs_input_grad[:3]
+        head = tuple(gather(weight, bias))
+        needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
             logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
@@ -233,7 +235,8 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
         check_target_values(targets, mask, weight.shape[0], several=targets.dim() == hidden.dim())
         check_temperature_values(row_temperature, mask)
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
-    hidden, targets = rows.select(hidden), rows.select(targets).long()
+    hidden = rows.select(hidden)
+    targets = rows.select(targets).long()
     budget = tiles.budget(workspace_mb, hidden, kept is not None, logits_dtype)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 

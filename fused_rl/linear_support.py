@@ -131,9 +131,12 @@ def _by_id(support, dx, hidden):
     """
     lengths = support.end - support.begin
     row = torch.repeat_interleave(lengths)
-    at = torch.arange(len(row), device=row.device) + (support.begin - (lengths.cumsum(0) - lengths))[row]
-    ids, dx = support.ids[at].long(), dx[at]
-    mark = _mark(hidden)[row].mul_(-7046029254386353131).add_(dx.view(torch.int32)).mul_(-4417276706812531889)
+    starts = support.begin - (lengths.cumsum(0) - lengths)
+    at = torch.arange(len(row), device=row.device) + starts[row]
+    ids = support.ids[at].long()
+    dx = dx[at]
+    mark = _mark(hidden)[row].mul_(-7046029254386353131)
+    mark.add_(dx.view(torch.int32)).mul_(-4417276706812531889)
     order = mark.argsort()
     order = order[ids[order].argsort(stable=True)]
     once, counts = torch.unique_consecutive(ids[order], return_counts=True)
@@ -146,5 +149,6 @@ def _mark(hidden):
     # odd weights without a pattern; overflow wraps around
     weights = torch.arange(1, bits.shape[1] + 1, device=bits.device).mul_(-7046029254386353131)
     weights = (weights ^ (weights >> 29)).mul_(-4658895280553007687) | 1
-    parts = [(part * weights).sum(1) for part in bits.split(max(1, _MARKED // max(1, bits.shape[1])))]
+    some = max(1, _MARKED // max(1, bits.shape[1]))
+    parts = [(part * weights).sum(1) for part in bits.split(some)]
     return torch.cat(parts) if parts else weights[:0]

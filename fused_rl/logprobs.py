@@ -35,7 +35,7 @@ from fused_rl.checks import (
 )
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import inverse, per_row, row_bwd, row_fwd, slabs
+from fused_rl.rows import inverse, of_slab, row_bwd, row_fwd, slabs
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
@@ -258,10 +258,10 @@ def _statistics(*inputs):
 
     # a slab of rows at a time; as a rule it is all of them
     for at, rows in slabs(logits):
-        given = (targets, mask, row_temperature, begin, end)
-        chosen, counts, temperatures, *ranges = (per_row(values, at, logits.dim() - 1, len(rows)) for values in given)
-        options = inverse(temperature, temperatures), softcap, None if ids is None else RowSupport(ids, *ranges), x
-        found = row_fwd(rows, chosen, counts, *options)
+        given = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
+        chosen, counts, temperatures, *ranges = given
+        sets = None if ids is None else RowSupport(ids, *ranges)
+        found = row_fwd(rows, chosen, counts, inverse(temperature, temperatures), softcap, sets, x)
         if at == ():  # no views, which could not be modified in place
             return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in found), x
         outputs = outputs or _empty_statistics(*inputs)[:-1]
@@ -289,7 +289,8 @@ def _token_logprobs_backward(
     begin: Tensor | None = None,  # (...) int64
     end: Tensor | None = None,
 ) -> Tensor:  # (..., V), contiguous, in the dtype of the logits
-    upstream, state = (dlogprobs, dentropy, dlse), (entropy, m, rest)
+    upstream = (dlogprobs, dentropy, dlse)
+    state = (entropy, m, rest)
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     options = temperature, row_temperature, softcap, x, ids, begin, end
     return _gradient_into(dlogits, *upstream, logits, targets, mask, *state, *options)
@@ -307,11 +308,11 @@ def _gradient_into(dlogits, *arguments):
     if logits.numel() == 0:
         return dlogits
     for at, rows, out in slabs(logits, dlogits):
-        parts = [per_row(v, at, logits.dim() - 1, len(rows)) for v in (*given, row_temperature, begin, end)]
+        parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
         *upstream, targets, mask, entropy, m, rest, temperatures, begins, ends = parts
-        support = None if ids is None else RowSupport(ids, begins, ends)
-        options = inverse(temperature, temperatures), softcap, out, support, x
-        row_bwd(upstream, rows, targets, mask, (entropy, m, rest), *options)
+        sets = None if ids is None else RowSupport(ids, begins, ends)
+        inv_t = inverse(temperature, temperatures)
+        row_bwd(upstream, rows, targets, mask, (entropy, m, rest), inv_t, softcap, out, sets, x)
     return dlogits
 
 

@@ -136,9 +136,11 @@ def policy_loss(
     if chosen.skip_impossible:
         mask = possible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
     batch = TokenBatch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
-    logprobs, entropy = batch.tokens("logprobs", logprobs), batch.tokens("entropy", entropy)
+    logprobs = batch.tokens("logprobs", logprobs)
+    entropy = batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
-    per_token, advantages = advantages.dim() == 2, batch.constant("advantages", advantages)
+    per_token = advantages.dim() == 2
+    advantages = batch.constant("advantages", advantages)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
@@ -333,7 +335,8 @@ def value_loss(
         raise ValueError(f"value_clip must be >= 0 or None, got {value_clip}")
     batch = TokenBatch(values, mask, num_tokens=num_tokens)
     values = batch.tokens("values", values)
-    old, returns = batch.constant("old_values", old_values), batch.constant("returns", returns)
+    old = batch.constant("old_values", old_values)
+    returns = batch.constant("returns", returns)
 
     # https://github.com/vwxyzjn/cleanrl, ppo.py: the clip may only make the error larger
     unclipped = clipped = (values - returns).square()

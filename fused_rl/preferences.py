@@ -41,13 +41,15 @@ def preference_loss(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
-    chosen, rejected = chosen_scores.to(dtype), rejected_scores.to(dtype)
+    chosen = chosen_scores.to(dtype)
+    rejected = rejected_scores.to(dtype)
     lead = chosen - rejected
     if margin is not None:
         lead = lead - margin
 
     # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
-    right, wrong = torch.nn.functional.logsigmoid(lead), torch.nn.functional.logsigmoid(-lead)
+    right = torch.nn.functional.logsigmoid(lead)
+    wrong = torch.nn.functional.logsigmoid(-lead)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
     losses = losses + centering * (chosen + rejected).square()
     num_sequences = max(chosen.numel(), 1) if num_sequences is None else num_sequences

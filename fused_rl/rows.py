@@ -28,14 +28,14 @@ def slabs(*matrices: Tensor) -> Iterator[tuple]:
     while pending:
         at = pending.pop()
         parts = [x[at] for x in matrices]
+        # as a rule all of them merge; else the shortest leading dimension is walked
         if all(map(_merges, parts)):
             yield at, *(x.view(-1, x.shape[-1]) for x in parts)
             continue
-        # the shortest leading dimension is walked
-        leading = parts[0].shape[:-1]
-        dim = min((n, dim) for dim, n in enumerate(leading) if n > 1)[1]
+        n, dim = min((n, dim) for dim, n in enumerate(parts[0].shape[:-1]) if n > 1)
         before = (*at, *[slice(None)] * dim)[:dim]
-        pending += [(*before, slice(i, i + 1), *at[dim + 1 :]) for i in range(leading[dim])]
+        after = at[dim + 1 :]
+        pending += [(*before, slice(i, i + 1), *after) for i in range(n)]
 
 
 def _merges(x):
@@ -45,9 +45,10 @@ def _merges(x):
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
 
 
-def per_row(values: Tensor | None, at: tuple, leading: int, n: int) -> Tensor | None:
-    """Of (...) or (..., K), with this many leading dimensions, the (n,) or (n, K) of a slab's rows; None is None."""
-    return None if values is None else values[at].reshape(n, *values.shape[leading:])
+def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> list[Tensor | None]:
+    """What its rows (n, V) have of each (...) or (..., K), of this many leading dimensions: (n,) or (n, K)."""
+    n = len(slab)
+    return [None if v is None else v[at].reshape(n, *v.shape[leading:]) for v in values]
 
 
 def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tensor:

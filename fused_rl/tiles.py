@@ -78,12 +78,14 @@ def product(hidden, weight, out, center=0.0):
     """
     if hidden.device.type == "cuda":
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-    memory, width = out.new_empty(_CAST * _CAST), max(1, hidden.shape[1])
+    memory = out.new_empty(_CAST * _CAST)
+    width = max(1, hidden.shape[1])
     together = _SHORT * math.isqrt(-(-width // _SHORT))
     for columns in blocks(len(weight), _CAST):
         head = weight[columns].float().sub_(center)
         for rows in blocks(len(hidden), _CAST):
-            states, total = hidden[rows].float(), out[rows, columns]
+            states = hidden[rows].float()
+            total = out[rows, columns]
             part = memory[: total.numel()].view(total.shape)
             for some in blocks(width, together):
                 _by_short_sums(states[:, some], head[:, some], out=part if some.start else total)
@@ -114,7 +116,10 @@ class Logits:
     """
 
     def __init__(self, weight, bias, size, budget, softcap=None):
-        self.weight, self.bias, self.center, self.top = weight, bias, 0.0, 0.0
+        self.weight = weight
+        self.bias = bias
+        self.center = 0.0
+        self.top = 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
         self.centered = budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
         if self.centered:
@@ -124,7 +129,8 @@ class Logits:
 
     def tile(self, hidden, columns=slice(None)):
         """(n, v): the logits of some rows, in some columns."""
-        weight, bias = self.weight[columns], at(self.bias, columns)
+        weight = self.weight[columns]
+        bias = at(self.bias, columns)
         n, vocab = hidden.shape[0], weight.shape[0]
         out = self.buffer[: n * vocab].view(n, vocab)
         if out.dtype != weight.dtype:
@@ -139,7 +145,8 @@ class Logits:
         if not self.centered:
             return statistics
         center = self.center.double()
-        common = torch.cat([hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]) + self.top
+        parts = [hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]
+        common = torch.cat(parts) + self.top
         return statistics._replace(lse=(statistics.lse + common * inv_temperature).float())
 
 
@@ -218,7 +225,8 @@ def forward_rows(hidden, vocab, budget, copies=1):
 def backward_tile(hidden, vocab, needs, budget, copies=1):
     """(rows, columns) of a tile that recomputes logits, `copies` of it within the budget less the fp32 sum needed."""
     n, width = hidden.shape
-    size, per_logit = hidden.element_size(), budget.per_logit(hidden.dtype, copies)
+    size = hidden.element_size()
+    per_logit = budget.per_logit(hidden.dtype, copies)
     if n * vocab * per_logit <= budget.bytes:
         return n, vocab
     if size == 4:
@@ -241,7 +249,8 @@ def backward_tile(hidden, vocab, needs, budget, copies=1):
 def one_pass_rows(hidden, vocab, needs, budget):
     """Rows of a tile when the gradient is formed at once; 0 where the fp32 sum of dweight leaves too few."""
     n, width = hidden.shape
-    size, row_bytes = hidden.element_size(), vocab * budget.per_logit(hidden.dtype)
+    size = hidden.element_size()
+    row_bytes = vocab * budget.per_logit(hidden.dtype)
     rows = max(1, min(n, budget.bytes // row_bytes))
     if rows >= n or size == 4 or not needs[1]:
         return rows
@@ -260,7 +269,8 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, 
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
     for rows in blocks(n, step):
-        tile, inv_t = logits.tile(hidden[rows]), at(inv_temperature, rows)
+        tile = logits.tile(hidden[rows])
+        inv_t = at(inv_temperature, rows)
         sets = None if support is None else support.at(rows)
         found = row_fwd(tile, targets[rows], None, inv_t, softcap, sets, x)
         block = logits.with_common(found, hidden[rows], inv_t)

@@ -93,7 +93,8 @@ class TokenSupport:
         if rows.dtype == torch.bool and len(rows) != len(self):
             raise ValueError(f"a bool mask of rows must be (N,) = ({len(self)},), got {tuple(rows.shape)}")
         rows = rows.to(self.ids.device)
-        begin, end = self.offsets[:-1][rows], self.offsets[1:][rows]
+        begin = self.offsets[:-1][rows]
+        end = self.offsets[1:][rows]
         offsets = _offsets(end - begin)
         shift = torch.repeat_interleave(begin - offsets[:-1], end - begin)
         return TokenSupport(self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets)
@@ -119,7 +120,8 @@ class TokenSupport:
         at = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
         parts = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(at), strict=True):
-            parts.append(_of_valid(self.ids[first:last].clone(), self.offsets[begin : end + 1] - first))
+            offsets = self.offsets[begin : end + 1] - first
+            parts.append(_of_valid(self.ids[first:last].clone(), offsets))
         return parts
 
     def spread(self, mask: Tensor) -> "TokenSupport":
@@ -153,7 +155,8 @@ class TokenSupport:
             )
         if self.ids.device != device:
             raise ValueError(f"support is on {self.ids.device}, the targets are on {device}; use support.to(...)")
-        begin, end = self.offsets[:-1].view(shape), self.offsets[1:].view(shape)
+        begin = self.offsets[:-1].view(shape)
+        end = self.offsets[1:].view(shape)
         if shift:  # the last position scores nothing
             none = (0, min(1, shape[1]))
             begin, end = (torch.nn.functional.pad(x[:, 1:], none) for x in (begin, end))
@@ -179,7 +182,8 @@ def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | No
     begin, lengths, wanted = begin[counts], (end - begin)[counts], targets[counts]
     if not len(lengths):
         return
-    row, starts = torch.repeat_interleave(lengths), begin - (lengths.cumsum(0) - lengths)
+    row = torch.repeat_interleave(lengths)
+    starts = begin - (lengths.cumsum(0) - lengths)
     if bool((starts == starts[0]).all()):  # one stretch of the ids
         each = ids[int(begin[0]) : int(begin[0]) + len(row)]
     else:

@@ -157,7 +157,8 @@ def _check_held(support, columns, counts, group):
     """(N,) bool: rows that count of which an id is on no rank, or on several; on a CPU an error."""
     here = (support.ids >= columns.start) & (support.ids < columns.stop)
     before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
-    (held,) = _reduced([(before[support.end] - before[support.begin]).double()], dist.ReduceOp.SUM, group)
+    local = before[support.end] - before[support.begin]
+    (held,) = _reduced([local.double()], dist.ReduceOp.SUM, group)
     astray = counts & (held != support.end - support.begin)
     if here.device.type == "cpu" and astray.any():  # on every rank alike
         at = int(astray.nonzero()[0])
@@ -194,8 +195,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         entropy, lse = (torch.where(counts, o, 0).float() for o in (merged.entropy, merged.lse))
         own = entropy.clone()  # the caller may modify the output
         sets = (None, None, None) if support is None else support
-        ctx.save_for_backward(logits, targets, mask, x, *sets, own, merged.m.float(), merged.rest.float())
-        ctx.inv_t, ctx.softcap, ctx.first = inv_t, softcap, vocab_start
+        state = own, merged.m.float(), merged.rest.float()
+        ctx.save_for_backward(logits, targets, mask, x, *sets, *state)
+        ctx.inv_t = inv_t
+        ctx.softcap = softcap
+        ctx.first = vocab_start
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -220,13 +224,16 @@ def merge_kl(kl, state, mask, inv_t, group):
     """
     state = state.double() if mask is None else torch.where(mask, state, 0).double()
     m, w, w_all, offset, c, n, f, s, _ = KLState(*state)
-    rows = [r.nan_to_num(0, 0, -torch.inf) for r in (m, n, (kl == torch.inf).double())]
+    infinite = (kl == torch.inf).double()
+    rows = [r.nan_to_num(0, 0, -torch.inf) for r in (m, n, infinite)]
     m_all, n_all, infinite = _reduced(rows, dist.ReduceOp.MAX, group)
     c_all = (m_all - n_all) * inv_t
 
     # the local sums, moved there by h; from q itself where x - y has no digits for it, as between a mask and a logit
-    share, q_share = ((m - m_all) * inv_t).exp(), ((n - n_all) * inv_t).exp()
-    weight, h = w * share, c_all - (offset * inv_t + c)
+    share = ((m - m_all) * inv_t).exp()
+    q_share = ((n - n_all) * inv_t).exp()
+    weight = w * share
+    h = c_all - (offset * inv_t + c)
     moved = f * q_share + weight * (torch.expm1(h) - h)
     f = torch.where(h.abs() < _NEAR, moved, s * q_share - weight * (1 + h))
     f = torch.where(w > 0, f, s * q_share)
@@ -235,8 +242,10 @@ def merge_kl(kl, state, mask, inv_t, group):
 
     # the divergence of all columns
     some = w > 0
-    a, r = torch.where(some, a / w, 0), torch.where(some, f / w, 1)
-    value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), a + (s / w).log()).clamp(min=0)
+    a = torch.where(some, a / w, 0)
+    r = torch.where(some, f / w, 1)
+    far = a + (s / w).log()
+    value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), far).clamp(min=0)
     value = torch.where(some, value, 0)
     distance = c_all.abs()
     value = torch.where(some & (distance > TOO_FAR) & (value < 0.01 * distance), torch.nan, value)

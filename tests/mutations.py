@@ -38,8 +38,8 @@ MUTATIONS = {
     ),
     "the entropy's gradient has the other sign": Mutation(
         "fused_rl/cpu/logprob.py",
-        "a, b = 1 / (1 + rest), (dlse",
-        "a, b = 1 / (1 + rest), -(dlse",
+        "    a = (dlse - dlp) * inv_t",
+        "    a = -(dlse - dlp) * inv_t",
         "tests/test_cpu_logprob.py",
     ),
     "lanes merge without a tie": Mutation(

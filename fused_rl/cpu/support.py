@@ -135,8 +135,13 @@ def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, lo
 
 def _gathered(logits, rows, columns):
     """logits[rows, columns] as fp32, from rows that may lie apart."""
-    flat = logits.as_strided(((len(logits) - 1) * logits.stride(0) + logits.shape[1],), (1,))
-    return flat.index_select(0, (rows * logits.stride(0)).add_(columns)).float()
+    return _flat(logits).index_select(0, (rows * logits.stride(0)).add_(columns)).float()
+
+
+def _flat(matrix):
+    """All that its rows span, (n,): what lies between them too."""
+    n, stride = matrix.shape[0], matrix.stride(0)
+    return matrix.as_strided(((n - 1) * stride + matrix.shape[1],), (1,))
 
 
 def _statistics(x, entries, targets, inv_t):
@@ -165,10 +170,11 @@ def kept_bwd(
 ):
     """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
     upstream = dlogprobs, dentropy, dlse
+    none = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
         for entries in _chunks(support, mask):
             rows = entries.rows
-            grads = [torch.zeros((), dtype=torch.float64) if d is None else d[rows].double() for d in upstream]
+            grads = [none if d is None else d[rows].double() for d in upstream]
             state = [r[rows].double() for r in (entropy, m, rest)]
             dx = _gradients(x[entries.at], entries, targets, grads, state, _inverse(inv_temperature, rows), softcap)
             if out.dim() == 1:
@@ -178,8 +184,7 @@ def kept_bwd(
             at = (_each(rows, entries.row) * out.stride(0)).add_(columns)
             if known is not None:
                 at, dx = at[known], dx[known]
-            flat = out.detach().as_strided(((len(out) - 1) * out.stride(0) + out.shape[1],), (1,))
-            flat.index_copy_(0, at, dx.to(out.dtype))
+            _flat(out.detach()).index_copy_(0, at, dx.to(out.dtype))
     return out
 
 
@@ -213,12 +218,14 @@ def kept_dot(x, hidden, weight, bias, support):
     width = hidden.shape[1]
     step = max(1, CHUNK // max(1, width))
     for entries in _chunks(support, None):
-        rows, total = _each(entries.rows, entries.row), torch.empty(len(entries.row))
+        rows = _each(entries.rows, entries.row)
+        total = torch.empty(len(entries.row))
         low = hidden.dtype != torch.float32
         w, h = torch.empty(2, min(step, len(rows)), width, dtype=hidden.dtype)
         for i in range(0, len(rows), step):
             c = slice(i, min(i + step, len(rows)))
-            a, b = w[: c.stop - i], h[: c.stop - i]
+            a = w[: c.stop - i]
+            b = h[: c.stop - i]
             torch.index_select(weight, 0, entries.ids[c], out=a)
             torch.index_select(hidden, 0, rows[c], out=b)
             torch.sum(a.float().mul_(b) if low else a.mul_(b), -1, out=total[c])
