@@ -262,6 +262,8 @@ def _statistics(*inputs):
         chosen, counts, temperatures, *ranges = given
         sets = None if ids is None else RowSupport(ids, *ranges)
         found = row_fwd(rows, chosen, counts, inverse(temperature, temperatures), softcap, sets, x)
+        if at == () and logits.dim() == 2:
+            return *found, x
         if at == ():  # no views, which could not be modified in place
             return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in found), x
         outputs = outputs or _empty_statistics(*inputs)[:-1]

@@ -27,7 +27,7 @@ def slabs(*matrices: Tensor) -> Iterator[tuple]:
     pending = [()]
     while pending:
         at = pending.pop()
-        parts = [x[at] for x in matrices]
+        parts = [x[at] for x in matrices] if at else matrices
         # as a rule all of them merge; else the shortest leading dimension is walked
         if all(map(_merges, parts)):
             yield at, *(x.view(-1, x.shape[-1]) for x in parts)
@@ -40,6 +40,8 @@ def slabs(*matrices: Tensor) -> Iterator[tuple]:
 
 def _merges(x):
     """Whether all dimensions but the last are one without a copy."""
+    if x.dim() < 3:
+        return True
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     leading = [(n, stride) for n, stride in pairs if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
@@ -47,8 +49,11 @@ def _merges(x):
 
 def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> list[Tensor | None]:
     """What its rows (n, V) have of each (...) or (..., K), of this many leading dimensions: (n,) or (n, K)."""
+    if at == () and leading == 1:
+        return list(values)
     n = len(slab)
-    return [None if v is None else v[at].reshape(n, *v.shape[leading:]) for v in values]
+    parts = [None if v is None else v[at] for v in values] if at else values
+    return [None if v is None else v.reshape(n, *v.shape[leading:]) for v in parts]
 
 
 def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tensor:
