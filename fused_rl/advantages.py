@@ -109,7 +109,8 @@ def _batch_advantages(rewards, std_floor, process_group):
     whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
     nothing = rewards.new_tensor([-torch.inf])
-    most, least = torch.cat([rewards, nothing]), torch.cat([-rewards, nothing])
+    most = torch.cat([rewards, nothing])
+    least = torch.cat([-rewards, nothing])
     extremes = torch.stack([most.max(), least.max()])
     if process_group is not None:
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=process_group)
@@ -140,6 +141,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     Raises:
         ValueError: a shape, dtype or device that does not fit; gamma or gae_lambda outside [0, 1].
     """
+    # one shape, one device
     check_floating("rewards", rewards, "(B, T)")
     check_floating("values", values, "(B, T)")
     check_shape("values", values, "rewards", rewards.shape)
@@ -149,6 +151,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     for name, number in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must be between 0 and 1, got {number}")
+
+    # the recurrence, from each row's end; no gradient passes through it
     return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))
 
 

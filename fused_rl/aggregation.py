@@ -8,7 +8,7 @@ from torch import Tensor
 from fused_rl.checks import check_choice, check_mask, check_tensor, described
 from fused_rl.masked import at_least_fp32, masked_sum
 
-__all__ = ["LOSS_AGGS", "Batch", "Sequences", "aggregate", "possible"]
+__all__ = ["LOSS_AGGS", "TokenBatch", "Sequences", "aggregate", "possible"]
 
 
 class Aggregation(NamedTuple):
@@ -64,7 +64,7 @@ class Sequences:
         return per_sequence[:, None].expand(self.mask.shape) if self.ids is None else per_sequence[self.ids]
 
 
-class Batch:
+class TokenBatch:
     """Mask, sequences, denominators and dtype of one call of a loss; checks every shape that it is given."""
 
     def __init__(
@@ -165,5 +165,6 @@ def aggregate(
         ValueError: shapes or options that do not fit.
     """
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
-    batch = Batch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
+    # the batch checks shapes, and knows the denominators that are not given
+    batch = TokenBatch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
     return batch.aggregate(losses, loss_agg)

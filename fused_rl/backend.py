@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -32,11 +31,3 @@ def _backend(kernels: bool) -> Backend:
     else:
         from fused_rl.cpu import gae, jensen_shannon, kl, logprob, support, targets
     return Backend(logprob, targets, kl, jensen_shannon, gae, support)
-
-
-def row_functions(device: torch.device, targets: torch.Tensor) -> tuple[Callable, Callable]:
-    """Forward and backward of the row statistics for targets (N,) or (N, K); both kinds take the same arguments."""
-    backend = backend_of(device)
-    if targets.dim() == 2:
-        return backend.targets.targets_fwd, backend.targets.targets_bwd
-    return backend.logprob.logprob_fwd, backend.logprob.logprob_bwd

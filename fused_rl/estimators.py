@@ -32,7 +32,8 @@ def k3(d: Tensor) -> Tensor:
     x = -d
     near, far = x.abs() < 0.1, x > _LINEAR_BEYOND
     # where() on the inputs: a branch that is not taken must not turn the gradient into nan
-    small, middle = torch.where(near, x, 0), torch.where(near | far, 1, x)
+    small = torch.where(near, x, 0)
+    middle = torch.where(near | far, 1, x)
     series = torch.ones_like(x)  # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
     for n in range(11, 2, -1):
         series = 1 + small / n * series

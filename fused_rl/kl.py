@@ -18,7 +18,7 @@ from fused_rl.checks import (
     split_temperature,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
-from fused_rl.logprobs import unit_stride
+from fused_rl.rows import inverse, unit_stride
 
 __all__ = ["DIRECTIONS", "as_rows", "check_logits_pair", "token_kl"]
 
@@ -96,9 +96,8 @@ def check_logits_pair(logits: Tensor, ref_logits: Tensor, mask: Tensor | None) -
 
 def as_rows(x, y, mask, temperature, row_temperature):
     """What a backend takes: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
-    inv_t = 1 / temperature if row_temperature is None else 1 / row_temperature.reshape(-1)
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    return _three_dimensions(x), _three_dimensions(y), mask, inv_t
+    return _three_dimensions(x), _three_dimensions(y), mask, inverse(temperature, row_temperature)
 
 
 def _three_dimensions(x):
@@ -154,7 +153,8 @@ def _token_kl_backward(
     wants_dy: bool,
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
     arguments = as_rows(x, y, mask, temperature, row_temperature)
-    g, divergence = g.reshape(-1).contiguous(), divergence.reshape(-1)
+    g = g.reshape(-1).contiguous()
+    divergence = divergence.reshape(-1)
     sums = sums if js else None
     backend = backend_of(x.device)
     gradients = backend.kl.kl_bwd(g, *arguments, divergence, state, sums, wants_dx, wants_dy)

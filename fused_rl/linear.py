@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fused_rl import tiles
-from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
     check_logits_dtype,
@@ -25,10 +24,11 @@ from fused_rl.checks import (
     check_tensor,
     values_are_checked,
 )
-from fused_rl.linear_support import linear_kept_logprobs
+from fused_rl.linear_support import linear_support_logprobs
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.rows import row_bwd, row_fwd
 from fused_rl.shards import gather, scatter
-from fused_rl.token_support import TokenSupport, check_kept_values, check_support
+from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
@@ -62,7 +62,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
 def _token_gradients(token_loss, logprobs, entropy, per_token):
     """Sum of the token losses, detached, and its gradients by logprobs and entropy (None where it does not use one)."""
     with torch.enable_grad():
-        logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        logprobs = logprobs.detach().requires_grad_()
+        entropy = entropy.detach().requires_grad_()
         values = token_loss(logprobs, entropy, *per_token)
         if not isinstance(values, Tensor) or values.shape != entropy.shape:
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -81,7 +82,6 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     # one tile of logits, used again and again, and what all tiles add to
     inv_temperature, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
-    forward, backward = row_functions(hidden.device, targets)
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
@@ -92,9 +92,9 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
         # the tile's statistics, its loss, and in its place the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = formed.tile(hidden[rows])
-        lp, h, _, m_r, rest_r = forward(logits, targets[rows], None, inv_t, softcap)
+        lp, h, _, m_r, rest_r = row_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
-        backward(dlp, dh, None, logits, targets[rows], None, h, m_r, rest_r, inv_t, softcap, out=logits)
+        row_bwd((dlp, dh, None), logits, targets[rows], None, (h, m_r, rest_r), inv_t, softcap, out=logits)
         gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
         # to the parameters, and what a second backward pass would need
         loss += value
@@ -119,7 +119,8 @@ def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss,
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token):
-        head, needs = tuple(gather(weight, bias)), ctx.needs_input_grad[:3]
+        head = tuple(gather(weight, bias))
+        needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
             logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
@@ -234,17 +235,10 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
         check_target_values(targets, mask, weight.shape[0], several=targets.dim() == hidden.dim())
         check_temperature_values(row_temperature, mask)
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
-    hidden, targets = rows.select(hidden), rows.select(targets).long()
+    hidden = rows.select(hidden)
+    targets = rows.select(targets).long()
     budget = tiles.budget(workspace_mb, hidden, kept is not None, logits_dtype)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
-
-
-def _kept_sets(support, hidden, targets, mask, vocab):
-    check_support(support, several=targets.dim() == hidden.dim())
-    kept = support.of_rows(targets.shape, targets.device)
-    if values_are_checked(targets.device):
-        check_kept_values(kept, targets, mask, vocab)
-    return kept
 
 
 def linear_token_logprobs(
@@ -302,11 +296,16 @@ def linear_token_logprobs(
             vocabulary, or a row's temperature out of range.
     """
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
-    if support is not None:
-        kept = _kept_sets(support, hidden, targets, mask, weight.shape[0])
-        kept = kept._replace(begin=rows.select(kept.begin), end=rows.select(kept.end))
-        return TokenLogprobs(*map(rows.restore, linear_kept_logprobs(kept, *rows.arguments)))
-    return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
+    if support is None:
+        return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
+
+    # the sets of the rows that count
+    check_support(support, several=targets.dim() == hidden.dim())
+    sets = support.of_rows(targets.shape, targets.device)
+    if values_are_checked(targets.device):
+        check_support_values(sets, targets, mask, weight.shape[0])
+    sets = sets._replace(begin=rows.select(sets.begin), end=rows.select(sets.end))
+    return TokenLogprobs(*map(rows.restore, linear_support_logprobs(sets, *rows.arguments)))
 
 
 def linear_token_loss(

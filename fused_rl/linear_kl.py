@@ -27,7 +27,8 @@ def _pair(logits, ref_logits, direction):
 class _LinearTokenKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, inv_temperature, direction, budget):
-        head, ref_head = tuple(gather(weight, bias)), tuple(gather(ref_weight, ref_bias))
+        head = tuple(gather(weight, bias))
+        ref_head = tuple(gather(ref_weight, ref_bias))
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = backend_of(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
@@ -69,9 +70,9 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     backend = backend_of(hidden.device)
     tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
     gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
-    of_policy, of_reference = (
-        tiles.Logits(*head, tile[0] * tile[1], budget) for head in ((weight, bias), (ref_weight, ref_bias))
-    )
+    size = tile[0] * tile[1]
+    of_policy = tiles.Logits(weight, bias, size, budget)
+    of_reference = tiles.Logits(ref_weight, ref_bias, size, budget)
     wants = (False, True) if direction == "forward" else (True, False)
     for rows in tiles.blocks(n, max(1, tile[0])):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)

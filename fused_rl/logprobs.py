@@ -4,14 +4,14 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
 
     dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-Both backends (`fused_rl.kernels.logprob` for GPU tensors, `fused_rl.cpu.logprob` for CPU tensors) have the same two
-functions, `logprob_fwd` and `logprob_bwd`; what they exchange is O(N): the `RowStatistics` m and rest. Of K targets per
-row the gradients add up, sum_k dlp_k (1{j = target_k} - p_j): `targets_fwd` and `targets_bwd` in `targets.py` beside.
-The registered operators `fused_rl::token_logprobs` and `fused_rl::token_logprobs_backward` stand between them and the
-public function, so that `torch.compile` sees two opaque calls with known shapes.
-"""
+`token_logprobs` checks its arguments and takes one of three ways to the row functions of `fused_rl.rows`, of which what
+the backward pass needs is O(rows), the `RowStatistics` m and rest, and of a support its logits:
 
-from itertools import pairwise
+- `torch.ops.fused_rl.token_logprobs` and `token_logprobs_backward`: registered, so that `torch.compile` sees two opaque
+  calls with known shapes;
+- `_Unregistered`, on a CPU where nobody looks at operators: a small input takes half as long;
+- `_Unregistered` in place: a registered operator may not return what it was given, and this gradient is the logits.
+"""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused_rl import reference
-from fused_rl.backend import row_functions
 from fused_rl.checks import (
     LOGITS_DTYPES,
     check_logits,
@@ -34,10 +33,10 @@ from fused_rl.checks import (
     split_temperature,
     values_are_checked,
 )
-from fused_rl.kernels.states import RowStatistics
+from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.support import kept_logprobs
-from fused_rl.token_support import TokenSupport, check_kept_values, check_support
+from fused_rl.rows import inverse, of_slab, row_bwd, row_fwd, slabs
+from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
 
@@ -98,52 +97,39 @@ def token_logprobs(
             temperature are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
             synchronisation per call.
     """
+    # what does not fit is refused
     check_row_arguments(logits, targets, temperature, mask, softcap, shift, (*LOGITS_DTYPES, torch.float64))
-    kept = _kept(support, logits, targets, shift)
+    row_support = None, None, None
+    if support is not None:
+        check_support(support, several=targets.dim() == logits.dim())
+        row_support = support.of_rows(targets.shape, targets.device, shift)
     if logits.dtype == torch.float64:
         return _in_fp64(logits, targets, temperature, mask, softcap, shift, support)
     if inplace:
         _check_inplace(logits)
+
+    # shift: position t takes the target of t + 1; the last has none: masked, so that its gradient is zeros
     rows = _rows_shape(logits, shift)
     temperature, row_temperature = split_temperature(temperature, rows, logits.device)
-    if shift:  # position t takes the target of t + 1; the last has none: masked, so that its gradient is zeros
+    if shift:
         last = (0, targets.shape[1] - rows[1])
         mask = torch.ones(rows, dtype=torch.bool, device=logits.device) if mask is None else mask
-        of_targets = last if targets.dim() == 2 else (0, 0, *last)
-        targets, mask = pad(targets[:, 1:], of_targets), pad(mask, last, value=False)
+        mask = pad(mask, last, value=False)
+        targets = pad(targets[:, 1:], last if targets.dim() == 2 else (0, 0, *last))
         row_temperature = None if row_temperature is None else pad(row_temperature, last, value=1.0)
-    op = _chosen(logits, inplace) if support is None else kept_logprobs(inplace)
-    logprobs, entropy, lse, *_ = op(logits, targets.long(), mask, temperature, row_temperature, softcap, *kept)
+
+    # the operator, or past it
+    inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
+    if not (inplace or _unwatched(logits)):
+        outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
+    elif logits.requires_grad and torch.is_grad_enabled():
+        outputs = _Unregistered.apply(inplace, *inputs)
+    else:
+        outputs = _statistics(*inputs)
+    logprobs, entropy, lse, *_ = outputs
     if shift:
         return TokenLogprobs(logprobs[:, :-1], entropy[:, :-1], lse[:, :-1])
     return TokenLogprobs(logprobs, entropy, lse)
-
-
-def _kept(support, logits, targets, shift):
-    """`KeptSets` of the rows of the logits, or nothing."""
-    if support is None:
-        return ()
-    check_support(support, several=targets.dim() == logits.dim())
-    return support.of_rows(targets.shape, targets.device, shift)
-
-
-def _in_fp64(logits, targets, temperature, mask, softcap, shift, support) -> TokenLogprobs:
-    """The reference, whose arguments are checked as those of the operators."""
-    if values_are_checked(logits.device):
-        several = targets.dim() == logits.dim()
-        check_target_values(targets[:, 1:] if shift else targets, mask, logits.shape[-1], several)
-    number, per_row = split_temperature(temperature, _rows_shape(logits, shift), logits.device)
-    if per_row is not None and values_are_checked(logits.device):
-        check_temperature_values(per_row, mask)
-    temperature = number if per_row is None else per_row
-    options = {"mask": mask, "softcap": softcap, "shift": shift}
-    if support is not None:
-        kept = support.of_rows(targets.shape, targets.device)
-        kept = kept._replace(begin=kept.begin[:, 1:], end=kept.end[:, 1:]) if shift else kept
-        if values_are_checked(logits.device):
-            check_kept_values(kept, targets[:, 1:] if shift else targets, mask, logits.shape[-1])
-        options["support"] = support
-    return reference.token_logprobs(logits, targets, temperature=temperature, **options)
 
 
 def check_row_arguments(
@@ -156,6 +142,7 @@ def check_row_arguments(
     dtypes: tuple[torch.dtype, ...] = LOGITS_DTYPES,
 ) -> None:
     """What can be told of `token_logprobs`'s arguments without reading a tensor."""
+    # shapes, and what `shift` wants of them
     check_logits("logits", logits, dtypes)
     if shift and logits.dim() != 3:
         raise ValueError(f"shift=True takes logits (B, T, V), got {tuple(logits.shape)}; add the batch dimension")
@@ -165,14 +152,23 @@ def check_row_arguments(
     if mask is not None:
         hint = "; shift=True takes mask[:, 1:] of a mask over all T tokens" if shift else ""
         check_mask(mask, "the outputs", rows, hint)
+
+    # options, devices
     check_temperature(temperature, rows)
     if softcap is not None:
         check_positive("softcap", softcap, "pass None for no capping")
     for name, x in (("targets", targets), ("mask", mask), ("temperature", temperature)):
         if isinstance(x, Tensor) and x.device != logits.device and x.dim():
             raise ValueError(f"{name} is on {x.device}, the logits are on {logits.device}; move it there")
-    if not torch.compiler.is_compiling():
-        _check_transforms(logits)
+
+    # transforms would see a function that has no rule for them
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
+        raise RuntimeError(
+            "token_logprobs supports neither torch.func transforms (grad, vmap, jvp, ...) nor forward-mode "
+            "differentiation; use torch.autograd, or fused_rl.reference.token_logprobs"
+        )
 
 
 def _rows_shape(logits, shift):
@@ -197,96 +193,34 @@ def _check_inplace(logits):
         )
 
 
-def _check_transforms(logits):
-    if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
-        raise RuntimeError(
-            "token_logprobs supports neither torch.func transforms (grad, vmap, jvp, ...) nor forward-mode "
-            "differentiation; use torch.autograd, or fused_rl.reference.token_logprobs"
-        )
+def _in_fp64(logits, targets, temperature, mask, softcap, shift, support) -> TokenLogprobs:
+    """The reference, whose arguments are checked as those of the operators."""
+    number, row_temperature = split_temperature(temperature, _rows_shape(logits, shift), logits.device)
+    scored = targets[:, 1:] if shift else targets
+    row_support = None if support is None else support.of_rows(targets.shape, targets.device)
+    if shift and support is not None:
+        row_support = row_support.at((slice(None), slice(1, None)))
+    _check_values(logits, scored, mask, row_temperature, row_support)
+    temperature = number if row_temperature is None else row_temperature
+    options = {"mask": mask, "softcap": softcap, "shift": shift, "support": support}
+    return reference.token_logprobs(logits, targets, temperature=temperature, **options)
 
 
-def _one_stride(x):
-    """Whether all dimensions but the last merge into one without a copy."""
-    if x.dim() < 3:
-        return True
-    pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    leading = [(n, stride) for n, stride in pairs if n != 1]
-    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
-
-
-def _per_row(x, rows):
-    """(*rows) or (*rows, K) -> (N,) or (N, K)."""
-    return x if x is None or len(rows) == 1 else x.reshape(rows.numel(), *x.shape[len(rows) :])
-
-
-def _inverse(temperature, row_temperature):
-    return 1.0 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
-
-
-def _select(tensors, dim, i):
-    return [None if x is None else x.select(dim, i) for x in tensors]
-
-
-def _shortest(shape):
-    """The leading dimension to walk when rows do not merge: such as the batch of logits[:, :-1]."""
-    return min((n, dim) for dim, n in enumerate(shape[:-1]) if n > 1)[1]
-
-
-def _forward(logits, targets, mask, temperature, row_temperature, softcap):
-    if not _one_stride(logits):
-        dim = _shortest(logits.shape)
-        slabs = (_select((logits, targets, mask, row_temperature), dim, i) for i in range(logits.shape[dim]))
-        parts = [_forward(x, y, k, temperature, rows, softcap) for x, y, k, rows in slabs]
-        return tuple(torch.stack(part, dim) for part in zip(*parts, strict=True))
-    rows = logits.shape[:-1]
-    targets = _per_row(targets, rows)
-    forward, _ = row_functions(logits.device, targets)
-    inv_t = _inverse(temperature, row_temperature)
-    outputs = forward(logits.reshape(-1, logits.shape[-1]), targets, _per_row(mask, rows), inv_t, softcap)
-    if len(rows) == 1:
-        return tuple(outputs)
-    return tuple(o.resize_(rows + o.shape[1:]) for o in outputs)  # no views, which could not be modified in place
-
-
-def _backward(dlogits, logits, per_row, temperature, row_temperature, softcap):
-    """Fills dlogits; per_row holds dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest, of the leading shape."""
-    if not (_one_stride(logits) and _one_stride(dlogits)):
-        dim = _shortest(logits.shape)
-        for i in range(logits.shape[dim]):
-            out, x, rows, *slab = _select((dlogits, logits, row_temperature, *per_row), dim, i)
-            _backward(out, x, slab, temperature, rows, softcap)
+def _check_values(logits, targets, mask, row_temperature, support):
+    """What reading the tensors tells, where that costs nothing."""
+    if not values_are_checked(logits.device):
         return
-    vocab, rows = logits.shape[-1], logits.shape[:-1]
-    dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest = (_per_row(x, rows) for x in per_row)
-    _, backward = row_functions(logits.device, targets)
-    backward(
-        dlogprobs, dentropy, dlse, logits.reshape(-1, vocab), targets, mask, entropy, m, rest,
-        _inverse(temperature, row_temperature), softcap, out=dlogits.view(-1, vocab),
-    )  # fmt: skip
+    check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
+    check_temperature_values(row_temperature, mask)
+    if support is not None:
+        check_support_values(support, targets, mask, logits.shape[-1])
 
 
-def unit_stride(logits: Tensor) -> Tensor:
-    """A copy only where the last dimension has another stride."""
-    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
-
-
-def _chosen(logits, inplace):
-    """The operator, or where nobody looks at operators a plain function: a small input on a CPU takes half as long."""
-    if inplace:
-        return _InplaceGradient.apply
-    traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if traced or logits.device.type != "cpu" or type(logits) not in (Tensor, torch.nn.Parameter):
-        return torch.ops.fused_rl.token_logprobs.default
-    return _PlainGradient.apply if logits.requires_grad and torch.is_grad_enabled() else _outputs
-
-
-def _outputs(logits, targets, mask, temperature, row_temperature, softcap):
-    if values_are_checked(logits.device):
-        check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
-        check_temperature_values(row_temperature, mask)
-    if logits.numel() == 0:
-        return _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap)
-    return _forward(unit_stride(logits), targets, mask, temperature, row_temperature, softcap)
+def _unwatched(logits):
+    """Where nobody looks at operators, and their dispatch is half the time of a small input."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
+    return logits.device.type == "cpu" and type(logits) in (Tensor, torch.nn.Parameter)
 
 
 @torch.library.custom_op("fused_rl::token_logprobs", mutates_args=())
@@ -297,24 +231,45 @@ def _token_logprobs(
     temperature: float,
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # logprobs as the targets; entropy, lse, m, rest (...); fp32
-    return _outputs(logits, targets, mask, temperature, row_temperature, softcap)
+    ids: Tensor | None = None,  # (M,) integers, a `RowSupport` with the next two
+    begin: Tensor | None = None,  # (...) int64
+    end: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """fp32: logprobs as the targets; entropy, lse, m, rest (...); x (M,), the logits of the support."""
+    return _statistics(logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end)
 
 
 @_token_logprobs.register_fake
-def _token_logprobs_fake(logits, targets, mask, temperature, row_temperature, softcap):
+def _empty_statistics(logits, targets, mask, temperature, row_temperature, softcap, ids=None, *_):
     logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    per_row = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
-    return logprobs, *per_row
+    others = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
+    return logprobs, *others, logprobs.new_empty(0 if ids is None else ids.shape)
 
 
-def _gradient_of_logits(dlogprobs, dentropy, dlse, logits, targets, *rest):
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    *kept, temperature, row_temperature, softcap = rest
-    if logits.numel():
-        per_row = (dlogprobs, dentropy, dlse, targets, *kept)
-        _backward(dlogits, unit_stride(logits), per_row, temperature, row_temperature, softcap)
-    return dlogits
+def _statistics(*inputs):
+    """What the operator returns, of its arguments: tensors of their own."""
+    logits, targets, mask, temperature, row_temperature, softcap, *support = inputs
+    ids, begin, end = support
+    _check_values(logits, targets, mask, row_temperature, None if ids is None else RowSupport(*support))
+    if logits.numel() == 0:
+        return _empty_statistics(*inputs)
+    x = torch.zeros(0 if ids is None else ids.shape, dtype=torch.float32, device=logits.device)
+    outputs = None
+
+    # a slab of rows at a time; as a rule it is all of them
+    for at, rows in slabs(logits):
+        given = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
+        chosen, counts, temperatures, *ranges = given
+        sets = None if ids is None else RowSupport(ids, *ranges)
+        found = row_fwd(rows, chosen, counts, inverse(temperature, temperatures), softcap, sets, x)
+        if at == () and logits.dim() == 2:
+            return *found, x
+        if at == ():  # no views, which could not be modified in place
+            return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in found), x
+        outputs = outputs or _empty_statistics(*inputs)[:-1]
+        for whole, part in zip(outputs, found, strict=True):
+            whole[at].copy_(part.view(whole[at].shape))
+    return *outputs, x
 
 
 @torch.library.custom_op("fused_rl::token_logprobs_backward", mutates_args=())
@@ -331,9 +286,16 @@ def _token_logprobs_backward(
     temperature: float,
     row_temperature: Tensor | None,  # (...) fp32
     softcap: float | None,
+    x: Tensor | None = None,  # (M,) fp32
+    ids: Tensor | None = None,  # (M,) integers
+    begin: Tensor | None = None,  # (...) int64
+    end: Tensor | None = None,
 ) -> Tensor:  # (..., V), contiguous, in the dtype of the logits
-    per_row = (targets, mask, entropy, m, rest)
-    return _gradient_of_logits(dlogprobs, dentropy, dlse, logits, *per_row, temperature, row_temperature, softcap)
+    upstream = (dlogprobs, dentropy, dlse)
+    state = (entropy, m, rest)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    options = temperature, row_temperature, softcap, x, ids, begin, end
+    return _gradient_into(dlogits, *upstream, logits, targets, mask, *state, *options)
 
 
 @_token_logprobs_backward.register_fake
@@ -341,75 +303,70 @@ def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
+def _gradient_into(dlogits, *arguments):
+    """The gradient, of the arguments of the operator, into dlogits (..., V), which may be the logits."""
+    *given, temperature, row_temperature, softcap, x, ids, begin, end = arguments
+    logits = given.pop(3)
+    if logits.numel() == 0:
+        return dlogits
+    for at, rows, out in slabs(logits, dlogits):
+        parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
+        *upstream, targets, mask, entropy, m, rest, temperatures, begins, ends = parts
+        sets = None if ids is None else RowSupport(ids, begins, ends)
+        inv_t = inverse(temperature, temperatures)
+        row_bwd(upstream, rows, targets, mask, (entropy, m, rest), inv_t, softcap, out, sets, x)
+    return dlogits
+
+
 def _setup_context(ctx, inputs, output):
-    _keep(ctx, inputs, output)
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _keep(ctx, inputs, output):
-    logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap = inputs
-    _, entropy, _, m, rest = output  # `RowStatistics`, as operators return them: a plain tuple
-    kept = entropy.clone()  # the caller may modify the output
-    ctx.save_for_backward(logits, targets, mask, kept, m, rest, row_temperature)
+    logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap, *support = inputs
+    _, entropy, _, m, rest, x = output
+    own = entropy.clone()  # the caller may modify the output
+    ctx.save_for_backward(logits, targets, mask, own, m, rest, row_temperature, x, *support)
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx, dlogprobs, dentropy, dlse, *_):
-    if dlogprobs is None and dentropy is None and dlse is None:
-        return (None,) * 6
-    dlogits = _gradient_by(torch.ops.fused_rl.token_logprobs_backward, ctx, dlogprobs, dentropy, dlse)
-    return dlogits, None, None, None, None, None
+def _saved(ctx):
+    """The arguments of the backward operator after the upstream gradients."""
+    *state, row_temperature, x, ids, begin, end = ctx.saved_tensors
+    return *state, ctx.temperature, row_temperature, ctx.softcap, x, ids, begin, end
 
 
-def _gradient_by(function, ctx, *upstream):
-    *saved, row_temperature = ctx.saved_tensors
-    return function(*upstream, *saved, ctx.temperature, row_temperature, ctx.softcap)
+def _registered_context(ctx, inputs, output):
+    _setup_context(ctx, inputs, output)
+    ctx.mark_non_differentiable(*output[3:])
 
 
-_token_logprobs.register_autograd(_gradient, setup_context=_setup_context)
+def _registered_gradient(ctx, *upstream):
+    if all(d is None for d in upstream):
+        return (None,) * 9
+    return torch.ops.fused_rl.token_logprobs_backward(*upstream[:3], *_saved(ctx)), *(None,) * 8
 
 
+_token_logprobs.register_autograd(_registered_gradient, setup_context=_registered_context)
 _token_logprobs_backward.register_autograd(no_second_derivative("token_logprobs"))
 
 
-class _PlainGradient(torch.autograd.Function):
-    """The same, outside the operators: no dispatch of theirs."""
+class _Unregistered(torch.autograd.Function):
+    """The same outside the operators: without their dispatch, or in place, which they may not be."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _outputs(*inputs)
-        _keep(ctx, inputs, output)
+    def forward(ctx, inplace, *inputs):
+        ctx.inplace, output = inplace, _statistics(*inputs)
+        _setup_context(ctx, inputs, output)
         return output[:3]
 
     @staticmethod
     def backward(ctx, *upstream):
-        if torch.is_grad_enabled():  # create_graph=True: the operator's gradient says that it has none
-            return _gradient(ctx, *upstream)
         if all(d is None for d in upstream):
-            return (None,) * 6
-        return _gradient_by(_gradient_of_logits, ctx, *upstream), None, None, None, None, None
-
-
-class _InplaceGradient(torch.autograd.Function):
-    """The same, outside the operators: they may not return what they were given, and this gradient is the logits."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, mask, temperature, row_temperature, softcap):
-        inputs = (logits, targets, mask, temperature, row_temperature, softcap)
-        output = _outputs(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, dlogprobs, dentropy, dlse, *_):
-        if dlogprobs is None and dentropy is None and dlse is None:
-            return (None,) * 6
+            return (None,) * 10
         if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
-            raise RuntimeError("inplace=True leaves no logits to differentiate a second time; leave out create_graph")
-        logits, targets, mask, entropy, m, rest, row_temperature = ctx.saved_tensors
-        per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest)
-        dlogits = logits.detach()
-        if logits.numel():
-            _backward(dlogits, dlogits, per_row, ctx.temperature, row_temperature, ctx.softcap)
-        torch.autograd.graph.increment_version(logits)  # a kernel's store is invisible to the version counter
-        return dlogits, None, None, None, None, None
+            if ctx.inplace:
+                raise RuntimeError("inplace=True leaves no logits to differentiate again; leave out create_graph")
+            return None, *_registered_gradient(ctx, *upstream)
+        logits, *saved = _saved(ctx)
+        dlogits = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype)
+        _gradient_into(dlogits, *upstream, logits, *saved)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)  # a kernel's store is invisible to the version counter
+        return None, dlogits, *(None,) * 8

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fused_rl.aggregation import Batch, aggregate, possible
+from fused_rl.aggregation import TokenBatch, aggregate, possible
 from fused_rl.checks import check_choice
 from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import check_token_level, resolve_options, surrogate_of
@@ -32,7 +32,6 @@ __all__ = [
     "importance_ratio",
     "policy_loss",
     "policy_token_loss",
-    "preference_loss",
     "value_loss",
 ]
 
@@ -62,7 +61,8 @@ def importance_ratio(
         ValueError: shapes or options that do not fit.
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
-    batch = Batch(logprobs, mask, sequence_ids=sequence_ids)
+    batch = TokenBatch(logprobs, mask, sequence_ids=sequence_ids)
+    # of each token, then of what the level takes together
     log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
@@ -135,10 +135,12 @@ def policy_loss(
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     if chosen.skip_impossible:
         mask = possible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
-    batch = Batch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
-    logprobs, entropy = batch.tokens("logprobs", logprobs), batch.tokens("entropy", entropy)
+    batch = TokenBatch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
+    logprobs = batch.tokens("logprobs", logprobs)
+    entropy = batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
-    per_token, advantages = advantages.dim() == 2, batch.constant("advantages", advantages)
+    per_token = advantages.dim() == 2
+    advantages = batch.constant("advantages", advantages)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
@@ -247,7 +249,7 @@ def policy_token_loss(
     if chosen.skip_impossible:
         mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
-    batch = Batch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
+    batch = TokenBatch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
     old = batch.constant("old_logprobs", old_logprobs)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
@@ -331,9 +333,10 @@ def value_loss(
     """
     if value_clip is not None and value_clip < 0:
         raise ValueError(f"value_clip must be >= 0 or None, got {value_clip}")
-    batch = Batch(values, mask, num_tokens=num_tokens)
+    batch = TokenBatch(values, mask, num_tokens=num_tokens)
     values = batch.tokens("values", values)
-    old, returns = batch.constant("old_values", old_values), batch.constant("returns", returns)
+    old = batch.constant("old_values", old_values)
+    returns = batch.constant("returns", returns)
 
     # https://github.com/vwxyzjn/cleanrl, ppo.py: the clip may only make the error larger
     unclipped = clipped = (values - returns).square()
@@ -356,69 +359,3 @@ def _value_moments(values, returns, batch):
         "value_error_square": error.square(),
     }
     return {name: batch.aggregate(moment, "token-mean") for name, moment in moments.items()}
-
-
-def preference_loss(
-    chosen_scores: Tensor,
-    rejected_scores: Tensor,
-    *,
-    margin: float | Tensor | None = None,
-    label_smoothing: float = 0.0,
-    centering: float = 0.0,
-    num_sequences: int | Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry loss of pairs of scores: -log sigmoid(chosen - rejected - margin), averaged over pairs.
-
-    Args:
-        chosen_scores: (B,) floating point.
-        rejected_scores: (B,).
-        margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant.
-        label_smoothing: the probability that a label is wrong: (1 - e) l(d) + e l(-d).
-        centering: weight of mean((chosen + rejected)^2), which keeps scores around 0 (arXiv:2312.09244).
-        num_sequences: pairs in the whole optimizer step; None: B.
-
-    Returns:
-        The loss, a scalar in at least fp32, differentiable in both; and a dict of detached scalars. Sums over pairs /
-        num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of chosen > rejected;
-        `reward_margin`, of chosen - rejected; `chosen_rewards`, `rejected_rewards`; `mean_reward`, the mean of these
-        two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
-
-    Raises:
-        ValueError: scores that are not (B,), label_smoothing outside [0, 0.5).
-    """
-    for name, scores in (("chosen_scores", chosen_scores), ("rejected_scores", rejected_scores)):
-        if scores.dim() != 1 or scores.shape != chosen_scores.shape or not scores.is_floating_point():
-            shapes = f"{tuple(chosen_scores.shape)} and {tuple(rejected_scores.shape)}"
-            raise ValueError(f"{name} must be one score per sequence, (B,) floating point; got {shapes}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
-    dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
-    chosen, rejected = chosen_scores.to(dtype), rejected_scores.to(dtype)
-    lead = chosen - rejected
-    if margin is not None:
-        lead = lead - margin
-
-    # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
-    right, wrong = torch.nn.functional.logsigmoid(lead), torch.nn.functional.logsigmoid(-lead)
-    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
-    losses = losses + centering * (chosen + rejected).square()
-    num_sequences = max(chosen.numel(), 1) if num_sequences is None else num_sequences
-    loss = losses.sum() / num_sequences
-    return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach(), num_sequences)
-
-
-def _preference_metrics(loss, chosen, rejected, num_sequences):
-    per_pair = {
-        "accuracy": (chosen > rejected).to(loss.dtype),
-        "reward_margin": chosen - rejected,
-        "chosen_rewards": chosen,
-        "rejected_rewards": rejected,
-        "mean_reward": (chosen + rejected) / 2,
-    }
-    sums = {name: values.sum() / num_sequences for name, values in per_pair.items()}
-    both = torch.cat([chosen, rejected])
-    extremes = {  # of no pair what changes no minimum and no maximum
-        "min_reward": both.amin() if len(both) else both.new_tensor(torch.inf),
-        "max_reward": both.amax() if len(both) else both.new_tensor(-torch.inf),
-    }
-    return {"loss": loss, **sums, **extremes}

@@ -37,6 +37,7 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
     """
+    # an Adam with bias correction, once
     for group in optimizer.param_groups:
         if "eps" not in group or "betas" not in group:
             raise ValueError(f"{type(optimizer).__name__} is no Adam: a parameter group has {sorted(group)}")
@@ -45,6 +46,8 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if optimizer in _CHANGED:
         raise ValueError("tf_adam_epsilon was applied to this optimizer before")
     _CHANGED.add(optimizer)
+
+    # eps is larger while a step runs, and its own again afterwards
     own: list[float] = []
 
     def enlarge(changed, *_):

@@ -196,7 +196,8 @@ def unread_option(preset: str, options: dict) -> tuple[str, tuple[str, ...]] | N
 
     A value that the preset or the default gives anyway asks for nothing, and a surrogate of yours may read anything.
     """
-    usual, chosen = resolve_options(preset, {}), resolve_options(preset, options)
+    usual = resolve_options(preset, {})
+    chosen = resolve_options(preset, options)
     if callable(chosen.surrogate):
         return None
     for name, value in options.items():

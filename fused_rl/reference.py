@@ -43,7 +43,8 @@ def token_logprobs(
     allowed = None if support is None else _allowed(support, logits.shape)
     if shift:
         allowed = None if allowed is None else allowed[:, 1:]
-        logits, targets = logits[:, :-1], targets[:, 1:]
+        logits = logits[:, :-1]
+        targets = targets[:, 1:]
     several = targets.dim() == logits.dim()
     targets = targets if several else targets[..., None]
     mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
@@ -70,7 +71,8 @@ def token_logprobs(
 def _head(hidden, weight, bias, logits_dtype):
     """Logits in the inputs' dtype, or in `logits_dtype` where that is wider, of products in it."""
     dtype = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
-    return torch.nn.functional.linear(*(None if x is None else x.to(dtype) for x in (hidden, weight, bias)))
+    hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+    return torch.nn.functional.linear(hidden, weight, bias)
 
 
 def linear_token_logprobs(
@@ -102,8 +104,11 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
 
 def kl_estimate(logprobs, ref_logprobs, kl_estimator, *, old_logprobs):
     """As `fused_rl.kl_estimate`, by the definitions, tangents included: it cancels near 0 where they do."""
-    d, r = logprobs - ref_logprobs, _exp(logprobs - old_logprobs).detach()
-    k1, k2, k3 = d, d**2 / 2, _exp(-d) - 1 + d
+    d = logprobs - ref_logprobs
+    r = _exp(logprobs - old_logprobs).detach()
+    k1 = d
+    k2 = d**2 / 2
+    k3 = _exp(-d) - 1 + d
     straight_through = {"k1+": k2 + (k1 - k2).detach(), "k3+": k2 + (k3 - k2).detach()}
     weighted = {"k4": r * (k2 + d + (k1 - k2 - d).detach()), "rk3": r * straight_through["k3+"]}
     return {"k1": k1, "k2": k2, "k3": k3, **straight_through, **weighted}[kl_estimator]
@@ -248,7 +253,8 @@ def linear_token_kl(
 
 def gae(rewards, values, mask, *, gamma, gae_lambda):
     """As `fused_rl.gae`: the loop from the last token to the first, in the inputs' dtype."""
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    advantages = torch.zeros_like(rewards)
+    returns = torch.zeros_like(rewards)
     for b in range(rewards.shape[0]):
         value = advantage = 0.0
         for t in mask[b].nonzero()[:, 0].flip(0).tolist():

@@ -174,7 +174,8 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
         ValueError: it does not take five arguments, or does not return a loss of each token.
     """
     arguments = log_ratio, advantages, logprobs, sequences, options
-    name, wanted = getattr(surrogate, "__name__", repr(surrogate)), tuple(logprobs.shape)
+    name = getattr(surrogate, "__name__", repr(surrogate))
+    wanted = tuple(logprobs.shape)
     try:
         if inspect.isclass(surrogate):
             raise TypeError("it is a class; pass a function")

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from fused_rl.backend import row_functions
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics
+from fused_rl.rows import row_bwd, row_fwd
 
 # Below this many rows in a tile, reading and writing the fp32 sum of the weight's gradient costs more than the GEMM
 # that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.
@@ -78,12 +78,14 @@ def product(hidden, weight, out, center=0.0):
     """
     if hidden.device.type == "cuda":
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-    memory, width = out.new_empty(_CAST * _CAST), max(1, hidden.shape[1])
+    memory = out.new_empty(_CAST * _CAST)
+    width = max(1, hidden.shape[1])
     together = _SHORT * math.isqrt(-(-width // _SHORT))
     for columns in blocks(len(weight), _CAST):
         head = weight[columns].float().sub_(center)
         for rows in blocks(len(hidden), _CAST):
-            states, total = hidden[rows].float(), out[rows, columns]
+            states = hidden[rows].float()
+            total = out[rows, columns]
             part = memory[: total.numel()].view(total.shape)
             for some in blocks(width, together):
                 _by_short_sums(states[:, some], head[:, some], out=part if some.start else total)
@@ -114,7 +116,10 @@ class Logits:
     """
 
     def __init__(self, weight, bias, size, budget, softcap=None):
-        self.weight, self.bias, self.center, self.top = weight, bias, 0.0, 0.0
+        self.weight = weight
+        self.bias = bias
+        self.center = 0.0
+        self.top = 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
         self.centered = budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
         if self.centered:
@@ -124,7 +129,8 @@ class Logits:
 
     def tile(self, hidden, columns=slice(None)):
         """(n, v): the logits of some rows, in some columns."""
-        weight, bias = self.weight[columns], at(self.bias, columns)
+        weight = self.weight[columns]
+        bias = at(self.bias, columns)
         n, vocab = hidden.shape[0], weight.shape[0]
         out = self.buffer[: n * vocab].view(n, vocab)
         if out.dtype != weight.dtype:
@@ -139,7 +145,8 @@ class Logits:
         if not self.centered:
             return statistics
         center = self.center.double()
-        common = torch.cat([hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]) + self.top
+        parts = [hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]
+        common = torch.cat(parts) + self.top
         return statistics._replace(lse=(statistics.lse + common * inv_temperature).float())
 
 
@@ -218,7 +225,8 @@ def forward_rows(hidden, vocab, budget, copies=1):
 def backward_tile(hidden, vocab, needs, budget, copies=1):
     """(rows, columns) of a tile that recomputes logits, `copies` of it within the budget less the fp32 sum needed."""
     n, width = hidden.shape
-    size, per_logit = hidden.element_size(), budget.per_logit(hidden.dtype, copies)
+    size = hidden.element_size()
+    per_logit = budget.per_logit(hidden.dtype, copies)
     if n * vocab * per_logit <= budget.bytes:
         return n, vocab
     if size == 4:
@@ -241,7 +249,8 @@ def backward_tile(hidden, vocab, needs, budget, copies=1):
 def one_pass_rows(hidden, vocab, needs, budget):
     """Rows of a tile when the gradient is formed at once; 0 where the fp32 sum of dweight leaves too few."""
     n, width = hidden.shape
-    size, row_bytes = hidden.element_size(), vocab * budget.per_logit(hidden.dtype)
+    size = hidden.element_size()
+    row_bytes = vocab * budget.per_logit(hidden.dtype)
     rows = max(1, min(n, budget.bytes // row_bytes))
     if rows >= n or size == 4 or not needs[1]:
         return rows
@@ -249,20 +258,22 @@ def one_pass_rows(hidden, vocab, needs, budget):
     return rows if rows >= _ONE_PASS_ROWS else 0
 
 
-def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, visit=None):
-    """`RowStatistics` of all rows; of targets (N, K) the logprobs are (N, K).
+def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, visit=None, support=None, x=None):
+    """`RowStatistics` of all rows; of targets (N, K) the logprobs are (N, K). `support` and x as in `row_fwd`.
 
     `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    forward, _ = row_functions(hidden.device, targets)
     per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]  # no views: they are handed out
     outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
     for rows in blocks(n, step):
-        tile, inv_t = logits.tile(hidden[rows]), at(inv_temperature, rows)
-        block = logits.with_common(forward(tile, targets[rows], None, inv_t, softcap), hidden[rows], inv_t)
+        tile = logits.tile(hidden[rows])
+        inv_t = at(inv_temperature, rows)
+        sets = None if support is None else support.at(rows)
+        found = row_fwd(tile, targets[rows], None, inv_t, softcap, sets, x)
+        block = logits.with_common(found, hidden[rows], inv_t)
         for whole, part in zip(outputs, block, strict=True):
             whole[rows] = part
         if visit is not None:
@@ -270,46 +281,36 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, 
     return RowStatistics(*outputs)
 
 
-def in_columns(dlogprobs, dlse, targets, columns):
-    """Upstream gradients and targets as a block of columns sees them.
-
-    Where the target stands elsewhere, dlp (1{j = target} - p_j) is -dlp p_j: a gradient -dlp of lse. Of K targets per
-    row, those that stand elsewhere become -1, which is in no vocabulary.
-    """
-    here = (targets >= columns.start) & (targets < columns.stop)
-    if targets.dim() == 2:
-        local = torch.where(here, targets - columns.start, -1)
-        if dlogprobs is None:
-            return None, dlse, local
-        elsewhere = torch.where(here, 0, dlogprobs).double().sum(1)
-        dlse = (-elsewhere if dlse is None else dlse - elsewhere).float()
-        return torch.where(here, dlogprobs, 0), dlse, local
-    local = torch.where(here, targets - columns.start, 0)
-    if dlogprobs is None:
-        return None, dlse, local
-    if dlse is None:
-        return torch.where(here, dlogprobs, 0), torch.where(here, 0, -dlogprobs), local
-    return torch.where(here, dlogprobs, 0), torch.where(here, dlse, dlse - dlogprobs), local
-
-
 def recomputed(
-    needs, upstream, hidden, weight, bias, targets, statistics, inv_temperature, softcap, budget, dtypes=None
+    needs,
+    upstream,
+    hidden,
+    weight,
+    bias,
+    targets,
+    statistics,
+    inv_temperature,
+    softcap,
+    budget,
+    dtypes=None,
+    support=None,
+    x=None,
 ):
-    """Gradients of hidden, weight, bias from those of (logprobs, entropy, lse), over recomputed tiles of logits."""
+    """`Gradients` of hidden, weight, bias from those of (logprobs, entropy, lse), over recomputed tiles of logits."""
     n, vocab = hidden.shape[0], weight.shape[0]
-    _, backward = row_functions(hidden.device, targets)
     tile = backward_tile(hidden, vocab, needs, budget)
     gradients = Gradients(needs, hidden, weight, bias, tile, dtypes)
     formed = Logits(weight, bias, tile[0] * tile[1], budget, softcap)
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
     # each tile: its logits again, in their place their gradient, and from that the parameters'
     for rows in blocks(n, max(1, tile[0])):
-        dlogprobs, dentropy, dlse = (at(d, rows) for d in upstream)
-        entropy, m, rest = (s[rows] for s in statistics)
+        given = [at(d, rows) for d in upstream]
+        state = [s[rows] for s in statistics]
+        sets = None if support is None else support.at(rows)
+        options = at(inv_temperature, rows), softcap
         for columns in blocks(vocab, tile[1]):
             logits = formed.tile(hidden[rows], columns)
-            d, dl, local = in_columns(dlogprobs, dlse, targets[rows], columns)
-            inv_t = at(inv_temperature, rows)
-            backward(d, dentropy, dl, logits, local, None, entropy, m, rest, inv_t, softcap, out=logits)
+            where = {"out": logits, "support": sets, "x": x, "first": columns.start}
+            row_bwd(given, logits, targets[rows], None, state, *options, **where)
             gradients.add(logits, hidden[rows], weight[columns], rows, columns)
     return gradients

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.checks import INTEGERS, described, values_are_checked
-from fused_rl.kernels.states import KeptSets
+from fused_rl.kernels.states import RowSupport
 
 __all__ = ["TokenSupport"]
 
@@ -93,7 +93,8 @@ class TokenSupport:
         if rows.dtype == torch.bool and len(rows) != len(self):
             raise ValueError(f"a bool mask of rows must be (N,) = ({len(self)},), got {tuple(rows.shape)}")
         rows = rows.to(self.ids.device)
-        begin, end = self.offsets[:-1][rows], self.offsets[1:][rows]
+        begin = self.offsets[:-1][rows]
+        end = self.offsets[1:][rows]
         offsets = _offsets(end - begin)
         shift = torch.repeat_interleave(begin - offsets[:-1], end - begin)
         return TokenSupport(self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets)
@@ -119,7 +120,8 @@ class TokenSupport:
         at = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
         parts = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(at), strict=True):
-            parts.append(_of_valid(self.ids[first:last].clone(), self.offsets[begin : end + 1] - first))
+            offsets = self.offsets[begin : end + 1] - first
+            parts.append(_of_valid(self.ids[first:last].clone(), offsets))
         return parts
 
     def spread(self, mask: Tensor) -> "TokenSupport":
@@ -139,7 +141,7 @@ class TokenSupport:
         device = torch.device(device)
         return self if self.ids.device == device else TokenSupport(self.ids.to(device), self.offsets.to(device))
 
-    def of_rows(self, shape: Sequence[int], device: torch.device, shift: bool = False) -> KeptSets:
+    def of_rows(self, shape: Sequence[int], device: torch.device, shift: bool = False) -> RowSupport:
         """begin and end as targets of this shape (...) see them; with `shift` as the logits (B, T) that score them.
 
         Raises:
@@ -153,10 +155,12 @@ class TokenSupport:
             )
         if self.ids.device != device:
             raise ValueError(f"support is on {self.ids.device}, the targets are on {device}; use support.to(...)")
-        begin, end = self.offsets[:-1].view(shape), self.offsets[1:].view(shape)
+        begin = self.offsets[:-1].view(shape)
+        end = self.offsets[1:].view(shape)
         if shift:  # the last position scores nothing
-            begin, end = (torch.nn.functional.pad(x[:, 1:], (0, min(1, shape[1]))) for x in (begin, end))
-        return KeptSets(self.ids, begin, end)
+            none = (0, min(1, shape[1]))
+            begin, end = (torch.nn.functional.pad(x[:, 1:], none) for x in (begin, end))
+        return RowSupport(self.ids, begin, end)
 
 
 def check_support(support: object, several: bool = False) -> None:
@@ -169,16 +173,17 @@ def check_support(support: object, several: bool = False) -> None:
         )
 
 
-def check_kept_values(kept: KeptSets, targets: Tensor, mask: Tensor | None, vocab: int | None) -> None:
+def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | None, vocab: int | None) -> None:
     """Ids below `vocab` (None: it is not known) and each target in its set; what the mask drops may hold anything."""
-    ids, begin, end = kept
+    ids, begin, end = support
     bad = (begin < 0) | (end < begin) | (end > len(ids))
     _raise_at(bad, "the kept set of", lambda at: f"spans {int(begin[at])} to {int(end[at])} of {len(ids)} ids")
     counts = end > begin if mask is None else (end > begin) & mask
     begin, lengths, wanted = begin[counts], (end - begin)[counts], targets[counts]
     if not len(lengths):
         return
-    row, starts = torch.repeat_interleave(lengths), begin - (lengths.cumsum(0) - lengths)
+    row = torch.repeat_interleave(lengths)
+    starts = begin - (lengths.cumsum(0) - lengths)
     if bool((starts == starts[0]).all()):  # one stretch of the ids
         each = ids[int(begin[0]) : int(begin[0]) + len(row)]
     else:

@@ -73,7 +73,8 @@ def topk_kl(logprobs: Tensor, ref_logprobs: Tensor, *, direction: str, mask: Ten
         legal = legal & _is_legal(side)
         sides.append(side.to(dtype))
         rounding.append(torch.finfo(given.dtype).eps)
-    value = _TopkKL.apply(*(torch.where(legal[..., None], side, -torch.inf) for side in sides), direction, rounding)
+    sides = [torch.where(legal[..., None], side, -torch.inf) for side in sides]
+    value = _TopkKL.apply(*sides, direction, rounding)
     return torch.where(legal, value, torch.where(mask, torch.nan, 0.0))
 
 
@@ -145,7 +146,8 @@ def _tail(x, p, eps):
         return _Tail(one, one < 0, one)
     # the largest one's complement keeps its digits down to the smallest numbers; the others are taken off it
     top, at = x.max(-1, keepdim=True)
-    mass = -top.double().expm1()[..., 0] - p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
+    others = p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
+    mass = -top.double().expm1()[..., 0] - others
     of_top = torch.where(top > -torch.inf, top.exp() * top.abs(), 0)
     spread = torch.where(p > 0, p * (1 - x), 0).scatter(-1, at, of_top)
     rounding = 4 * eps * spread.sum(-1, dtype=torch.float64)
@@ -168,8 +170,10 @@ def _term(p, q, d):
 
 def _log_share(d):
     """log(p / mean(p, q)) of d = log(p / q), to the last bits near 0."""
-    near, far = d.clamp(min=-1), d.clamp(max=-1)
-    return torch.where(d > -1, -(torch.expm1(-near) / 2).log1p(), math.log(2) + far - far.exp().log1p())
+    near = d.clamp(min=-1)
+    far = d.clamp(max=-1)
+    of_near = -(torch.expm1(-near) / 2).log1p()
+    return torch.where(d > -1, of_near, math.log(2) + far - far.exp().log1p())
 
 
 def _kl(p, q, d, tail, ref_tail):
@@ -187,7 +191,8 @@ def _kl(p, q, d, tail, ref_tail):
 
 def _jensen_shannon(p, q, d, tail, ref_tail):
     """As `_kl`, of the mean of both KLs from the mean of the two distributions."""
-    a, b = tail.mass.clamp(min=0), ref_tail.mass.clamp(min=0)
+    a = tail.mass.clamp(min=0)
+    b = ref_tail.mass.clamp(min=0)
     nothing = tail.unknown & ref_tail.unknown
     d_tail = torch.where(nothing, 0, _log_ratio(a.log(), b.log()))
     values, slopes = [], []
@@ -195,7 +200,8 @@ def _jensen_shannon(p, q, d, tail, ref_tail):
     for mine, other, ratio, my_tail, other_tail, tail_ratio in sides:
         share, tail_share = _log_share(ratio), _log_share(tail_ratio)
         tokens = _term(mine, (mine + other) / 2, share).sum(-1, dtype=torch.float64)
-        values.append(tokens + torch.where(nothing, 0, _term(my_tail, (my_tail + other_tail) / 2, tail_share)))
+        of_tail = _term(my_tail, (my_tail + other_tail) / 2, tail_share)
+        values.append(tokens + torch.where(nothing, 0, of_tail))
         tail_share = torch.where(my_tail > 0, tail_share, 0)[..., None].to(share)
         slopes.append(mine / 2 * torch.where(mine > 0, share - tail_share, 0))
     return (values[0] + values[1]) / 2, *slopes

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_rl.backend import backend_of, row_functions
+from fused_rl.backend import backend_of
 from fused_rl.checks import check_choice, check_temperature_values, split_temperature, values_are_checked
 from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
-from fused_rl.kernels.states import JensenShannonSums, KeptSets, KLState, RowStatistics, bounded
+from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics, RowSupport, bounded
 from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
-from fused_rl.logprobs import check_row_arguments, unit_stride
+from fused_rl.logprobs import check_row_arguments
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.support import whole_rows
-from fused_rl.tiles import in_columns
-from fused_rl.token_support import TokenSupport, check_kept_values, check_support
+from fused_rl.rows import inverse, row_bwd, row_fwd, unit_stride
+from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
 
@@ -60,17 +59,19 @@ def vocab_parallel_token_logprobs(
     check_row_arguments(local_logits, targets, temperature, mask, softcap)
     rows = local_logits.shape[:-1]
     temperature, row_temperature = split_temperature(temperature, tuple(rows), targets.device)
-    inv_t = 1 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    targets, kept = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :]), None
+    targets = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :])
+
+    # the sets, of which no rank sees whether the vocabulary has their ids
+    sets = None
     if support is not None:
         check_support(support, several=targets.dim() == 2)
-        kept = support.of_rows(targets.shape, targets.device)
+        sets = support.of_rows(targets.shape, targets.device)
         if values_are_checked(targets.device):
-            check_kept_values(kept, targets, mask, None)
-    outputs = _VocabParallelLogprobs.apply(
-        _as_matrix(local_logits), targets, mask, inv_t, softcap, vocab_start, group, kept
-    )
+            check_support_values(sets, targets, mask, None)
+    inv_t = inverse(temperature, row_temperature)
+    logits = unit_stride(local_logits).reshape(-1, local_logits.shape[-1])
+    outputs = _VocabParallelLogprobs.apply(logits, targets, mask, inv_t, softcap, vocab_start, group, sets)
     return TokenLogprobs(*(o.view(rows + o.shape[1:]) for o in outputs))
 
 
@@ -98,20 +99,19 @@ def vocab_parallel_token_kl(
     Raises:
         ValueError: as `token_kl`.
     """
+    # checked as `token_kl`'s
     check_choice("direction", direction, DIRECTIONS)
     check_logits_pair(local_logits, local_ref_logits, mask)
     rows = tuple(local_logits.shape[:-1])
     temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
     if local_logits.device.type == "cpu":
         check_temperature_values(row_temperature, None)
+
+    # forward is reverse with the two exchanged
     first, second = (local_ref_logits, local_logits) if direction == "forward" else (local_logits, local_ref_logits)
     x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
     kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", group)
     return kl.view(local_logits.shape[:-1])
-
-
-def _as_matrix(logits):
-    return unit_stride(logits).reshape(-1, logits.shape[-1])
 
 
 def _reduced(rows, op, group):
@@ -153,16 +153,18 @@ def merge_logprobs(local, owns_target, inv_t, group):
     return RowStatistics(logprobs.t(), entropy, m_all * inv_t + log1p, m_all, rest), owners.t()
 
 
-def _check_held(kept, columns, counts, group):
+def _check_held(support, columns, counts, group):
     """(N,) bool: rows that count of which an id is on no rank, or on several; on a CPU an error."""
-    here = (kept.ids >= columns.start) & (kept.ids < columns.stop)
+    here = (support.ids >= columns.start) & (support.ids < columns.stop)
     before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
-    (held,) = _reduced([(before[kept.end] - before[kept.begin]).double()], dist.ReduceOp.SUM, group)
-    astray = counts & (held != kept.end - kept.begin)
+    local = before[support.end] - before[support.begin]
+    (held,) = _reduced([local.double()], dist.ReduceOp.SUM, group)
+    astray = counts & (held != support.end - support.begin)
     if here.device.type == "cpu" and astray.any():  # on every rank alike
         at = int(astray.nonzero()[0])
+        count = int(support.end[at] - support.begin[at])
         raise ValueError(
-            f"of the {int(kept.end[at] - kept.begin[at])} kept ids of row {at} the ranks hold {int(held[at])}; check "
+            f"of the {count} kept ids of row {at} the ranks hold {int(held[at])}; check "
             f"vocab_start ({columns.start} here) and that every id is in the vocabulary"
         )
     return astray
@@ -170,23 +172,16 @@ def _check_held(kept, columns, counts, group):
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group, kept):
-        columns, backend = slice(vocab_start, vocab_start + logits.shape[1]), backend_of(logits.device)
+    def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group, support):
+        columns = slice(vocab_start, vocab_start + logits.shape[1])
         here = (targets >= columns.start) & (targets < columns.stop)
-        local = torch.where(here, targets - columns.start, 0)
+        counts = torch.ones(len(targets), dtype=torch.bool, device=logits.device) if mask is None else mask
         x, astray = None, False
-        if kept is None:
-            row_forward, _ = row_functions(logits.device, targets)
-            statistics = row_forward(logits, local, mask, inv_t, softcap)
-        else:
-            counts = torch.ones_like(here) if mask is None else mask
-            astray = _check_held(kept, columns, counts, group)
-            x = torch.zeros(len(kept.ids), device=logits.device)
-            found = backend.support.whole_fwd(logits, local, whole_rows(kept, mask), inv_t, softcap)
-            options = {"logits": logits, "first": vocab_start, "into": found}
-            statistics = backend.support.kept_fwd(x, kept, targets, mask, inv_t, softcap, **options)
+        if support is not None:
+            astray = _check_held(support, columns, counts, group)
+            x = torch.zeros(len(support.ids), device=logits.device)
+        statistics = row_fwd(logits, targets, mask, inv_t, softcap, support, x, first=vocab_start)
         merged, owners = merge_logprobs(statistics, here, inv_t, group)
-        counts = torch.ones_like(merged.m, dtype=torch.bool) if mask is None else mask
         of_targets = counts if targets.dim() == 1 else counts[:, None]
         strays = of_targets & (owners != 1)
         if logits.device.type == "cpu" and strays.any():  # on every rank alike
@@ -199,9 +194,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logprobs = torch.where(of_targets, logprobs, 0).float().contiguous()
         entropy, lse = (torch.where(counts, o, 0).float() for o in (merged.entropy, merged.lse))
         own = entropy.clone()  # the caller may modify the output
-        sets = (None, None, None) if kept is None else kept
-        ctx.save_for_backward(logits, targets, mask, x, *sets, own, merged.m.float(), merged.rest.float())
-        ctx.inv_t, ctx.softcap, ctx.columns = inv_t, softcap, columns
+        sets = (None, None, None) if support is None else support
+        state = own, merged.m.float(), merged.rest.float()
+        ctx.save_for_backward(logits, targets, mask, x, *sets, *state)
+        ctx.inv_t = inv_t
+        ctx.softcap = softcap
+        ctx.first = vocab_start
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -211,18 +209,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logits, targets, mask, x, ids, begin, end, *state = ctx.saved_tensors
         if all(d is None for d in upstream):
             return (None,) * 8
-        backend, options = backend_of(logits.device), (ctx.inv_t, ctx.softcap)
+        support = None if ids is None else RowSupport(ids, begin, end)
         upstream = [None if d is None else d.contiguous() for d in upstream]
-        dlogprobs, dlse, local = in_columns(upstream[0], upstream[2], targets, ctx.columns)
-        grads = dlogprobs, upstream[1], dlse
-        if ids is None:
-            _, row_backward = row_functions(logits.device, targets)
-            return row_backward(*grads, logits, local, mask, *state, *options), *(None,) * 7
-        kept, dlogits = KeptSets(ids, begin, end), torch.empty_like(logits)
-        whole = whole_rows(kept, mask)
-        backend.support.whole_bwd(*grads, logits, local, whole, *state, *options, out=dlogits)
-        first = ctx.columns.start
-        backend.support.kept_bwd(*upstream, x, kept, targets, mask, *state, *options, out=dlogits, first=first)
+        where = {"support": support, "x": x, "first": ctx.first}
+        dlogits = row_bwd(upstream, logits, targets, mask, state, ctx.inv_t, ctx.softcap, **where)
         return dlogits, *(None,) * 7
 
 
@@ -234,13 +224,16 @@ def merge_kl(kl, state, mask, inv_t, group):
     """
     state = state.double() if mask is None else torch.where(mask, state, 0).double()
     m, w, w_all, offset, c, n, f, s, _ = KLState(*state)
-    rows = [r.nan_to_num(0, 0, -torch.inf) for r in (m, n, (kl == torch.inf).double())]
+    infinite = (kl == torch.inf).double()
+    rows = [r.nan_to_num(0, 0, -torch.inf) for r in (m, n, infinite)]
     m_all, n_all, infinite = _reduced(rows, dist.ReduceOp.MAX, group)
     c_all = (m_all - n_all) * inv_t
 
     # the local sums, moved there by h; from q itself where x - y has no digits for it, as between a mask and a logit
-    share, q_share = ((m - m_all) * inv_t).exp(), ((n - n_all) * inv_t).exp()
-    weight, h = w * share, c_all - (offset * inv_t + c)
+    share = ((m - m_all) * inv_t).exp()
+    q_share = ((n - n_all) * inv_t).exp()
+    weight = w * share
+    h = c_all - (offset * inv_t + c)
     moved = f * q_share + weight * (torch.expm1(h) - h)
     f = torch.where(h.abs() < _NEAR, moved, s * q_share - weight * (1 + h))
     f = torch.where(w > 0, f, s * q_share)
@@ -249,8 +242,10 @@ def merge_kl(kl, state, mask, inv_t, group):
 
     # the divergence of all columns
     some = w > 0
-    a, r = torch.where(some, a / w, 0), torch.where(some, f / w, 1)
-    value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), a + (s / w).log()).clamp(min=0)
+    a = torch.where(some, a / w, 0)
+    r = torch.where(some, f / w, 1)
+    far = a + (s / w).log()
+    value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), far).clamp(min=0)
     value = torch.where(some, value, 0)
     distance = c_all.abs()
     value = torch.where(some & (distance > TOO_FAR) & (value < 0.01 * distance), torch.nan, value)

@@ -46,7 +46,7 @@ from fused_rl.kernels.kl_lanes import (
     step,
     within,
 )
-from fused_rl.kernels.logprob import launch_options, multiprocessors
+from fused_rl.kernels.launch import launch_options, multiprocessors
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,

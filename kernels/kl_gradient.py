@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
-from fused_rl.kernels.logprob import multiprocessors
+from fused_rl.kernels.launch import multiprocessors
 from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
     AT_W_ALL,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.logprob import aligned
+from fused_rl.kernels.launch import aligned
 from fused_rl.kernels.online import widen
 from fused_rl.kernels.states import KLState
 

@@ -65,11 +65,20 @@ def bounded(sums: Tensor) -> Tensor:
     return sums
 
 
-class KeptSets(NamedTuple):
-    """The kept sets of rows: row i keeps ids[begin[i]:end[i]], or the whole vocabulary where that is empty."""
+class RowSupport(NamedTuple):
+    """The support of rows: row i keeps ids[begin[i]:end[i]], or the whole vocabulary where that is empty."""
 
     ids: Tensor
     """(M,) integers."""
     begin: Tensor
     """(...) int64, as end: one per row."""
     end: Tensor
+
+    def at(self, rows) -> "RowSupport":
+        """That of some rows."""
+        return self._replace(begin=self.begin[rows], end=self.end[rows])
+
+    def whole(self, mask: Tensor | None) -> Tensor:
+        """(N,) bool: rows that keep the whole vocabulary and count."""
+        whole = self.begin == self.end
+        return whole if mask is None else whole & mask

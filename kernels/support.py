@@ -1,8 +1,8 @@
 """Row statistics over kept sets of ids, from logits or from hidden states: K reads per row, nothing of a row's width.
 
 Forward: a program per row goes over its ids twice, the maximum first (which gathers the logits into x (M,) fp32), then
-the sums about it, the maximum held out of them as in `online.py`. Backward: 2^d_j (a + b d_j) of `logprob.py` for the
-ids alone; the zeros around them, and rows that keep the whole vocabulary, are `logprob_bwd`'s. From hidden states:
+the sums about it, the maximum held out of them as in `online.py`. Backward: `logprob_gradient.py`'s 2^d_j (a + b d_j)
+for the ids alone; zeros around them, and rows that keep the whole vocabulary, are `logprob_bwd`'s. From hidden states:
 x_j = h . W[id_j], and with dx the gradients of x, dh = sum_j dx_j W[id_j] and dW[id] = the sum of dx_j h over all
 entries of an id, which come sorted, so that no two programs add to one row and the order is given.
 """
@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels import logprob
-from fused_rl.kernels.logprob import cap, gradient, row_scale, target_gradient, temperature_scales, upstream
+from fused_rl.kernels.lanes import cap, row_scale
+from fused_rl.kernels.launch import temperature_scales
+from fused_rl.kernels.logprob_gradient import gradient, target_gradient, upstream
 from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
-from fused_rl.kernels.states import KeptSets, RowStatistics
+from fused_rl.kernels.states import RowStatistics, RowSupport
 
 LANES = 128  # ids at a time; one warp, as most sets are shorter
 IDS, WIDTH, PARTS = 16, 256, 4  # a tile of the head, rows x hidden; programs that share a long set's products
@@ -39,9 +41,7 @@ def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
         return tl.where(known, cap(x, softcap), tl.where(inside, float("nan"), float("-inf")))
 
 
-@triton.jit(
-    do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
-)
+@triton.jit(do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"])
 def kept_fwd_kernel(
     logits_ptr,  # (N, V) bf16, fp16 or fp32, or None: x is given
     x_ptr,  # (M,) fp32
@@ -193,7 +193,7 @@ def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, res
     return logprob.logprob_bwd(*upstream, logits, targets, whole, *state, inv_temperature, softcap, out)
 
 
-def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
+def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
     """Statistics (N,) fp32 over kept sets, into `into` where given; other rows stay as they are there, or 0.
 
     Args:
@@ -208,7 +208,7 @@ def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=
         return into
     stride, vocab = (0, FAR_ID) if logits is None else (logits.stride(0), logits.shape[1])
     inv_t_ptr, *scales = temperature_scales(inv_temperature)
-    rows = [None if r is None else r.contiguous() for r in (*kept, targets, mask, inv_t_ptr)]
+    rows = [None if r is None else r.contiguous() for r in (*support, targets, mask, inv_t_ptr)]
     shard, first = first is not None, first or 0
     with torch.cuda.device_of(x):
         kept_fwd_kernel[(n,)](
@@ -218,7 +218,7 @@ def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=
 
 
 def kept_bwd(
-    dlogprobs, dentropy, dlse, x, kept, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
+    dlogprobs, dentropy, dlse, x, support, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
 ):
     """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
     n, softcap = len(targets), None if softcap is None else float(softcap)
@@ -229,7 +229,7 @@ def kept_bwd(
     inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
     grads = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
     per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
-    ranges = [r.contiguous() for r in kept]
+    ranges = [r.contiguous() for r in support]
     with torch.cuda.device_of(x):
         kept_bwd_kernel[(n,)](
             *grads, x, *ranges, *per_row, out, first or 0, vocab, stride, inv_t, scale, softcap,
@@ -353,11 +353,11 @@ def _unit(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def kept_dot(x, hidden, weight, bias, kept):
+def kept_dot(x, hidden, weight, bias, support):
     """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
     hidden, weight = _unit(hidden), _unit(weight)
     if len(hidden):
-        ranges = [r.contiguous() for r in kept]
+        ranges = [r.contiguous() for r in support]
         with torch.cuda.device_of(hidden):
             kept_dot_kernel[(len(hidden), PARTS)](
                 hidden, weight, bias, *ranges, x, *weight.shape, hidden.stride(0), weight.stride(0),
@@ -365,12 +365,12 @@ def kept_dot(x, hidden, weight, bias, kept):
             )  # fmt: skip
 
 
-def kept_hidden(dx, weight, kept):
+def kept_hidden(dx, weight, support):
     """Gradient of the hidden states, (N, H) in the head's dtype, from that of the kept logits (M,) fp32."""
-    weight, n = _unit(weight), kept.begin.numel()
+    weight, n = _unit(weight), support.begin.numel()
     dhidden = torch.empty(n, weight.shape[1], dtype=weight.dtype, device=weight.device)
     if n:
-        ranges = [r.contiguous() for r in kept]
+        ranges = [r.contiguous() for r in support]
         with torch.cuda.device_of(weight):
             kept_hidden_kernel[(n, triton.cdiv(weight.shape[1], WIDTH))](
                 dx, weight, *ranges, dhidden, *weight.shape, weight.stride(0), IDS=IDS, WIDTH=WIDTH, num_warps=4

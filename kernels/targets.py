@@ -14,16 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.logprob import (
-    aligned,
-    cap,
-    logprob_bwd,
-    logprob_fwd,
-    row_scale,
-    target_gradient,
-    temperature_scales,
-    upstream,
-)
+from fused_rl.kernels.lanes import cap, row_scale
+from fused_rl.kernels.launch import aligned, temperature_scales
+from fused_rl.kernels.logprob import logprob_bwd, logprob_fwd
+from fused_rl.kernels.logprob_gradient import target_gradient, upstream
 from fused_rl.kernels.online import NAN, log1p
 
 BLOCK = 128  # targets

@@ -38,8 +38,8 @@ MUTATIONS = {
     ),
     "the entropy's gradient has the other sign": Mutation(
         "fused_rl/cpu/logprob.py",
-        "a, b = 1 / (1 + rest), (dlse",
-        "a, b = 1 / (1 + rest), -(dlse",
+        "    a = (dlse - dlp) * inv_t",
+        "    a = -(dlse - dlp) * inv_t",
         "tests/test_cpu_logprob.py",
     ),
     "lanes merge without a tie": Mutation(
@@ -49,24 +49,24 @@ MUTATIONS = {
         "tests/test_kernels.py -k ties",
     ),
     "the kernel forgets the gradient of lse": Mutation(
-        "kernels/logprob.py", "a = norm * (dlse - dlogprob", "a = norm * (-dlogprob", LOGPROBS
+        "kernels/logprob_gradient.py", "a = norm * (dlse - dlogprob", "a = norm * (-dlogprob", LOGPROBS
     ),
     "1 - p of the target loses its digits": Mutation(
-        "kernels/logprob.py",
+        "kernels/logprob_gradient.py",
         "one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)",
         "one_minus_p = 1.0 - p",
         "tests/test_logprobs.py -k next_to_certainty",
     ),
     "columns beyond the vocabulary are read": Mutation(
-        "kernels/logprob.py",
-        'return tl.where(column < vocab, cap(x, softcap), float("-inf"))\n\n\n@triton.jit\ndef uncap',
-        "return cap(x, softcap)\n\n\n@triton.jit\ndef uncap",
+        "kernels/lanes.py",
+        'return tl.where(column < vocab, cap(x, softcap), float("-inf"))\n\n\n@triton.jit\ndef load_columns',
+        "return cap(x, softcap)\n\n\n@triton.jit\ndef load_columns",
         LOGPROBS,
     ),
     "a temperature per row is not inverted": Mutation(
-        "fused_rl/kl.py",
-        "else 1 / row_temperature.reshape(-1)",
-        "else row_temperature.reshape(-1)",
+        "fused_rl/rows.py",
+        "row_temperature.reshape(-1).reciprocal()",
+        "row_temperature.reshape(-1)",
         "tests/test_kl.py -k temperature_per_row",
     ),
     "forward is reverse": Mutation(
@@ -155,10 +155,10 @@ MUTATIONS = {
         "fused_rl/losses.py", "torch.maximum(unclipped, clipped) / 2", "torch.minimum(unclipped, clipped) / 2", LOSSES
     ),
     "a margin is added to the lead": Mutation(
-        "fused_rl/losses.py", "lead = lead - margin", "lead = lead + margin", LOSSES
+        "fused_rl/preferences.py", "lead = lead - margin", "lead = lead + margin", LOSSES
     ),
     "smoothed labels are exchanged": Mutation(
-        "fused_rl/losses.py", "-(1 - label_smoothing) * right", "-(1 - label_smoothing) * wrong", LOSSES
+        "fused_rl/preferences.py", "-(1 - label_smoothing) * right", "-(1 - label_smoothing) * wrong", LOSSES
     ),
     "approx_kl is the log-ratio": Mutation(
         "fused_rl/losses.py", '"approx_kl": log_ratio.square() / 2', '"approx_kl": log_ratio', METRICS

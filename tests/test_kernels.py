@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from bench.compiled import interpreter  # noqa: E402
-from fused_rl.kernels import logprob, online  # noqa: E402
+from fused_rl.kernels import launch, logprob, online  # noqa: E402
 from tests.marks import grid  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
@@ -19,12 +19,13 @@ VOCABULARIES = [1, 17, 300, 2305, 4100, 2 * 4096 + 100]
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    monkeypatch.setattr(logprob, "THREADS", 32)
-    monkeypatch.setattr(logprob, "SEGMENT", 2)
+    monkeypatch.setattr(launch, "THREADS", 32)
+    for module in (launch, logprob):
+        monkeypatch.setattr(module, "SEGMENT", 2)
 
 
 def split(monkeypatch, yes):
-    monkeypatch.setattr(logprob, "multiprocessors", lambda device: 10**6 if yes else 0)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 10**6 if yes else 0)
 
 
 def one_row(vocab, dtype, seed=0):

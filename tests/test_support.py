@@ -367,12 +367,12 @@ def test_operators_pass_opcheck(backend):
     kept = TokenSupport.from_lists(lists).to(backend).of_rows(targets.shape, targets.device)
     per_row = torch.linspace(0.5, 2, len(lists), device=backend)
     arguments = (targets, targets >= 0, 1.0, per_row, 3.0)
-    forward = torch.ops.fused_rl.kept_logprobs.default
+    forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits.requires_grad_(), *arguments, *kept))
     _, entropy, _, m, rest, x = forward(logits.detach(), *arguments, *kept)
     grads = (*upstream_of(targets)[:2], None)
-    saved = (logits.detach(), *arguments[:2], entropy, m, rest, x, *arguments[2:], *kept)
-    torch.library.opcheck(torch.ops.fused_rl.kept_logprobs_backward.default, (*grads, *saved))
+    saved = (logits.detach(), *arguments[:2], entropy, m, rest, *arguments[2:], x, *kept)
+    torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, (*grads, *saved))
 
 
 @cpu_fast

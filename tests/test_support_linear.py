@@ -6,7 +6,7 @@ import torch
 import fused_rl
 from bench.compiled import interpreter
 from fused_rl import TokenSupport, reference
-from fused_rl.kernels.states import KeptSets
+from fused_rl.kernels.states import RowSupport
 from tests.heads import Work, assert_as_good, in_dtype, peak_bytes
 from tests.kept_sets import (
     BF16,
@@ -63,7 +63,7 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
     from fused_rl.kernels import support as kernels
 
     logits, x = random_logits(3, 40), torch.zeros(6)
-    kept = KeptSets(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
+    kept = RowSupport(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
     targets = torch.tensor([1, 7, 5])
     with interpreter.check_memory():
         out = kernels.kept_fwd(x, kept, targets, None, 1.0, None, logits=logits)

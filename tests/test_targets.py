@@ -243,7 +243,7 @@ def test_operators_pass_opcheck(backend):
     mask, per_row = targets[..., 0] > 20, 0.5 + torch.rand(2, device=backend)
     forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits, targets, mask, 1.0, per_row, 3.0))
-    logprobs, entropy, lse, m, rest = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
+    logprobs, entropy, lse, m, rest, _ = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
     arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 

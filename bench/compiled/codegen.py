@@ -49,10 +49,10 @@ def _logprob_inputs(dtype="bfloat16", vocab=VOCAB, softcap=None, mask=True, per_
 
 
 def logprob_fwd(split=False, **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch, logprob
 
     logits, targets, _, common = _logprob_inputs(**options)
-    with _device(logprob, multiprocessors=10**6 if split else 0):
+    with _device(launch, multiprocessors=10**6 if split else 0):
         logprob.logprob_fwd(logits, targets, *common)
 
 
@@ -74,12 +74,12 @@ def _device(module, **facts):
 
 
 def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch, logprob
 
     logits, targets, row, (mask, inv_t, softcap) = _logprob_inputs(**options)
     upstream = [row if name in grads else None for name in ("logprobs", "entropy", "lse")]
     out = logits if inplace else None
-    with _device(logprob):
+    with _device(launch):
         logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
 
 
@@ -88,23 +88,23 @@ def _several(targets, count):
 
 
 def targets_fwd(count=64, **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch
     from fused_rl.kernels import targets as module
 
     logits, targets, _, common = _logprob_inputs(**options)
-    with _device(logprob):
+    with _device(launch):
         module.targets_fwd(logits, _several(targets, count), *common)
 
 
 def targets_bwd(count=64, grads=("entropy", "lse"), **options):
-    from fused_rl.kernels import logprob
+    from fused_rl.kernels import launch
     from fused_rl.kernels import targets as module
 
     logits, targets, row, (mask, inv_t, softcap) = _logprob_inputs(**options)
     upstream = [row if name in grads else None for name in ("entropy", "lse")]
     dlogprobs = _several(row, count)
     targets = _several(targets, count)
-    with _device(logprob):
+    with _device(launch):
         module.targets_bwd(dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap)
 
 
@@ -121,7 +121,7 @@ def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROW
 
 def kl_fwd(jensen_shannon=False, split=False, **options):
     from fused_rl.kernels import jensen_shannon as js
-    from fused_rl.kernels import kl, logprob
+    from fused_rl.kernels import kl, launch
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
@@ -129,7 +129,7 @@ def kl_fwd(jensen_shannon=False, split=False, **options):
         js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
         count = 10**6 if split else 0
-        with _device(logprob), mock.patch.object(kl, "multiprocessors", lambda device: count):
+        with _device(launch), mock.patch.object(kl, "multiprocessors", lambda device: count):
             kl.kl_fwd(*rows)
 
 
@@ -155,11 +155,11 @@ def gae():
 def _kept_inputs(dtype="bfloat16", softcap=None, per_row=False, first=None, mask=True):
     import torch
 
-    from fused_rl.kernels.states import KeptSets
+    from fused_rl.kernels.states import RowSupport
 
     logits, targets, row, _ = _logprob_inputs(dtype)
     ranges = torch.tensor([0, 8]), torch.tensor([8, 16])
-    kept, x = KeptSets(torch.arange(16), *ranges), torch.zeros(16)
+    kept, x = RowSupport(torch.arange(16), *ranges), torch.zeros(16)
     mask = row.bool() if mask else None
     return x, kept, targets, mask, row, (row if per_row else 0.7, softcap), logits, first
 

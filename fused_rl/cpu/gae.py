@@ -14,7 +14,8 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     a = torch.where(mask, gamma * gae_lambda, torch.ones_like(z))
     step = 1
     while step < z.shape[1]:
-        here, ahead = a[:, :-step], a[:, step:]
+        here = a[:, :-step]
+        ahead = a[:, step:]
         z[:, :-step] += here * z[:, step:]
         a[:, :-step] = here * ahead
         step *= 2

@@ -36,7 +36,8 @@ def kl_fwd(x, y, mask, inv_t):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     n = x.shape[0] * x.shape[1]
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
-    kl, state = torch.zeros(n), torch.zeros(len(KLState._fields), n)
+    kl = torch.zeros(n)
+    state = torch.zeros(len(KLState._fields), n)
     blocks = over_blocks(_near_sums, x, y, t, recompute=True, careful=_block_sums)
     kl[rows], state[:, rows] = _merge(*blocks, t.double()[:, None])
     return kl, state
@@ -101,7 +102,8 @@ def _near_sums(x, x_at, y, y_at, t):
 def _block_sums(x, x_at, y, y_at, t):
     """(M, blocks, width) and an index of its blocks, twice, t (K, 1) -> K of each number that `_merge` takes."""
     x, y = load(x, x_at, y, y_at)
-    m, n = x.amax(-1, True), y.amax(-1, True)
+    m = x.amax(-1, True)
+    n = y.amax(-1, True)
     d, allowed = x - y, y > BANNED
 
     # x - y where P is largest: a constant between the rows, or one token's mass, then costs u no bits
@@ -144,15 +146,18 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     some = w > TINY
     c = torch.where(some, a / w, 0.0)  # in fp32, as the blocks had it
     about_mean = c.abs() < FARTHEST
-    m, n = m.clamp(min=FLOOR), n.clamp(min=FLOOR)
+    m = m.clamp(min=FLOOR)
+    n = n.clamp(min=FLOOR)
     m, n, w_all, w, at_top, c, s, f, f_y = (z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y))
     apart, c = (m - at_top) * t - c, c + at_top * t  # a mask of -1e15 that both have cancels before c is taken off
 
     # all about the row's maxima and its mean
-    m_row, n_row = m.amax(1, True), n.amax(1, True)
+    m_row = m.amax(1, True)
+    n_row = n.amax(1, True)
     share = ((m - m_row) * t).exp()
     weight, s_weight = (torch.where(some, z * share, 0.0) for z in (w, s))
-    w_row, w_all = weight.sum(1, True), (w_all * share).sum(1, True)
+    w_row = weight.sum(1, True)
+    w_all = (w_all * share).sum(1, True)
     some_row = w_row > TINY
     # the mean, from that of the block with most mass: equal ones then give exactly it
     first = torch.where(some_row, c.gather(1, weight.argmax(1, True)), 0.0)
@@ -170,7 +175,8 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     f_y = f_y * ((n - n_row) * t).exp()
     q = torch.where(some, own * (f + w - s), 0.0) + f_y
     f = torch.where(some, own * f + moved, 0.0) + f_y
-    q, f = q.sum(1, True), f.sum(1, True).clamp_(min=0)
+    q = q.sum(1, True)
+    f = f.sum(1, True).clamp_(min=0)
     w_row = torch.where(some_row, w_row, 0.0)
 
     lone = (lone > 0).any(1, True)  # however little P's mass there

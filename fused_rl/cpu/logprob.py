@@ -30,7 +30,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
     with torch.no_grad():
         m, rest, t = _merge(*_statistics(logits.detach(), rows, inv_t.float(), softcap), inv_t)
-    x = _capped(logits[rows, targets[rows]], softcap, out=torch.empty(rows.numel())).double()
+    chosen = logits[rows, targets[rows]]
+    x = _capped(chosen, softcap, out=torch.empty(rows.numel())).double()
     s = ((x - _finite(m)) * inv_t).clamp_(max=0)  # a capped logit computed alone may lie an ulp above the maximum
     log1p = rest.log1p()
     found = s - log1p, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
@@ -55,7 +56,9 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)
     rest, log1p = rest.double(), rest.double().log1p()
     mean = log1p - entropy.double()  # of s, so that log p + H = s - mean
-    scale, a, b = 1 / (1 + rest), (dlse - dlp) * inv_t, dh * inv_t
+    scale = 1 / (1 + rest)
+    a = (dlse - dlp) * inv_t
+    b = dh * inv_t
     per_row = [x.float() for x in (m, inv_t, scale, mean, a, b)]
 
     # The column of the target, apart: 1 - p there is exact also when p is next to 1.
@@ -156,7 +159,8 @@ def _merge(m, ties, others, t, inv_t):
     """Partial states, inverse temperatures (R,) fp64 -> maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
     top = m.amax(1, keepdim=True)
     d = ((m.double() - _finite(top)) * inv_t[:, None]).clamp(min=1e3 * _FLAT)
-    alpha, mass = d.exp(), ties + others.double()
+    alpha = d.exp()
+    mass = ties + others.double()
     rest = torch.where(m == top, others, alpha * mass).sum(1)
     rest += (torch.where(m == top, ties, 0.0).sum(1) - 1).clamp_(min=0)  # no tie where all is -inf
     return top[:, 0].double(), rest, (alpha * (t + d * mass)).sum(1)

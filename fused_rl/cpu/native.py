@@ -70,7 +70,8 @@ _ARGUMENTS = {
 @functools.cache
 def _function(name: str) -> Callable:
     found = getattr(_library(), name)
-    found.argtypes, found.restype = [*_ARGUMENTS[name], _INT], None
+    found.argtypes = [*_ARGUMENTS[name], _INT]
+    found.restype = None
     return found
 
 

@@ -85,7 +85,8 @@ def _sums(function, x, y, per_row, compile_pays, options, careful):
 def _in_chunks(function, x, x_at, y, y_at, per_row):
     parts = []
     for chunk in _chunks(max(1, x_at[0].numel()), compiled.CHUNK // BLOCK):  # no block: once, for the shapes
-        x_part, y_part = [i[chunk] for i in x_at], [i[chunk] for i in y_at]
+        x_part = [i[chunk] for i in x_at]
+        y_part = [i[chunk] for i in y_at]
         numbers = [z[chunk] for z in per_row]
         parts.append(function(x, tuple(x_part), y, tuple(y_part), *numbers))
     return [torch.cat(part) for part in zip(*parts, strict=True)]
@@ -143,7 +144,8 @@ def difference(x, y, offset, dtype):
 
 def distributions(state: KLState, t):
     """What `p_q_delta` takes of each row; about the maxima where KL is large, as `about_the_maxima` of the kernels."""
-    far, apart = state.k > _FAR, state.m - state.n
+    far = state.k > _FAR
+    apart = state.m - state.n
     c_far = (state.m.double() - state.n.double() - apart).float() * t
     c = torch.where(far, c_far, state.c)
     offset = torch.where(far, apart, state.offset)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_rl.cpu import logprob
 from fused_rl.cpu.compiled import CHUNK, in_huge_pages
-from fused_rl.kernels.states import KeptSets, RowStatistics
+from fused_rl.kernels.states import RowStatistics, RowSupport
 
 _FLAT = -1e4  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tokens
 
@@ -28,29 +28,29 @@ class _Entries(NamedTuple):
     rows: Tensor  # (R,) rows of the caller
 
 
-def _entries(kept, rows):
-    begin = kept.begin[rows]
-    lengths = kept.end[rows] - begin
+def _entries(support, rows):
+    begin = support.begin[rows]
+    lengths = support.end[rows] - begin
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     row = torch.repeat_interleave(lengths)
     starts = begin - offsets[:-1]
     if bool((starts == starts[0]).all()):  # one stretch of the ids
         at = slice(int(begin[0]), int(begin[0]) + len(row))
-        return _Entries(at, row, kept.ids[at].long(), offsets, rows)
+        return _Entries(at, row, support.ids[at].long(), offsets, rows)
     at = starts.index_select(0, row).add_(torch.arange(len(row)))
-    return _Entries(at, row, kept.ids.index_select(0, at).long(), offsets, rows)
+    return _Entries(at, row, support.ids.index_select(0, at).long(), offsets, rows)
 
 
-def _chunks(kept, mask):
+def _chunks(support, mask):
     """The rows that have a set, some at a time: about CHUNK ids, or a single row of more."""
-    some = kept.end > kept.begin if mask is None else (kept.end > kept.begin) & mask
+    some = support.end > support.begin if mask is None else (support.end > support.begin) & mask
     rows = some.nonzero()[:, 0]
-    lengths = kept.end[rows] - kept.begin[rows]
+    lengths = support.end[rows] - support.begin[rows]
     if int(lengths.sum()) <= CHUNK:
-        return [_entries(kept, rows)] if len(rows) else []
+        return [_entries(support, rows)] if len(rows) else []
     full = (lengths.cumsum(0) - 1) // CHUNK
     sizes = torch.unique_consecutive(full, return_counts=True)[1]
-    return (_entries(kept, part) for part in rows.split(sizes.tolist()))
+    return (_entries(support, part) for part in rows.split(sizes.tolist()))
 
 
 def _known(entries, first, vocab):
@@ -107,7 +107,7 @@ def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, res
     return out.index_fill_(0, (~whole).nonzero()[:, 0], 0)
 
 
-def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
+def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
     """Statistics (N,) fp32 over kept sets, into `into` where given; other rows stay as they are there, or 0.
 
     Args:
@@ -118,7 +118,7 @@ def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=
     if into is None:
         into = RowStatistics(*(torch.zeros(len(targets)) for _ in RowStatistics._fields))
     with torch.no_grad():
-        for entries in _chunks(kept, mask):
+        for entries in _chunks(support, mask):
             if logits is not None:
                 columns, known = _known(entries, first, logits.shape[1])
                 raw = _gathered(logits.detach(), entries.rows.index_select(0, entries.row), columns)
@@ -135,8 +135,13 @@ def kept_fwd(x, kept: KeptSets, targets, mask, inv_temperature, softcap, logits=
 
 def _gathered(logits, rows, columns):
     """logits[rows, columns] as fp32, from rows that may lie apart."""
-    flat = logits.as_strided(((len(logits) - 1) * logits.stride(0) + logits.shape[1],), (1,))
-    return flat.index_select(0, (rows * logits.stride(0)).add_(columns)).float()
+    return _flat(logits).index_select(0, (rows * logits.stride(0)).add_(columns)).float()
+
+
+def _flat(matrix):
+    """All that its rows span, (n,): what lies between them too."""
+    n, stride = matrix.shape[0], matrix.stride(0)
+    return matrix.as_strided(((n - 1) * stride + matrix.shape[1],), (1,))
 
 
 def _statistics(x, entries, targets, inv_t):
@@ -161,14 +166,15 @@ def _statistics(x, entries, targets, inv_t):
 
 
 def kept_bwd(
-    dlogprobs, dentropy, dlse, x, kept, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
+    dlogprobs, dentropy, dlse, x, support, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
 ):
     """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
     upstream = dlogprobs, dentropy, dlse
+    none = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
-        for entries in _chunks(kept, mask):
+        for entries in _chunks(support, mask):
             rows = entries.rows
-            grads = [torch.zeros((), dtype=torch.float64) if d is None else d[rows].double() for d in upstream]
+            grads = [none if d is None else d[rows].double() for d in upstream]
             state = [r[rows].double() for r in (entropy, m, rest)]
             dx = _gradients(x[entries.at], entries, targets, grads, state, _inverse(inv_temperature, rows), softcap)
             if out.dim() == 1:
@@ -178,8 +184,7 @@ def kept_bwd(
             at = (_each(rows, entries.row) * out.stride(0)).add_(columns)
             if known is not None:
                 at, dx = at[known], dx[known]
-            flat = out.detach().as_strided(((len(out) - 1) * out.stride(0) + out.shape[1],), (1,))
-            flat.index_copy_(0, at, dx.to(out.dtype))
+            _flat(out.detach()).index_copy_(0, at, dx.to(out.dtype))
     return out
 
 
@@ -208,27 +213,29 @@ def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
     return dx if live.all() else torch.where(live[row], dx, 0)
 
 
-def kept_dot(x, hidden, weight, bias, kept):
+def kept_dot(x, hidden, weight, bias, support):
     """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
     width = hidden.shape[1]
     step = max(1, CHUNK // max(1, width))
-    for entries in _chunks(kept, None):
-        rows, total = _each(entries.rows, entries.row), torch.empty(len(entries.row))
+    for entries in _chunks(support, None):
+        rows = _each(entries.rows, entries.row)
+        total = torch.empty(len(entries.row))
         low = hidden.dtype != torch.float32
         w, h = torch.empty(2, min(step, len(rows)), width, dtype=hidden.dtype)
         for i in range(0, len(rows), step):
             c = slice(i, min(i + step, len(rows)))
-            a, b = w[: c.stop - i], h[: c.stop - i]
+            a = w[: c.stop - i]
+            b = h[: c.stop - i]
             torch.index_select(weight, 0, entries.ids[c], out=a)
             torch.index_select(hidden, 0, rows[c], out=b)
             torch.sum(a.float().mul_(b) if low else a.mul_(b), -1, out=total[c])
         x[entries.at] = total if bias is None else total + bias[entries.ids].float()
 
 
-def kept_hidden(dx, weight, kept):
+def kept_hidden(dx, weight, support):
     """Gradient of the hidden states, (N, H) in the head's dtype, from that of the kept logits (M,) fp32."""
-    dhidden = weight.new_zeros(kept.begin.numel(), weight.shape[1])
-    for entries in _chunks(kept, None):
+    dhidden = weight.new_zeros(support.begin.numel(), weight.shape[1])
+    for entries in _chunks(support, None):
         dhidden[entries.rows] = _weighted(weight, entries.ids, entries.offsets[:-1], dx[entries.at])
     return dhidden
 

@@ -18,7 +18,8 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
     statistics = logprob_fwd(logits, targets.new_zeros(len(targets)), mask, inv_temperature, softcap)
     # of masked rows and other ranks' columns there is nothing to find
     ids = targets.clamp(0, logits.shape[1] - 1)
-    m, rest = statistics.m.double()[:, None], statistics.rest.double()[:, None]
+    m = statistics.m.double()[:, None]
+    rest = statistics.rest.double()[:, None]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(len(m))[:, None]
     x = _capped(logits.gather(1, ids), softcap)
     s = (x.sub_(torch.where(m == -torch.inf, 0.0, m)) * inv_t).clamp_(max=0)
@@ -36,7 +37,8 @@ def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
         return logprob_bwd(None, dentropy, dlse, logits, targets.new_zeros(n), *statistics, out=out)
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)
     here = live[:, None] & (targets >= 0) & (targets < vocab)
-    ids, d = torch.where(here, targets, 0), torch.where(here, dlogprobs, 0.0)
+    ids = torch.where(here, targets, 0)
+    d = torch.where(here, dlogprobs, 0.0)
     own = _summed_by_id(ids, d, vocab)
     total = dlogprobs.sum(1, dtype=torch.float64)
 

@@ -63,7 +63,9 @@ class Patch:
         pairs = [(originals[name], ours) for name, ours in replacements.items()]
         for original, ours in pairs:
             self._exchange(original, ours)
-        self._pairs, self._originals, self.options = pairs, originals, options
+        self._pairs = pairs
+        self._originals = originals
+        self.options = options
         return Applied(self, owner=True)
 
     def original(self, name: str) -> object:
@@ -74,7 +76,9 @@ class Patch:
         """Put back every attribute that was replaced; nothing if the host is not patched."""
         for original, ours in self._pairs:
             self._exchange(ours, original)
-        self._pairs, self._originals, self.options = [], {}, {}
+        self._pairs = []
+        self._originals = {}
+        self.options = {}
 
     def _read(self, name):
         module, _, attribute = name.rpartition(".")

@@ -264,7 +264,8 @@ class UnformedLogits(Tensor):
         temperature, softcap = 1 / self.scale, None
         if self.inside is not None:
             # scale * tanh(inside * z) = cap(z) * scale * inside with cap(z) = tanh(inside * z) / inside
-            temperature, softcap = 1 / (self.scale * self.inside), 1 / self.inside
+            temperature = 1 / (self.scale * self.inside)
+            softcap = 1 / self.inside
         # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:
         # there the share is taken after the gradients are formed. Elsewhere it goes in, and saves them a rounding.
         late = (self.autocast or self.hidden.dtype) == torch.float16

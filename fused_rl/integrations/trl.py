@@ -122,7 +122,8 @@ class ChunkedLogProbFunction:
             check_target_values(targets, None, weight.shape[0])
         # scale * z / T and cap(scale * z) as a temperature and a cap of z
         softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-        dtype, logits_dtype = _compute_dtype(hidden), _PATCH.options.get("logits_dtype")
+        dtype = _compute_dtype(hidden)
+        logits_dtype = _PATCH.options.get("logits_dtype")
         check_logits_dtype(logits_dtype, dtype)
         head = Head(logit_scale / temperature, softcap, tuple(outputs), dtype, logits_dtype)
         return HeadLogprobs.apply(hidden, weight, bias, targets.long(), head, maybe_gather_lm_head_ctx)

@@ -66,7 +66,9 @@ class _Tiles:
     """Blocks of rows with the logits of both heads, the same in the forward and in the backward pass."""
 
     def __init__(self, student, teacher, pair):
-        self.student, self.teacher, self.pair = cast(pair.student, *student), cast(pair.teacher, *teacher), pair
+        self.student = cast(pair.student, *student)
+        self.teacher = cast(pair.teacher, *teacher)
+        self.pair = pair
         hidden, weight = student[:2]
         budget = tiles.budget(WORKSPACE_MB, hidden, False, torch.float32)
         self.rows = tiles.forward_rows(hidden, len(weight), budget, copies=_TILES)
@@ -121,7 +123,8 @@ class HeadDivergence(torch.autograd.Function):
             return (None,) * 8
         *inputs, divergence = ctx.saved_tensors[:7]
         student, teacher = inputs[:3], inputs[3:]
-        states, sums = ctx.saved_tensors[7 : 7 + count], ctx.saved_tensors[7 + count :]
+        states = ctx.saved_tensors[7 : 7 + count]
+        sums = ctx.saved_tensors[7 + count :]
         with gathered(*student[1:]), gathered(*teacher[1:]):
             gradients = _gradients(
                 ctx.needs_input_grad, g.contiguous(), student, teacher, pair, divergence, states, sums

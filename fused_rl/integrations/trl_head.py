@@ -30,8 +30,8 @@ class Head(NamedTuple):
 
 def capped_mean(logits: Tensor, softcap: float) -> Tensor:  # (n, V) -> (n,) fp32
     step = max(1, _MEAN_ELEMENTS // logits.shape[1])
-    parts = [softcap * (logits[c].float() / softcap).tanh_().mean(-1) for c in tiles.blocks(len(logits), step)]
-    return torch.cat(parts)
+    parts = [(logits[c].float() / softcap).tanh_().mean(-1) for c in tiles.blocks(len(logits), step)]
+    return softcap * torch.cat(parts)
 
 
 def linear_mean(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (n, H), (V, H), (V,) -> (n,) fp32

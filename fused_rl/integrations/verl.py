@@ -196,7 +196,8 @@ def linear_cross_entropy(
     is_known = isinstance(temperature, float) and reduce is not None
     if split or not is_known or not _takes_head(hidden, weight, labels):
         return _PATCH.original(_LINEAR)(hidden, weight, labels, temperature, reduction, dist_process_group)
-    rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    row_labels = labels.reshape(-1)
     logprobs, entropy = _scored(rows, weight, row_labels, temperature)
     return reduce(logprobs), entropy
 

@@ -1,0 +1,74 @@
+"""The loss of reward models, on pairs of scores."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["preference_loss"]
+
+
+def preference_loss(
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    *,
+    margin: float | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    centering: float = 0.0,
+    num_sequences: int | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley-Terry loss of pairs of scores: -log sigmoid(chosen - rejected - margin), averaged over pairs.
+
+    Args:
+        chosen_scores: (B,) floating point.
+        rejected_scores: (B,).
+        margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant.
+        label_smoothing: the probability that a label is wrong: (1 - e) l(d) + e l(-d).
+        centering: weight of mean((chosen + rejected)^2), which keeps scores around 0 (arXiv:2312.09244).
+        num_sequences: pairs in the whole optimizer step; None: B.
+
+    Returns:
+        The loss, a scalar in at least fp32, differentiable in both; and a dict of detached scalars. Sums over pairs /
+        num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of chosen > rejected;
+        `reward_margin`, of chosen - rejected; `chosen_rewards`, `rejected_rewards`; `mean_reward`, the mean of these
+        two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
+
+    Raises:
+        ValueError: scores that are not (B,), label_smoothing outside [0, 0.5).
+    """
+    for name, scores in (("chosen_scores", chosen_scores), ("rejected_scores", rejected_scores)):
+        if scores.dim() != 1 or scores.shape != chosen_scores.shape or not scores.is_floating_point():
+            shapes = f"{tuple(chosen_scores.shape)} and {tuple(rejected_scores.shape)}"
+            raise ValueError(f"{name} must be one score per sequence, (B,) floating point; got {shapes}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+    dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
+    chosen = chosen_scores.to(dtype)
+    rejected = rejected_scores.to(dtype)
+    lead = chosen - rejected
+    if margin is not None:
+        lead = lead - margin
+
+    # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
+    right = torch.nn.functional.logsigmoid(lead)
+    wrong = torch.nn.functional.logsigmoid(-lead)
+    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
+    losses = losses + centering * (chosen + rejected).square()
+    num_sequences = max(chosen.numel(), 1) if num_sequences is None else num_sequences
+    loss = losses.sum() / num_sequences
+    return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach(), num_sequences)
+
+
+def _preference_metrics(loss, chosen, rejected, num_sequences):
+    per_pair = {
+        "accuracy": (chosen > rejected).to(loss.dtype),
+        "reward_margin": chosen - rejected,
+        "chosen_rewards": chosen,
+        "rejected_rewards": rejected,
+        "mean_reward": (chosen + rejected) / 2,
+    }
+    sums = {name: values.sum() / num_sequences for name, values in per_pair.items()}
+    both = torch.cat([chosen, rejected])
+    extremes = {  # of no pair what changes no minimum and no maximum
+        "min_reward": both.amin() if len(both) else both.new_tensor(torch.inf),
+        "max_reward": both.amax() if len(both) else both.new_tensor(-torch.inf),
+    }
+    return {"loss": loss, **sums, **extremes}

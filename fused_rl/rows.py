@@ -1,0 +1,130 @@
+"""Rows of logits of any shape and strides as a backend takes them: matrices (N, V), and numbers (N,) per row.
+
+`row_fwd` and `row_bwd` are its row functions, whatever a row has: a target or several, a support, some of the columns.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fused_rl.backend import backend_of
+from fused_rl.kernels.states import RowStatistics, RowSupport
+
+
+def unit_stride(logits: Tensor) -> Tensor:
+    """A copy only where the last dimension has another stride."""
+    return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
+
+
+def slabs(*matrices: Tensor) -> Iterator[tuple]:
+    """(at, *matrices (N, V)): the rows of each of these (..., V), and which they are.
+
+    All of them, at = (), where they merge without a copy; else a part at a time, as of `logits[:, :-1]` a sequence.
+    """
+    matrices = [unit_stride(x) for x in matrices]
+    pending = [()]
+    while pending:
+        at = pending.pop()
+        parts = [x[at] for x in matrices] if at else matrices
+        # as a rule all of them merge; else the shortest leading dimension is walked
+        if all(map(_merges, parts)):
+            yield at, *(x.view(-1, x.shape[-1]) for x in parts)
+            continue
+        n, dim = min((n, dim) for dim, n in enumerate(parts[0].shape[:-1]) if n > 1)
+        before = (*at, *[slice(None)] * dim)[:dim]
+        after = at[dim + 1 :]
+        pending += [(*before, slice(i, i + 1), *after) for i in range(n)]
+
+
+def _merges(x):
+    """Whether all dimensions but the last are one without a copy."""
+    if x.dim() < 3:
+        return True
+    pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    leading = [(n, stride) for n, stride in pairs if n != 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
+
+
+def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> list[Tensor | None]:
+    """What its rows (n, V) have of each (...) or (..., K), of this many leading dimensions: (n,) or (n, K)."""
+    if at == () and leading == 1:
+        return list(values)
+    n = len(slab)
+    parts = [None if v is None else v[at] for v in values] if at else values
+    return [None if v is None else v.reshape(n, *v.shape[leading:]) for v in parts]
+
+
+def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tensor:
+    """1 / temperature: a number, or (N,) of one per row (...)."""
+    return 1.0 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
+
+
+def in_columns(upstream: tuple, targets: Tensor, first: int, count: int) -> tuple[tuple, Tensor]:
+    """Upstream gradients of (logprobs, entropy, lse) and targets as the columns first .. first + count see them.
+
+    Where the target stands elsewhere, dlp (1{j = target} - p_j) is -dlp p_j: a gradient -dlp of lse. Of K targets per
+    row, those that stand elsewhere become -1, which is in no vocabulary.
+    """
+    dlogprobs, dentropy, dlse = upstream
+    here = (targets >= first) & (targets < first + count)
+    several = targets.dim() == 2
+    local = torch.where(here, targets - first, -1 if several else 0)
+    if dlogprobs is None:
+        return upstream, local
+    if several:
+        elsewhere = torch.where(here, 0, dlogprobs).double().sum(1)
+        dlse = (-elsewhere if dlse is None else dlse - elsewhere).float()
+    else:
+        dlse = torch.where(here, 0, -dlogprobs) if dlse is None else torch.where(here, dlse, dlse - dlogprobs)
+    return (torch.where(here, dlogprobs, 0), dentropy, dlse), local
+
+
+def row_fwd(
+    logits: Tensor,  # (N, V)
+    targets: Tensor,  # (N,) or (N, K) int64
+    mask: Tensor | None,  # (N,) bool
+    inv_temperature: float | Tensor,  # or (N,) fp32
+    softcap: float | None,
+    support: RowSupport | None = None,
+    x: Tensor | None = None,  # (M,) fp32, filled with the logits of the support
+    first: int | None = None,  # the logits are the columns from this one on, and other ranks have the others
+) -> RowStatistics:
+    backend = backend_of(logits.device)
+    local = targets
+    if first is not None:
+        here = (targets >= first) & (targets < first + logits.shape[1])
+        local = torch.where(here, targets - first, 0)
+    options = inv_temperature, softcap
+    if support is None:
+        forward = backend.logprob.logprob_fwd if targets.dim() == 1 else backend.targets.targets_fwd
+        return forward(logits, local, mask, *options)
+    # rows that keep the whole vocabulary first; those with a set are written over what is left of them
+    found = backend.support.whole_fwd(logits, local, support.whole(mask), *options)
+    return backend.support.kept_fwd(x, support, targets, mask, *options, logits=logits, first=first, into=found)
+
+
+def row_bwd(
+    upstream: tuple,  # of logprobs (N,) or (N, K), entropy (N,), lse (N,), fp32 or None
+    logits: Tensor,  # (N, V)
+    targets: Tensor,  # (N,) or (N, K) int64
+    mask: Tensor | None,  # (N,) bool
+    state: tuple,  # entropy, m, rest (N,) fp32
+    inv_temperature: float | Tensor,
+    softcap: float | None,
+    out: Tensor | None = None,  # (N, V), may be the logits
+    support: RowSupport | None = None,
+    x: Tensor | None = None,
+    first: int | None = None,
+) -> Tensor:
+    """The gradient of the logits; what is not said here is as in `row_fwd`."""
+    backend = backend_of(logits.device)
+    own, local = (upstream, targets) if first is None else in_columns(upstream, targets, first, logits.shape[1])
+    options = *state, inv_temperature, softcap
+    if support is None:
+        backward = backend.logprob.logprob_bwd if targets.dim() == 1 else backend.targets.targets_bwd
+        return backward(*own, logits, local, mask, *options, out=out)
+    out = torch.empty_like(logits) if out is None else out
+    backend.support.whole_bwd(*own, logits, local, support.whole(mask), *options, out=out)
+    return backend.support.kept_bwd(*upstream, x, support, targets, mask, *options, out=out, first=first)

@@ -1,0 +1,75 @@
+"""What a program reads of a row of logits: windows of LANES elements, single columns, the row's temperature.
+
+Windows are aligned to 16 bytes wherever the row begins. A row that begins `head` elements into its first window has
+its lanes rotated by `head`, and the lanes below `head`, which wrap around, take their elements one window later.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_rl.kernels.online import tanh, valid, widen
+
+
+@triton.jit
+def load_lanes(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(LANES,) fp32 from `ptr` on, aligned to 16 bytes; 16 bytes that begin at or after `stop` are not read."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        at = tl.arange(0, LANES // 2)
+        mask = None if stop is None else 2 * (at // (VEC // 2) * (VEC // 2)) < stop
+        return widen(tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask))
+    else:  # noqa: RET505
+        at = tl.arange(0, LANES)
+        mask = None if stop is None else at // VEC * VEC < stop
+        return tl.load(ptr + at, mask=mask).to(tl.float32)
+
+
+@triton.jit
+def cap(x, softcap):
+    return x if softcap is None else softcap * tanh(x * (1.0 / softcap))
+
+
+@triton.jit
+def uncap(y, softcap):
+    """The derivative of `cap` where it is y."""
+    u = y * (1.0 / softcap)
+    return tl.fma(-u, u, 1.0)
+
+
+@triton.jit
+def load_window(window_ptr, index, head, vocab, softcap, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Window `index` of a row, -inf from column vocab on; the row goes on for another VEC columns at least."""
+    lane = tl.arange(0, LANES)
+    column = index * LANES + lane - head
+    x = load_lanes(window_ptr + index * LANES, head + vocab - index * LANES, LANES, VEC)
+    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+
+
+@triton.jit
+def load_columns(x_ptr, column, vocab, softcap):
+    x = tl.load(x_ptr + column, mask=column < vocab, other=0.0).to(tl.float32)
+    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+
+
+@triton.jit
+def locate(x_ptr, shift, row, x_stride, VEC: tl.constexpr):
+    """Where a row begins, the 16-byte boundary before it, and the elements between the two."""
+    offset = shift + row * x_stride
+    return x_ptr + offset, x_ptr + offset // VEC * VEC, (offset % VEC).to(tl.int32)
+
+
+@triton.jit
+def last_columns(row_ptr, head, streamed, vocab, softcap, LANES: tl.constexpr):
+    """The columns from `streamed` on, each in its lane; -inf in the others."""
+    column = streamed + ((tl.arange(0, LANES) - head - streamed) & (LANES - 1))
+    x = tl.load(row_ptr + column, mask=column < vocab, other=0.0).to(tl.float32)
+    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+
+
+@triton.jit
+def row_scale(inv_t_ptr, row, inv_t, scale, scale_low):
+    """1 / temperature of a row, and log2(e) / temperature in two parts; the caller's where all rows share them."""
+    if inv_t_ptr is not None:
+        inv_t = valid(tl.load(inv_t_ptr + row))
+        scale = tl.fma(inv_t, 1.4426950216293335, 0.0)
+        scale_low = tl.fma(inv_t, 1.4426950216293335, -scale) + inv_t * 1.925963033500011e-08
+    return inv_t, scale, scale_low
