@@ -376,7 +376,7 @@ MUTATIONS = {
         REWARD_MODEL,
     ),
     "SFT's gradient is divided by the ranks": Mutation(
-        "trainers/sft.py", "loss * (ranks.world_size() / num_tokens)", "loss / num_tokens", SFT_SPLITS
+        "trainers/sft.py", "rows.loss * (ranks.world_size() / num_tokens)", "rows.loss / num_tokens", SFT_SPLITS
     ),
     "held-out accuracy is of the token before": Mutation(
         "trainers/sft.py",

@@ -18,14 +18,20 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
-from fused_rl.trainers.base.written import listed_folder
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
-from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
-from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite, collate
+from fused_rl.trainers.models.pretrained import check_fits
+from fused_rl.trainers.models.reward_model import (
+    RewardModel,
+    RewardScorer,
+    check_finite,
+    collate,
+    load_reward_model,
+    save_reward_model,
+)
 from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.run import command
@@ -259,7 +265,7 @@ def train(config: RewardConfig) -> str:
     run.has_read(tokenizer, rows=pairs, held_out=held_out, reference_rows=reference)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
-        model = load_model(config, run.device)
+        model = load_reward_model(config.model, config.revision, config, config, run.device)
         rows = sides_of([*pairs, *held_out, *reference])
         check_fits(model.classifier, tokenizer, rows, 0, "max_prompt_length or max_response_length")
         longest = config.max_prompt_length + config.max_response_length
@@ -300,36 +306,7 @@ def train(config: RewardConfig) -> str:
     if held_out and ranks.rank() == 0:
         with storing("evaluation.json", run.folder):
             report(run.folder, scores, found, constants)
-    return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
-
-
-def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
-    """The model that is trained."""
-    model = RewardModel.from_pretrained(
-        config.model,
-        dtype=engine.torch_dtype(config),
-        lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_targets=config.lora_targets,
-        revision=config.revision,
-        attn_implementation=config.attn_implementation,
-    ).to(device)
-    if config.gradient_checkpointing:
-        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def save(model, tokenizer, folder: Path) -> None:
-    """Write reward model and tokenizer, complete or not at all."""
-    state = model._zero3_consolidated_16bit_state_dict() if model.zero_optimization_stage() == 3 else None
-    if ranks.rank() == 0:
-        config = model.module.classifier.config
-        if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
-            config.pad_token_id = tokenizer.pad_token_id
-        with listed_folder(folder) as unfinished:
-            model.module.save_pretrained(str(unfinished), state)
-            tokenizer.save_pretrained(unfinished)
-    ranks.barrier()
+    return loop.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 
 def main(argv: list[str] | None = None) -> None:

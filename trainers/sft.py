@@ -21,6 +21,7 @@ from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.run import command
@@ -146,9 +147,9 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     sums = Sums(step)
     model.train()
     for part in parts:
-        loss, _, entropy = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
-        model.backward(loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
-        sums.add({"loss": loss / num_tokens, "entropy": entropy.sum() / num_tokens}, part.batch.where)
+        rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
+        model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
+        sums.add({"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}, part.batch.where)
     metrics = keyed(KEYS["sft"], sums.over_ranks())
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
@@ -160,9 +161,9 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for part in parts:
-        rows, logits = model(**part.inputs(), want_logits=True)
+        rows = model(**part.inputs(), want_logits=True)
         mask = part.batch.response_mask
-        hit = logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
+        hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
         nll, tokens = -rows.logprobs.sum(), mask.sum()
         totals += torch.stack([nll, hit.sum(), tokens]).cpu()
     loss, hits, tokens = totals.tolist()
@@ -181,9 +182,9 @@ def train(config: SFTConfig) -> str:
     run.has_read(tokenizer, rows=pairs, held_out=held_out)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
-        lm = language_model.load_lm(config, run.device)
+        lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
-        language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
         costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
         model = engine.initialize(lm, config, config, config.steps)

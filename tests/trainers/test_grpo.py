@@ -170,11 +170,7 @@ def exact(folder):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         responses.append(Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length"))
     prompts = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-    lm = (
-        language_model.load_lm(config_of(folder), torch.device("cpu"), trainable=False)
-        .base.double()
-        .requires_grad_(True)
-    )
+    lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
     rows = []
     for i, response in enumerate(responses):
         prompt = prompts[i // GROUP].ids
@@ -205,7 +201,7 @@ def measured_of(exact, batch) -> policy.Measured:
 def accumulated(folder, exact, **options):
     """The sums of one minibatch in three micro-batches, and the model with its gradients."""
     config = config_of(folder, **options)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = groups.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
@@ -441,7 +437,7 @@ def test_ranks_agree_on_refills_and_share_what_they_find(folder):
 
 def test_a_step_whose_responses_were_all_cut_and_are_masked_says_so(folder, exact, capsys):
     config = config_of(folder, mask_truncated=True)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     responses = []
     for response in exact["responses"]:
         ids = response.ids[:-1] if response.finish == "stop" else response.ids
@@ -460,7 +456,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     given = exact | {"scores": scores}
     options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
     config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], scores)
     drawn = groups.draw(made, exact["prompts"], None, 1)
     assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
@@ -480,7 +476,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
 
 def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     config = config_of(folder, zero_variance="drop")
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
     drawn = groups.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
@@ -498,7 +494,7 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
 def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estimator, definition):
     """Less in the reward before the advantages are taken, and nothing of it in the loss."""
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = groups.draw(made, exact["prompts"], None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)

@@ -11,7 +11,6 @@ import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Drawn
@@ -41,7 +40,7 @@ def config_of(folder, **options) -> grpo.GRPOConfig:
 
 
 def load(folder, **options):
-    return language_model.load_lm(config_of(folder, **options), torch.device("cpu"), trainable=False)
+    return tiny.load_lm(config_of(folder, **options), trainable=False)
 
 
 def sampling_of(**filters) -> Sampling:
@@ -261,7 +260,7 @@ class Points:
 
 def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     """The policy of a `folder`, and a reference of other weights; prompts are shared as the config says."""
-    lm, other = language_model.load_lm(config, torch.device("cpu")), load(folder, loss_from=config.loss_from)
+    lm, other = tiny.load_lm(config), load(folder, loss_from=config.loss_from)
     for weight in other.parameters():
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     costs = policy.Costs(token=1.0, pair=0.0) if config.share_prompts else None

@@ -128,3 +128,21 @@ def weights(folder) -> dict:
     from safetensors.torch import load_file
 
     return load_file(Path(folder) / "model.safetensors")
+
+
+def load_lm(config, **options):
+    """The language model that a run's config names, on the CPU."""
+    import torch
+
+    from fused_rl.trainers.models import language_model
+
+    return language_model.load_lm(config.model, config.revision, config, config, torch.device("cpu"), **options)
+
+
+def load_reward_model(config):
+    """The reward model that a run's config starts from, on the CPU."""
+    import torch
+
+    from fused_rl.trainers.models import reward_model
+
+    return reward_model.load_reward_model(config.model, config.revision, config, config, torch.device("cpu"))

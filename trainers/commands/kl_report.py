@@ -21,6 +21,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature
 from fused_rl.trainers.options.needs import TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.rollouts.generate import generate
@@ -159,7 +160,7 @@ def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tens
     encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
     for lm in (policy, reference, behaviour):
         where = zip(encoded, map(rows.where, range(count)), strict=True)
-        language_model.check_fits(lm, tokenizer, where, config.max_new_tokens, "max_new_tokens")
+        check_fits(lm, tokenizer, where, config.max_new_tokens, "max_new_tokens")
     prompts = sum(([ids] * config.samples for ids in encoded), [])
 
     # Sampled by the behaviour policy, then scored by all three.
