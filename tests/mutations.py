@@ -251,7 +251,7 @@ MUTATIONS = {
     "packed tokens count positions through the row": Mutation(
         "trainers/models/packing.py",
         "    positions.view(-1)[place] = token\n",
-        "    positions.view(-1)[place] = place % width\n",
+        "    positions.view(-1)[place] = place % shape[1]\n",
         "tests/trainers/test_packing.py",
     ),
     # Sampling and measuring.

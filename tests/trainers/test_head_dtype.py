@@ -68,7 +68,7 @@ def test_what_is_drawn_is_what_is_trained(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "_scores", lambda *a: seen.append(scores(*a)) or seen[-1])
         sampling = generate.Sampling(0.8, 6, (3,))
-        (response,) = generate.generate(lm.base, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
+        (response,) = tiny.generate(lm.base, [[1, 70, 71]], sampling, batch_size=1)
     drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]
     made = make_batch([[1, 70, 71]], [response], 0, "cpu")
     with torch.no_grad():

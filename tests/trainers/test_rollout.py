@@ -6,7 +6,7 @@ from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts import generate
-from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt
 from tests.trainers import tiny
 
@@ -67,7 +67,7 @@ def test_pads_between_prompt_and_batch_width_change_no_score(folder):
 
 def sample(lm, prompts, *, batch_size=64, **options):
     sampling = Sampling(**({"temperature": 1.0, "max_new_tokens": 6, "stop_ids": (3,)} | options))
-    return generate.generate(lm.lm, prompts, sampling, pad_id=0, batch_size=batch_size)
+    return tiny.generate(lm.lm, prompts, sampling, batch_size=batch_size)
 
 
 def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrower(folder):
@@ -120,7 +120,7 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers(ki
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     assert not generate._keeps_keys_and_values(lm)
     sampling = Sampling(0.0, 4, (3,))
-    (response,) = generate.generate(lm, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
+    (response,) = tiny.generate(lm, [[1, 70, 71]], sampling, batch_size=1)
     ids = [1, 70, 71]
     for token in response:
         assert lm(input_ids=torch.tensor([ids])).logits[0, -1].argmax() == token
@@ -271,3 +271,14 @@ def test_draws_are_as_frequent_as_they_are_likely():
     found = token.bincount(minlength=5) / len(scores)
     expected = torch.softmax(scores[0] / 0.7, -1)
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
+
+
+def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):
+    lm, prompts = load(folder), [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
+    sampler, sampling = generate.TransformersSampler(lm.base, pad_id=0, batch_size=4), Sampling(1.0, 5, (3,))
+    rollout = roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"), copies=3)
+    assert [sample.prompt_ids for sample in rollout.samples] == [[1, 70, 71]] * 3 + [[1, 80]] * 3
+    assert rollout.batch.response_mask.sum() == rollout.lengths.sum() > 0
+    assert rollout.scores == {} and rollout.rewards.tolist() == [0.0] * 6 and not rollout.solved.any()
+    metrics = rollout_metrics(rollout, 3, 1)
+    assert metrics["reward"] == 0 and metrics["completions/mean_length"] == rollout.lengths.double().mean()

@@ -14,7 +14,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Drawn
-from fused_rl.trainers.rollouts import generate, types
+from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -72,7 +72,7 @@ def test_the_record_is_what_the_filters_leave_in_their_order(folder, filters):
     torch.manual_seed(0)
     # Rows end at different lengths and leave the batch; two batches, in another order than the prompts'.
     sampling = Sampling(TEMPERATURE, LENGTH, tuple(range(0, 263, 6)), **filters)
-    responses = generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=3)
+    responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 263)
     assert len({len(response.ids) for response in responses}) > 1
     sizes = []
@@ -90,7 +90,7 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     kept = kept_by_definition(logits, **filters)
     torch.manual_seed(0)
     one = Sampling(TEMPERATURE, 1, (3,), **filters)
-    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 20000, one, pad_id=0, batch_size=20000)]
+    first = [r.ids[0] for r in tiny.respond(lm.base, [prompt] * 20000, one, batch_size=20000)]
     counts = torch.bincount(torch.tensor(first), minlength=len(logits)).double()
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
@@ -106,7 +106,7 @@ def test_models_that_transformers_samples_from_have_the_same_record(filters):
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     sampling = Sampling(TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters)  # so many that rows are padded
-    responses = generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=3)
+    responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 264)
     assert len({len(response.ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
@@ -120,10 +120,10 @@ def test_greedy_and_the_whole_softmax_have_no_record(folder):
     lm = load(folder).base
     for sampling in (sampling_of(), Sampling(0.0, LENGTH, (3,), **FILTERS["together"])):
         assert not sampling.truncates
-        for response in generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=8):
+        for response in tiny.respond(lm, PROMPTS, sampling, batch_size=8):
             assert response.support is None
-    likeliest = generate.generate(lm, PROMPTS, sampling_of(top_k=1), pad_id=0, batch_size=8)
-    assert likeliest == generate.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), pad_id=0, batch_size=8)
+    likeliest = tiny.generate(lm, PROMPTS, sampling_of(top_k=1), batch_size=8)
+    assert likeliest == tiny.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), batch_size=8)
 
 
 # What a sampler may report.

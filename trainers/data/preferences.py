@@ -8,6 +8,7 @@
 | messages: several turns | ignored if there | a conversation; its last turn is the response |
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
 
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
+MARGIN_BINS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, math.inf)  # of `calibration`
 
 
 @dataclass
@@ -131,3 +133,23 @@ def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
     for pair in pairs:
         for prompt, response in (pair.chosen, pair.rejected):
             yield prompt + response, pair.where
+
+
+def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
+    """By bins of the margin |chosen - rejected|: how often the higher score is right, and how often it should be.
+
+    Args:
+        scores: (N, 2) of chosen and rejected, in the scale of the training loss.
+
+    Returns:
+        One row per bin that holds a pair: its bounds, pairs, mean predicted probability, observed accuracy.
+    """
+    margin = (scores[:, 0] - scores[:, 1]).double()
+    rows = []
+    for low, high in zip(MARGIN_BINS, MARGIN_BINS[1:], strict=False):
+        inside = margin[(margin.abs() >= low) & (margin.abs() < high)]
+        if len(inside):
+            predicted = inside.abs().sigmoid().mean().item()
+            observed = (inside > 0).double().mean().item()
+            rows.append({"low": low, "high": high, "pairs": len(inside), "predicted": predicted, "observed": observed})
+    return rows

@@ -7,13 +7,7 @@ import torch
 
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling, first_broken
-from fused_rl.trainers.rollouts.types import (
-    Prompt,
-    Response,
-    Sample,
-    shortened,
-    where,
-)
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, shortened, where
 
 
 def check_responses(
@@ -28,16 +22,12 @@ def check_responses(
     for response, prompt in zip(responses, prompts, strict=True):
         problem = _broken_promise(response, sampling)
         if problem is not None:
-            raise InputError(f"the sampler's response to {place_of(prompt)}: {problem}")
+            raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
     supports, ids = [response.support for response in responses], [response.ids for response in responses]
     broken = first_broken(supports, ids, vocab, needed=sampling.truncates)
     if broken is not None:
         number, problem = broken
-        raise InputError(f"the sampler's response to {place_of(prompts[number])}: {problem}")
-
-
-def place_of(prompt: Prompt) -> str:
-    return prompt.row.get("__where__", "a row")
+        raise InputError(f"the sampler's response to {where(prompts[number])}: {problem}")
 
 
 def _broken_promise(response: Response, sampling: Sampling) -> str | None:

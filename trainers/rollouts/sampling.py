@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -48,18 +47,12 @@ class Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-@runtime_checkable
-class RecordsSupport(Protocol):
-    """What a sampler says of itself where it can truncate."""
-
-    records_support: bool
-    """Whether its responses have their `support`."""
-
-
 def check_sampler(sampler: object, sampling: Sampling) -> None:
-    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from."""
-    records = isinstance(sampler, RecordsSupport) and sampler.records_support
-    if sampling.truncates and not records:
+    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from.
+
+    One that does says so by `records_support = True`.
+    """
+    if sampling.truncates and not getattr(sampler, "records_support", False):
         raise InputError(
             f"top_p={sampling.top_p:g} top_k={sampling.top_k} min_p={sampling.min_p:g} with a sampler that reports no "
             f"kept sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the "
