@@ -9,6 +9,7 @@ from torch import nn
 import fused_rl
 from fused_rl import tiles
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.data.sources import find_adapters
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.models.pretrained import check_causal, check_weights, readable, save, switch_off_dropout
@@ -234,7 +235,7 @@ def load_lm(
         trainable: with gradients, adapters and what they need.
     """
     # Its weights: where `name` holds adapters, those that they belong to.
-    of_logits, adapters = head_dtype(options, held), lora.find_adapters(name, revision)
+    of_logits, adapters = head_dtype(options, held), find_adapters(name, revision)
     with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
     reading = {"dtype": engine.torch_dtype(held), "attn_implementation": options.attn_implementation}
     if trainable:
@@ -271,7 +272,7 @@ def load_to_sample(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    adapters = lora.find_adapters(name, revision)
+    adapters = find_adapters(name, revision)
     base = (name, revision) if adapters is None else adapters.base
     lm = _read_lm(*base, f"{option}={base[0]!r}", dtype=dtype, attn_implementation=attn_implementation)
     lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()

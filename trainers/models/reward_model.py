@@ -16,6 +16,7 @@ from torch import nn
 
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import pad
+from fused_rl.trainers.data.sources import base_of, find_adapters
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.packing import Packed, inputs_of
 from fused_rl.trainers.models.pretrained import check_weights, readable, save, switch_off_dropout
@@ -69,7 +70,7 @@ class RewardModel(nn.Module):
 
         # What it is, and the class that holds its weights.
         name, revision = str(name), options.get("revision")
-        if lora.find_adapters(name, revision) is not None:
+        if find_adapters(name, revision) is not None:
             raise InputError(
                 f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
                 "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER or --critic shared)"
@@ -321,7 +322,7 @@ def check_reads_policy(
             f"{examples}), so it would read other words in the policy's token ids; train it from a model with the "
             f"policy's tokenizer: fused-rl reward --model {policy}"
         )
-    weights, revision = lora.base_of(policy, revision)
+    weights, revision = base_of(policy, revision)
     needed = AutoConfig.from_pretrained(weights, revision=revision).get_text_config().vocab_size
     there = model.classifier.get_input_embeddings().num_embeddings
     if there < needed:

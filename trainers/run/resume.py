@@ -8,7 +8,6 @@ import dataclasses
 import os
 from pathlib import Path
 
-from fused_rl.trainers.data import sources
 from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig
 
 FIXED = frozenset(
@@ -75,12 +74,13 @@ def changes(
     """
     current = {**dataclasses.asdict(config), **facts}
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    may_move = {source.said for source in config.reads() if summed and source.kind in ("model", "critic", "rows")}
     taken, refused = [], []
     for name, new in current.items():
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new):
             continue
-        moved = summed and name in (*sources.MODELS, *sources.ROWS) and new is not None and os.path.exists(new)
+        moved = f"{name}={new}" in may_move and os.path.exists(new)
         (taken if moved or _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
     if refused:
         raise InputError(
