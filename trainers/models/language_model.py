@@ -11,7 +11,6 @@ from fused_rl import tiles
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.sources import find_adapters
 from fused_rl.trainers.models import four_bit, lora
-from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.models.pretrained import check_causal, check_weights, readable, save, switch_off_dropout
 from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
@@ -137,8 +136,7 @@ class LanguageModel(nn.Module):
         """(N, ·): what `module` puts out at the positions that predict the tokens that count."""
         if packed is None:
             return module(input_ids=input_ids, use_cache=False)[output][:, :-1][mask]
-        found = module(**inputs_of(self.base, packed), use_cache=False)[output]
-        return found.flatten(0, 1)[packed.states]
+        return packed.states_of(self.base, module, output)
 
 
 class WideHead(nn.Linear):

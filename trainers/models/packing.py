@@ -37,6 +37,11 @@ class Packed(NamedTuple):
     """(N,) int64 in [0, g * L): the tokens that are read: those that predict each response token, in the order of the
     batch's mask, or the last one of each sequence."""
 
+    def states_of(self, lm: nn.Module, module: nn.Module, output: str) -> torch.Tensor:
+        """(N, ·): what `module` of a transformers model puts out at `states`."""
+        found = module(**inputs_of(lm, self), use_cache=False)[output]
+        return found.flatten(0, 1)[self.states]
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -251,8 +256,7 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
     try:
         alone = lm.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1]
         alone = alone[batch.response_mask].float()
-        found = lm.base_model(**inputs_of(lm, packed), use_cache=False).last_hidden_state
-        together = found.flatten(0, 1)[packed.states].float()
+        together = packed.states_of(lm, lm.base_model, "last_hidden_state").float()
     except Exception as error:  # a model without position_ids, or with a mask of another form: each says so its own way
         return f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
     finally:

@@ -18,7 +18,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.data.sources import base_of, find_adapters
 from fused_rl.trainers.models import lora
-from fused_rl.trainers.models.packing import Packed, inputs_of
+from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.models.pretrained import check_weights, readable, save, switch_off_dropout
 from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
@@ -57,14 +57,11 @@ class RewardModel(nn.Module):
         Args:
             name: a Hub name or a local folder.
             dtype: of weights and activations; scores are fp32 in any case.
-            lora_rank: train low-rank adapters of this rank, and the head; 0 for all weights.
-            lora_alpha: scale of the adapters: alpha / rank.
-            lora_targets: names of linear layers that get adapters, with commas between, or all-linear.
+            lora_rank, lora_alpha, lora_targets: train low-rank adapters, as `ModelConfig` says, and the head.
             **options: revision and attn_implementation, as transformers takes them.
 
         Raises:
-            InputError (a ValueError): num_labels is not 1, weights are missing, it is not a causal LM, or it holds
-                adapters alone.
+            InputError (a ValueError): several labels, weights that are missing, no causal LM, or adapters alone.
         """
         from transformers import AutoConfig
 
@@ -128,9 +125,7 @@ class RewardModel(nn.Module):
         if packed is None:
             last = self._last_states(input_ids, attention_mask)
         else:
-            inputs = inputs_of(self.classifier, packed)
-            hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
-            last = hidden.flatten(0, 1)[packed.states]
+            last = packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
         # Row by row, not as a matrix product, whose order of summation depends on the batch.
         raw = (last.float() * self.classifier.score.weight.float()).sum(1)
         return (raw - self.score_mean) / self.score_std
@@ -298,37 +293,37 @@ def check_reads_policy(
 
     Args:
         what: "reward model" or "critic", for the error.
-        name: its folder or Hub name, where its tokenizer is too.
-        model: it, loaded.
-        tokenizer: the policy's.
-        policy: the policy's folder or Hub name.
-        revision: of the policy.
+        name, model: its folder or Hub name, where its tokenizer is too; and it, loaded.
+        tokenizer, policy, revision: the policy's, its folder or Hub name, and of which revision it is.
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    # Its words.
+    it, remedy = f"{what} {name!r}", f"fused-rl reward --model {policy}"
     try:
         theirs = AutoTokenizer.from_pretrained(name).get_vocab()
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{what} {name!r} has no tokenizer to compare with that of the policy {policy!r}: save the one it was "
-            f"trained with beside its weights ({type(error).__name__}: {error})"
+            f"{it} has no tokenizer to compare with that of the policy {policy!r}: save the one it was trained with "
+            f"beside its weights ({type(error).__name__}: {error})"
         ) from error
-    ours = tokenizer.get_vocab()
-    if theirs != ours:
-        differing = sorted(ours.items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
+    differing = sorted(tokenizer.get_vocab().items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
+    if differing:
         examples = ", ".join(f"{token!r} = {i}" for token, i in differing[:4])
         raise InputError(
-            f"{what} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
-            f"{examples}), so it would read other words in the policy's token ids; train it from a model with the "
-            f"policy's tokenizer: fused-rl reward --model {policy}"
+            f"{it} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: {examples}), so "
+            "it would read other words in the policy's token ids; train it from a model with the policy's tokenizer: "
+            + remedy
         )
+
+    # The rows of its embedding: a policy can sample ids beyond its tokenizer's.
     weights, revision = base_of(policy, revision)
     needed = AutoConfig.from_pretrained(weights, revision=revision).get_text_config().vocab_size
     there = model.classifier.get_input_embeddings().num_embeddings
     if there < needed:
         raise InputError(
-            f"{what} {name!r} has {there} token embeddings, the policy {policy!r} samples from {needed} tokens; train "
-            f"it from a model of the policy's vocabulary: fused-rl reward --model {policy}"
+            f"{it} has {there} token embeddings, the policy {policy!r} samples from {needed} tokens; train it from a "
+            f"model of the policy's vocabulary: {remedy}"
         )
 
 

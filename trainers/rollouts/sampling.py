@@ -4,10 +4,8 @@ The kept sets are recorded where tokens are drawn. Computed again from probabili
 order of the filters differ between implementations, and rounding moves the border of a set.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 
 import torch
 
@@ -128,62 +126,3 @@ def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: S
     for support, length in zip(supports, lengths, strict=True):
         parts.append(TokenSupport.from_lists([None] * length) if support is None else of_response(support))
     return TokenSupport.cat(parts)
-
-
-def first_broken(
-    supports: Sequence[TokenSupport | list[list[int]] | None],
-    responses: Sequence[list[int]],
-    vocab: int | None,
-    *,
-    needed: bool,
-) -> tuple[int, str] | None:
-    """The first response whose record is not one of its tokens, and why; None where all are well.
-
-    Args:
-        supports: the record of each response.
-        responses: token ids of each.
-        vocab: the size of the model's vocabulary; None where it is not known.
-        needed: a response must have a record.
-    """
-    for number, (support, ids) in enumerate(zip(supports, responses, strict=True)):
-        problem = _broken_form(support, len(ids), needed)
-        if problem is not None:
-            return number, problem
-
-    # What is in the sets, of all responses at once: one by one it would take longer than all else.
-    lengths = [len(ids) for ids in responses]
-    support = joined(supports, lengths)
-    broken = None
-    if support is not None:
-        broken = _broken_row(support, torch.tensor(list(chain.from_iterable(responses)), dtype=torch.int64), vocab)
-    if broken is None:
-        return None
-    row, problem = broken
-    ends = list(accumulate(lengths))
-    number = bisect_right(ends, row)
-    return number, f"the kept set of token {row - ends[number] + lengths[number]} {problem}"
-
-
-def _broken_form(support, length: int, needed: bool) -> str | None:
-    if support is None:
-        return "no kept sets, though the sampling truncates" if needed and length else None
-    try:
-        count = len(of_response(support))
-    except (TypeError, ValueError) as error:
-        return f"support is not a list of different ids for each token: {error}"
-    return None if count == length else f"{count} kept sets for {length} ids"
-
-
-def _broken_row(support: TokenSupport, tokens: torch.Tensor, vocab: int | None) -> tuple[int, str] | None:
-    """The first row of N whose set has an id outside the vocabulary, or lacks its token (N,) int64; and which."""
-    lengths, ids = support.offsets.diff(), support.ids
-    row = torch.repeat_interleave(lengths)
-    if vocab is not None and bool((ids >= vocab).any()):
-        at = int((ids >= vocab).nonzero()[0])
-        return int(row[at]), f"has id {int(ids[at])}, outside the model's vocabulary of {vocab}"
-    found = lengths == 0  # the whole vocabulary
-    found[row[ids == tokens[row]]] = True
-    if bool(found.all()):
-        return None
-    missing = int((~found).nonzero()[0])
-    return missing, f"of {int(lengths[missing])} ids lacks the token itself, {int(tokens[missing])}"
