@@ -115,18 +115,16 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """The rank's rows as micro-batches: of similar lengths, so that little is padded, or packed.
 
-    Args:
-        examples: of this rank.
-        config: of the run.
-        pad_id: any token id, which is never read.
-        device: of the tensors.
-        costs: of the model, by which the cheaper of the two is chosen; None for padding.
+    By the model's costs the cheaper of the two is chosen; None is for padding, with any token id.
     """
+    # Padded: a micro-batch holds what is of similar length.
     examples = sorted(examples, key=Example.tokens)
     count = math.ceil(len(examples) / config.micro_batch_size)
     padded = [examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)]
+
+    # Packed: long and short ones together fill rows best.
     if costs is not None:
-        mixed = [examples[i::count] for i in range(count)]  # long and short ones together fill rows best
+        mixed = [examples[i::count] for i in range(count)]
         lengths = [[example.tokens() - 1 for example in part] for part in mixed]  # the last token predicts nothing
         arranged = [arrange(part, costs) for part in lengths]
         packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
@@ -147,6 +145,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     sums = Sums(step)
     model.train()
     for part in parts:
+        # -log p of each token, its gradient formed in the forward pass.
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
         model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
         sums.add({"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}, part.batch.where)

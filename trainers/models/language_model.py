@@ -224,13 +224,8 @@ def load_lm(
 ) -> LanguageModel:
     """A causal LM without dropout; frozen, and without its adapters, unless trainable.
 
-    Args:
-        name, revision: a Hub name or a local folder, and which of its revisions; not always those in `options`.
-        options: how it is read and, where it is trainable, what of it is trained.
-        held: its dtype, and whether its weights will be split.
-        device: where to.
-        option: which option named it, for errors.
-        trainable: with gradients, adapters and what they need.
+    The name and revision need not be those in `options`, which say how it is read and what of it is trained; `option`
+    named it, for errors.
     """
     # Its weights: where `name` holds adapters, those that they belong to.
     of_logits, adapters = head_dtype(options, held), find_adapters(name, revision)

@@ -93,12 +93,7 @@ def _check_targets(model: nn.Module, targets: list[str], head: nn.Module) -> Non
 
 
 def merged(state: dict, model: nn.Module) -> dict:
-    """The state of the plain model: each adapted weight W becomes W + scale * B A.
-
-    Args:
-        state: of `model`, whole, whether its own weights are partitioned or not.
-        model: with adapters in it.
-    """
+    """Of the whole `state` of a model with adapters that of the plain one: each weight W becomes W + scale * B A."""
     plain = {}
     for key, value in state.items():
         if ".lora_" in key:

@@ -126,15 +126,9 @@ def pack(batch: Batch, in_row: int) -> Packed:
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
-    """Each two neighbours in a row, what they begin with once; the last token of each sequence is read.
+    """Each two of 2 b neighbours in a row, what they begin with once; the last token of each is read.
 
-    Args:
-        sequences: of 2 b sequences the token ids.
-        costs: of the model.
-        device: of the tensors.
-
-    Returns:
-        `states` is (2 b,); None where a row for each sequence costs no more.
+    None where a row for each sequence costs no more.
     """
     # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
@@ -235,12 +229,11 @@ def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
 
 @torch.no_grad()
 def why_not(lm: nn.Module, longest: int) -> str | None:
-    """Why a model's rows cannot hold several responses: a reason to print, or None where they can.
+    """Why rows of a causal LM, or of a classifier on one, cannot hold several responses: a reason to print, or None.
 
-    Args:
-        lm: a transformers causal LM, or a classifier on one.
-        longest: tokens of the longest sequence.
+    The longest sequence has `longest` tokens.
     """
+    # What its config says.
     text = lm.config.get_text_config()
     if lm.config._attn_implementation not in MASKED:
         return f"attn_implementation={lm.config._attn_implementation} takes no mask of its own; {MASKED} do"
@@ -272,15 +265,7 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
 def agreed_costs(lm: nn.Module, longest: int, wanted: bool | None, *, option: str, otherwise: str) -> Costs | None:
     """The costs by which sequences are put in rows; None, and a line that says why, where a row holds but one.
 
-    Args:
-        lm: a transformers model.
-        longest: tokens of the longest sequence.
-        wanted: what the option says; None is wherever the model can.
-        option: its name.
-        otherwise: what happens where the model cannot, for the line.
-
-    Raises:
-        InputError: it is wanted, and the model cannot.
+    The option says whether that is `wanted` (None: wherever the model can); `otherwise` is what happens if not.
     """
     if wanted is False:
         return None

@@ -51,12 +51,8 @@ def check_causal(lm: nn.Module, what: str) -> None:
 def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], more: int, remedy: str) -> None:
     """Refuse token ids that have no embedding, and sequences longer than the model has positions.
 
-    Args:
-        lm: a transformers model.
-        tokenizer: what made the token ids.
-        rows: (token ids, where they are from) of everything that the run reads.
-        more: how many tokens may follow each.
-        remedy: the options that make sequences shorter.
+    `rows` are the token ids of all that a run reads, and where they are from; `more` tokens may follow each, and the
+    options in `remedy` make them fewer.
     """
     # The tokenizer as a whole.
     embedded = lm.get_input_embeddings().num_embeddings
@@ -88,13 +84,9 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
-    """Have rank 0 write a model and its tokenizer, complete or not at all; for all ranks at once.
+    """Have rank 0 write the model in an engine, and its tokenizer, complete or not at all; for all ranks at once.
 
-    Args:
-        trained: the engine around the model.
-        tokenizer: written beside it, with its chat template.
-        folder: where to.
-        write: the model, into a folder, from the engine's whole state where ZeRO 3 has partitioned the model's own.
+    `write` takes a folder and, where ZeRO 3 has partitioned the model's own state, the whole one.
     """
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if ranks.rank() == 0:

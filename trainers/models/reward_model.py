@@ -174,9 +174,7 @@ class RewardModel(nn.Module):
     def save_pretrained(self, folder: Path | str, state_dict: dict | None = None) -> None:
         """Write config and weights so that `AutoModelForSequenceClassification` opens them; adapters are merged.
 
-        Args:
-            folder: where to.
-            state_dict: this module's, where its own weights are partitioned.
+        The state is this module's own, or where that is partitioned the one given.
         """
         state = self.state_dict() if state_dict is None else state_dict
         state = {key.removeprefix("classifier."): value for key, value in state.items()}
@@ -291,10 +289,7 @@ def check_reads_policy(
 ) -> None:
     """Refuse a reward model or critic that reads other words in the policy's token ids, or has no row for them.
 
-    Args:
-        what: "reward model" or "critic", for the error.
-        name, model: its folder or Hub name, where its tokenizer is too; and it, loaded.
-        tokenizer, policy, revision: the policy's, its folder or Hub name, and of which revision it is.
+    Its tokenizer lies beside its weights, in `name`; `tokenizer` and `revision` are the policy's.
     """
     from transformers import AutoConfig, AutoTokenizer
 

@@ -96,10 +96,7 @@ def without_stop(response: Response) -> list[int]:
 def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample]) -> torch.Tensor:
     """The scores as (B,) fp32, NaN for None; an error names the scorer, and the row of a score that is no number.
 
-    Args:
-        name: the scorer's.
-        scores: what it returned: a list, tuple, array or tensor of one number or None for each sample.
-        samples: what it was called with.
+    They come as a list, tuple, array or tensor of one number or None for each sample.
     """
     no_list = isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable)
     if no_list or getattr(scores, "ndim", 1) == 0:  # a tensor or an array of one number

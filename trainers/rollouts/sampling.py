@@ -114,11 +114,9 @@ def of_response(support: TokenSupport | list[list[int]]) -> TokenSupport:
 
 
 def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]) -> TokenSupport | None:
-    """The sets of all tokens of several responses, one after the other; None where no sampler told any.
+    """The sets of all tokens of responses of these lengths, one after the other; None where no sampler told any.
 
-    Args:
-        supports: of each response; None is the whole vocabulary for all of its tokens.
-        lengths: tokens of each response.
+    That of a response may be None, for the whole vocabulary.
     """
     if all(support is None for support in supports):
         return None
