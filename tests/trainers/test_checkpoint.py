@@ -23,8 +23,10 @@ from fused_rl.trainers.base import ranks, written
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig, names_of, parse
-from fused_rl.trainers.run import checkpoint, lock, resume
+from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig, names_of
+from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.run import checkpoint, resume
+from fused_rl.trainers.run import folder as run_folder
 from fused_rl.trainers.run.logger import read_metrics
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -64,7 +66,7 @@ def refused(config, message: str) -> str:
     """Training is refused in one line that matches; returns it."""
     with pytest.raises(InputError, match=message) as error:
         sft.train(config)
-    lock.release()  # as the command does when it ends
+    run_folder.release()  # as the command does when it ends
     line = str(error.value)
     assert "\n" not in line
     return line
@@ -143,7 +145,7 @@ def test_the_number_of_processes_is_named(files, run, monkeypatch):
     monkeypatch.setattr(checkpoint, "world_size", lambda: 2)
     monkeypatch.setattr(checkpoint.ranks, "gather", lambda part: [part])
     with pytest.raises(InputError, match="processes 1 -> 2"):
-        checkpoint.open_run(run_config(files, run, resume=True))
+        run_folder.Folder(run_config(files, run, resume=True)).open()
 
 
 def test_rows_that_changed_are_counted(files, run, tmp_path):
@@ -250,7 +252,7 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_newest_whole_one(f
     tried = 0
     for path in damage_each(run / "checkpoints" / "step-4"):
         with pytest.raises(InputError) as error:
-            checkpoint.open_run(config)
+            run_folder.Folder(config).open()
         line = str(error.value)
         assert str(path) in line and "continue from it with --resume_from step-2" in line and "\n" not in line
         assert path.name == "manifest.json" or ("expected" in line and "bytes with CRC" in line)
@@ -330,7 +332,8 @@ class Files:
 
 def save(files, folder: Path, step: int, size: int = 10, **options):
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    checkpoint.save({"policy": Files(size)}, run_config(files, folder, **options), folder, step, {"position": 0})
+    checkpoints = checkpoint.Checkpoints(run_config(files, folder, **options))
+    checkpoints.save({"policy": Files(size)}, step, {"position": 0})
 
 
 def names(folder: Path) -> list[str]:
@@ -452,7 +455,7 @@ def on_two_ranks(rank, world, files, folder) -> list[str]:
     ranks.barrier()
     told.append(checkpoint.damage(folder / "checkpoints" / "step-4"))
     try:
-        checkpoint.open_run(run_config(files, folder / "checkpoints" / "latest"))
+        run_folder.Folder(run_config(files, folder / "checkpoints" / "latest")).open()
     except InputError as error:
         told.append(str(error))
     return told
@@ -721,19 +724,19 @@ def test_a_second_run_in_the_folder_is_told_who_is_there_and_a_killed_one_leaves
     process, folder = living
     for options in ({"resume": True}, {"overwrite": True}, {}):
         with pytest.raises(InputError, match=f"is in use by process {process.pid} on "):
-            checkpoint.open_run(run_config(files, folder, **options))
+            run_folder.Folder(run_config(files, folder, **options)).open()
     process.kill()
     process.wait()
     with pytest.raises(InputError, match="already holds a run"):
-        checkpoint.open_run(run_config(files, folder))
-    lock.release()
+        run_folder.Folder(run_config(files, folder)).open()
+    run_folder.release()
     assert not (folder / ".lock").exists()
 
 
 def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     (tmp_path / "new").mkdir()
-    lock.take(tmp_path / "new")
-    lock.release()
+    run_folder.take(tmp_path / "new")
+    run_folder.release()
     assert not (tmp_path / "new").exists()
 
 

@@ -16,7 +16,7 @@ from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import lock
+from fused_rl.trainers.run import folder as run_folder
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -434,7 +434,7 @@ def test_a_model_whose_rows_hold_one_response_is_told_and_refused_where_they_mus
     assert told in capsys.readouterr().out
     with pytest.raises(InputError, match="share_prompts: sliding_window=4 is shorter .*; drop --share_prompts"):
         reward.train(make_config(folder, **options, share_prompts=True, overwrite=True))
-    lock.release()
+    run_folder.release()
 
 
 def test_dry_run(folder, capsys):

@@ -1,7 +1,7 @@
 """What of a run may be another when it is resumed: one table, and the comparison.
 
-A resumed run is the same run. An option stands in `MAY_CHANGE` where the run goes on with a new value from the next step
-on; all others must be as they were, because what is behind would not have been the same.
+A resumed run is the same run. An option stands in `MAY_CHANGE` where the run goes on with a new value from the next
+step on; all others must be as they were, because what is behind would not have been the same.
 """
 
 import dataclasses
