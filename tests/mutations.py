@@ -302,19 +302,19 @@ MUTATIONS = {
         "trainers/grpo.py",
         "drawn.counts[index.cpu()].sum(), trained",
         "torch.tensor(len(index)), trained",
-        "tests/trainers/test_grpo.py -k dropped_group",
+        "tests/trainers/test_grpo_step.py -k dropped_group",
     ),
     "ranks that leave nothing out meet once less": Mutation(
         "trainers/grpo.py",
         "    found = sums.over_ranks()\n",
         "    found = sums.over_ranks()\n    _ = left_out is None or ranks.global_sum(left_out.sum())\n",
-        "tests/trainers/test_grpo.py -k equally_often",
+        "tests/trainers/test_grpo_step.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(
         "trainers/grpo.py",
         "rewards = rewards - config.kl_coef * charged",
         "rewards = rewards - 2 * config.kl_coef * charged",
-        "tests/trainers/test_grpo.py -k 'kl_in_the_reward or less_by_the_kl'",
+        "tests/trainers/test_grpo_step.py tests/trainers/test_grpo_runs.py -k 'kl_in_the_reward or less_by_the_kl'",
     ),
     "the overlong penalty is a bonus": Mutation(
         "trainers/policy/groups.py",
