@@ -11,7 +11,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import groups, policy, reference
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from tests.test_losses import PAPERS
+from tests.papers import PAPERS
 from tests.trainers.steps import (
     EOS,
     GROUP,
