@@ -114,7 +114,7 @@ def test_what_contradicts_it_is_refused(config, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=message):
         made = config(model="m", dataset="d", output_dir="o", **options)
-        reward.arithmetic(made, 1) if config is reward.RewardConfig else engine.head_dtype(made, made)
+        reward.arithmetic(made, 1) if config is reward.RewardConfig else engine.head_dtype(made)
 
 
 def test_runs_with_it(folder, tmp_path, capsys):

@@ -245,7 +245,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     # Its weights: where `model` holds adapters, those that they belong to.
-    head_dtype = engine.head_dtype(config, config)
+    head_dtype = engine.head_dtype(config)
     adapters = find_adapters(config.model, config.revision)
     lora.check_options(config, adapters)
     four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
