@@ -7,7 +7,8 @@ import pytest
 
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval, kl_report
-from fused_rl.trainers.options.config import InputError, names_of, parse
+from fused_rl.trainers.options.config import InputError, names_of
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy.credit import adapted, check_credit
 from fused_rl.trainers.policy.options import POLICY_NEEDS
 

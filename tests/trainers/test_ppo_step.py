@@ -17,8 +17,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
-
-EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
+from tests.trainers.steps import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close
 
 
 @pytest.fixture(scope="module")
@@ -32,47 +31,6 @@ def folders(tmp_path_factory):
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
     settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
     return ppo.PPOConfig(**(settings | options))
-
-
-class Sampler:
-    """Responses that were decided before."""
-
-    def __init__(self, responses):
-        self.responses = responses
-
-    def sample(self, prompts, sampling):
-        return self.responses
-
-    def publish(self, step):
-        pass
-
-
-class Scorer:
-    """Scores that were decided before."""
-
-    name, weight, solved_at = "points", 0.5, 2.0
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    def check(self, row):
-        pass
-
-    def __call__(self, samples):
-        return self.scores
-
-
-class Plain:
-    """A model with its own backward pass, where DeepSpeed's engine would stand; it takes no step."""
-
-    def __init__(self, module):
-        self.module, self.training = module, True
-
-    def __call__(self, *inputs, **options):
-        return self.module(*inputs, **options)
-
-    def backward(self, loss):
-        loss.backward()
 
 
 class Stale:
@@ -256,15 +214,6 @@ def load_fp64(folders):
         return (critic.classifier.score(states)[..., 0] - 0.1) / 0.7
 
     return lm, critic, values
-
-
-def assert_gradients_close(module, exact, prefix=""):
-    exact = dict(exact.named_parameters())
-    for name, parameter in module.named_parameters():
-        expected = exact[name.removeprefix(prefix)].grad
-        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        scale = expected.abs().max().item()
-        torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
 
 
 def plain_policy(folders, config, lm, given):

@@ -1,19 +1,16 @@
 import pytest
 import torch
 
+from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts import generate
+from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.trainers import tiny
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 def load(folder, **options):
@@ -271,6 +268,60 @@ def test_draws_are_as_frequent_as_they_are_likely():
     found = token.bincount(minlength=5) / len(scores)
     expected = torch.softmax(scores[0] / 0.7, -1)
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
+
+
+# What a sampler may report.
+
+KEPT = [[5, 90], [91], [3, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        (None, "no kept sets, though the sampling truncates"),
+        ([[5, 90], [91]], "2 kept sets for 3 ids"),
+        ([[5, 90], [91, 5, 91], [3]], "support is not a list of different ids .*: row 1 keeps id 91 more than once"),
+        ([[5, 90], [92, 93], [3]], "the kept set of token 1 of 2 ids lacks the token itself, 91"),
+        ([[5, 90], [91], [3, 264]], "the kept set of token 2 has id 264, outside the model's vocabulary of 264"),
+        ([[5, 90], [91, -1], [3]], "support is not a list of different ids .*: row 1 keeps id -1"),
+        ([[5, 90], ["a"], [3]], "support is not a list of different ids"),
+        (7, "support is not a list of different ids"),
+    ],
+)
+def test_a_record_that_is_not_one_names_the_row_and_the_token(support, message):
+    good, bad = (Prompt([1, 70], {"__where__": f"rows.jsonl, line {i}"}) for i in (4, 5))
+    of_good, of_bad = (Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, support))
+    with pytest.raises(InputError, match=f"^the sampler's response to rows.jsonl, line 5: {message}"):
+        check_responses([of_good, of_bad, of_good], [good, bad, good], Sampling(0.7, 8, (3,), top_p=0.9), 264)
+
+
+def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():
+    made = [Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, TokenSupport.from_lists(KEPT))]
+    made += [Response([90, 3], "stop", support=[[], [3]]), Response([], "length"), Response([], "length", support=[])]
+    prompts = [Prompt([1, 70], {})] * 5
+    check_responses(made, prompts, Sampling(0.7, 8, (3,), top_p=0.9), 264)
+    # Of a sampler that reports sets where none was asked for (a ban of its own), they are taken as they are.
+    assert check_responses(made + [Response([8], "length")], prompts + prompts[:1], Sampling(0.7, 8, (3,))) is None
+
+
+class Silent:
+    """A sampler that says nothing of kept sets."""
+
+    def sample(self, prompts, sampling):
+        raise AssertionError("nothing must be drawn")
+
+    def publish(self, step):
+        pass
+
+
+def test_a_sampler_without_a_record_is_refused_before_it_draws():
+    class No(Silent):
+        records_support = False
+
+    for sampler in (Silent(), No()):
+        message = rf"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \({type(sampler).__name__}\): "
+        with pytest.raises(InputError, match=message):
+            roll_out(sampler, [], [Prompt([1], {})], Sampling(0.7, 8, (3,), top_k=5), None, torch.device("cpu"))
 
 
 def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):

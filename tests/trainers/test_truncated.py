@@ -16,7 +16,7 @@ from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Drawn
 from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.rollouts.checks import check_responses
-from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
+from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -26,11 +26,6 @@ PROMPTS = [[1, 70, 71], [1, 70, 71], [1, 80], [1, 90, 91, 92, 93], [1, 90, 91, 9
 TOP_P, TOP_K, MIN_P = {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}
 FILTERS = {"top_p": TOP_P, "top_k": TOP_K, "min_p": MIN_P, "together": TOP_P | TOP_K | MIN_P}
 TEMPERATURE, LENGTH = 0.7, 8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 def config_of(folder, **options) -> grpo.GRPOConfig:
@@ -124,60 +119,6 @@ def test_greedy_and_the_whole_softmax_have_no_record(folder):
             assert response.support is None
     likeliest = tiny.generate(lm, PROMPTS, sampling_of(top_k=1), batch_size=8)
     assert likeliest == tiny.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), batch_size=8)
-
-
-# What a sampler may report.
-
-KEPT = [[5, 90], [91], [3, 7, 8]]
-
-
-@pytest.mark.parametrize(
-    ("support", "message"),
-    [
-        (None, "no kept sets, though the sampling truncates"),
-        ([[5, 90], [91]], "2 kept sets for 3 ids"),
-        ([[5, 90], [91, 5, 91], [3]], "support is not a list of different ids .*: row 1 keeps id 91 more than once"),
-        ([[5, 90], [92, 93], [3]], "the kept set of token 1 of 2 ids lacks the token itself, 91"),
-        ([[5, 90], [91], [3, 264]], "the kept set of token 2 has id 264, outside the model's vocabulary of 264"),
-        ([[5, 90], [91, -1], [3]], "support is not a list of different ids .*: row 1 keeps id -1"),
-        ([[5, 90], ["a"], [3]], "support is not a list of different ids"),
-        (7, "support is not a list of different ids"),
-    ],
-)
-def test_a_record_that_is_not_one_names_the_row_and_the_token(support, message):
-    good, bad = (Prompt([1, 70], {"__where__": f"rows.jsonl, line {i}"}) for i in (4, 5))
-    of_good, of_bad = (Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, support))
-    with pytest.raises(InputError, match=f"^the sampler's response to rows.jsonl, line 5: {message}"):
-        check_responses([of_good, of_bad, of_good], [good, bad, good], sampling_of(top_p=0.9), 264)
-
-
-def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():
-    made = [Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, TokenSupport.from_lists(KEPT))]
-    made += [Response([90, 3], "stop", support=[[], [3]]), Response([], "length"), Response([], "length", support=[])]
-    prompts = [Prompt([1, 70], {})] * 5
-    check_responses(made, prompts, sampling_of(top_p=0.9), 264)
-    # Of a sampler that reports sets where none was asked for (a ban of its own), they are taken as they are.
-    assert check_responses(made + [Response([8], "length")], prompts + prompts[:1], sampling_of()) is None
-
-
-class Silent:
-    """A sampler that says nothing of kept sets."""
-
-    def sample(self, prompts, sampling):
-        raise AssertionError("nothing must be drawn")
-
-    def publish(self, step):
-        pass
-
-
-def test_a_sampler_without_a_record_is_refused_before_it_draws():
-    class No(Silent):
-        records_support = False
-
-    for sampler in (Silent(), No()):
-        message = rf"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \({type(sampler).__name__}\): "
-        with pytest.raises(InputError, match=message):
-            roll_out(sampler, [], [Prompt([1], {})], sampling_of(top_k=5), None, torch.device("cpu"))
 
 
 # The record on its way to the loss.

@@ -118,8 +118,8 @@ class PairEncoder:
         return self._encode(rows, i, {"prompt": value}, column)  # a whole conversation, whatever the prompt column says
 
     def _encode(self, rows: Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
-        known = {"tools": rows.rows[i].get("tools"), "__line__": rows.rows[i].get("__line__", rows.first + i + 1)}
-        located = Rows([row | known], rows.source)
+        tools = {"tools": rows.rows[i].get("tools")}
+        located = Rows([row | tools], rows.source, [i + 1 if rows.numbers is None else rows.numbers[i]])
         return self.encoder.pair(located, 0, "prompt", column)
 
     def _whole_text(self, text: str) -> tuple[list[int], list[int]]:
