@@ -20,7 +20,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
-from fused_rl.trainers.data.preferences import Pair, PairEncoder, calibration, sides_of
+from fused_rl.trainers.data.preferences import Pair, PairEncoder, calibration, draw_scores, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits
@@ -37,7 +37,6 @@ from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, witho
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.curves import draw_scores
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.metrics import KEYS, keyed

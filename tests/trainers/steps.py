@@ -8,6 +8,7 @@ import torch
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import groups, policy
+from tests.trainers import tiny
 
 EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
 GROUP = 4

@@ -11,6 +11,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -153,3 +154,21 @@ def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
             observed = (inside > 0).double().mean().item()
             rows.append({"low": low, "high": high, "pairs": len(inside), "predicted": predicted, "observed": observed})
     return rows
+
+
+def draw_scores(scores: torch.Tensor, bins: list[dict[str, float]], path: Path) -> None:
+    """Write a PNG of scores (N, 2), chosen and rejected, and of their calibration."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    histogram, reliability = figure.subplots(1, 2)
+    edges = torch.linspace(scores.min().item(), scores.max().item() + 1e-6, 41).tolist()
+    for column, side in enumerate(("chosen", "rejected")):
+        histogram.hist(scores[:, column].tolist(), bins=edges, alpha=0.6, label=side)
+    histogram.set(title="held-out scores", xlabel="score", ylabel="responses")
+    histogram.legend()
+    reliability.plot([0.5, 1], [0.5, 1], color="grey", linewidth=1)
+    reliability.plot([row["predicted"] for row in bins], [row["observed"] for row in bins], marker="o")
+    reliability.set(title="calibration by margin", xlabel="predicted", ylabel="observed: chosen scores higher")
+    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
+    path.with_suffix(".tmp.png").replace(path)

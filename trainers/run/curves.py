@@ -1,9 +1,7 @@
-"""curves.png: what a run's metrics look like over its steps, or over each other; scores.png of a reward model."""
+"""curves.png: what a run's metrics look like over its steps, or over each other."""
 
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 IN_A_ROW = 4  # panels
 
@@ -41,28 +39,6 @@ def draw_curves(history: list[dict], curves: Curves, path: Path) -> None:
             _points(figure, axes, history, drawn)
         else:
             _lines(axes, history, drawn)
-    _write(figure, path)
-
-
-def draw_scores(scores: torch.Tensor, bins: list[dict[str, float]], path: Path) -> None:
-    """Write a PNG of a reward model's scores (N, 2), chosen and rejected, and of its calibration by margin."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    histogram, reliability = figure.subplots(1, 2)
-    edges = torch.linspace(scores.min().item(), scores.max().item() + 1e-6, 41).tolist()
-    for column, side in enumerate(("chosen", "rejected")):
-        histogram.hist(scores[:, column].tolist(), bins=edges, alpha=0.6, label=side)
-    histogram.set(title="held-out scores", xlabel="score", ylabel="responses")
-    histogram.legend()
-    reliability.plot([0.5, 1], [0.5, 1], color="grey", linewidth=1)
-    reliability.plot([row["predicted"] for row in bins], [row["observed"] for row in bins], marker="o")
-    reliability.set(title="calibration by margin", xlabel="predicted", ylabel="observed: chosen scores higher")
-    _write(figure, path)
-
-
-def _write(figure, path: Path) -> None:
-    """Whole or not at all."""
     figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
     path.with_suffix(".tmp.png").replace(path)
 
