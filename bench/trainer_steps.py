@@ -18,7 +18,7 @@ from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.policy.policy import load_policy, load_prompts
 from fused_rl.trainers.run.logger import Logger
-from fused_rl.trainers.scorers import load_scorers
+from fused_rl.trainers.scorers.load import load_scorers
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
 NEEDED = ("rollout", "measure", "update")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo, reward, sft
-from fused_rl.trainers.models import language_model, lora
+from fused_rl.trainers.data import sources
 from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
 
@@ -45,7 +45,7 @@ def sft_config(files, output_dir, **options) -> sft.SFTConfig:
 def test_what_cannot_be_in_4_bits_is_refused_in_a_line(options, message, files, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=message):
-        language_model.load_lm(sft_config(files, tmp_path, **options), CPU)
+        tiny.load_lm(sft_config(files, tmp_path, **options))
 
 
 def test_a_reward_model_is_not_in_4_bits():
@@ -70,12 +70,12 @@ def test_logits_and_gradients_are_those_of_the_weights_that_4_bits_stand_for(fil
 
     config = sft_config(files, tmp_path)
     torch.manual_seed(0)
-    small = language_model.load_lm(config, CPU)
+    small = tiny.load_lm(config)
     for name, weight in small.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     torch.manual_seed(0)
-    plain = language_model.load_lm(sft_config(files, tmp_path, load_in_4bit=False), CPU)
+    plain = tiny.load_lm(sft_config(files, tmp_path, load_in_4bit=False))
     kinds = dict(small.named_modules())
     trained = {name: weight for name, weight in small.named_parameters() if "lora_" in name}
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_a_run_in_4_bits_resumes_bit_for_bit_and_saves_adapters(options, files, 
     folder = sft.train(config)
     metrics = tiny.read_metrics(tmp_path / "whole")
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
-    assert lora.base_of(folder) == (files[0], None)
+    assert sources.base_of(folder) == (files[0], None)
 
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     resumed = sft.train(sft_config(files, tmp_path / "resumed", resume_from="step-2", **options))

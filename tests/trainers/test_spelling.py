@@ -3,7 +3,8 @@
 import pytest
 
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.options.config import InputError, parse
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.scorers import verifiers
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.spelling import check_weights, read

@@ -28,6 +28,7 @@ from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summariz
 from fused_rl.trainers.data import encode, fingerprints, sources
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import (
     ClosedUnitInterval,
     InputError,
@@ -40,6 +41,7 @@ from fused_rl.trainers.options.config import (
     check_revision,
 )
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.policy.policy import prompts_of
@@ -50,7 +52,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, w
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.scorers.load import Reader, load_spelled
-from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read
+from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read, sources_of
 from fused_rl.trainers.scorers.verifiers import verifiers_for
 
 MAX_NEW_TOKENS = 512
@@ -133,6 +135,12 @@ class EvalConfig(Options):
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
         check_revision(self.model, self.revision)
+
+    def reads(self) -> list[Source]:
+        """The model, the rows, and what the scorers are made of."""
+        model = Source("model", f"model={self.model}", self.model, self.revision)
+        scorers = [] if self.verifiers is None else sources_of(self.verifiers)
+        return [model, Source("rows", f"dataset={self.dataset}", self.dataset), *scorers]
 
 
 def _samples(config: EvalConfig) -> bool:
@@ -257,7 +265,7 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         _say(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
-    language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
+    check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
     return Sampling(config.temperature, length, stop_ids, **filters)

@@ -1,76 +1,20 @@
 """Low-rank adapters (peft): which layers get them, those that a folder holds, and whole weights with them merged in."""
 
-from typing import NamedTuple
-
 from torch import nn
 
+from fused_rl.trainers.data.sources import Adapters
 from fused_rl.trainers.options.config import InputError, ModelConfig
 from fused_rl.trainers.options.text import in_a_line
 
 ALL_LINEAR = "all-linear"
 
 
-class Adapters(NamedTuple):
-    """Adapters that were saved apart from the weights that they belong to."""
-
-    name: str
-    """The folder or Hub name that holds them."""
-    revision: str | None
-    config: object
-    """peft's `LoraConfig`."""
-
-    @property
-    def base(self) -> tuple[str, str | None]:
-        """The folder or Hub name of the weights that they belong to, and its revision."""
-        return self.config.base_model_name_or_path, self.config.revision
-
-
-def find_adapters(name: str, revision: str | None = None) -> Adapters | None:
-    """The adapters that a folder or Hub name holds in place of whole weights; None where it holds something else.
-
-    Raises:
-        InputError: adapters that are not read here, or that do not say what they belong to.
-    """
-    import peft
-    from transformers.utils import find_adapter_config_file
-
-    try:
-        if find_adapter_config_file(name, revision=revision) is None:
-            return None
-    except OSError:  # no folder and no name of the Hub: reading the model says so
-        return None
-    try:
-        config = peft.PeftConfig.from_pretrained(name, revision=revision)
-    except Exception as error:  # OSError, JSON errors, fields that this release of peft does not know
-        raise InputError(
-            f"{name!r} holds adapters whose adapter_config.json cannot be read: {in_a_line(error)}"
-        ) from error
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA" or config.use_dora or config.modules_to_save or config.bias != "none":
-        raise InputError(
-            f"{name!r} holds adapters of kind {kind} with use_dora={getattr(config, 'use_dora', None)}, "
-            f"modules_to_save={getattr(config, 'modules_to_save', None)}, bias={getattr(config, 'bias', None)}; plain "
-            "LoRA is read here: merge them into their model with peft first"
-        )
-    if not config.base_model_name_or_path:
-        raise InputError(
-            f"{name!r} holds adapters that do not say to which model they belong (base_model_name_or_path)"
-        )
-    return Adapters(name, revision, config)
-
-
-def base_of(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Name and revision of the whole weights: those that adapters belong to, else `name` itself."""
-    adapters = find_adapters(name, revision)
-    return (name, revision) if adapters is None else adapters.base
-
-
-def check_options(config: ModelConfig, adapters: Adapters | None) -> None:
+def check_options(options: ModelConfig, adapters: Adapters | None) -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
-    trained = adapters is not None or config.lora_rank > 0
+    trained = adapters is not None or options.lora_rank > 0
     default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR}
-    needing = {name: getattr(config, name) != default[name] for name in ("lora_alpha", "lora_targets")}
-    needing["save_merged"] = config.save_merged
+    needing = {name: getattr(options, name) != default[name] for name in ("lora_alpha", "lora_targets")}
+    needing["save_merged"] = options.save_merged
     idle = [name for name, given in needing.items() if given and not trained]
     if idle:
         raise InputError(f"{', '.join(idle)} says how adapters are made or saved, but there are none: give --lora_rank")
@@ -78,7 +22,7 @@ def check_options(config: ModelConfig, adapters: Adapters | None) -> None:
         return
     there = {"lora_rank": adapters.config.r, "lora_alpha": adapters.config.lora_alpha, "lora_targets": None}
     for option, value in there.items():
-        given = getattr(config, option)
+        given = getattr(options, option)
         if given not in (value, default[option]):
             raise InputError(
                 f"model={adapters.name!r} holds adapters of rank {adapters.config.r} and alpha "
@@ -97,11 +41,11 @@ def continued(lm: nn.Module, adapters: Adapters) -> nn.Module:
         raise InputError(f"the adapters in {adapters.name!r} do not fit {base!r}: {in_a_line(error)}") from error
 
 
-def adapted(lm: nn.Module, config: ModelConfig) -> nn.Module:
+def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:
     """`lm` with new adapters, which change nothing at first."""
     import peft
 
-    chosen = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.lora_targets}
+    chosen = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
     return peft.get_peft_model(lm, _new(lm, lm.get_output_embeddings(), "CAUSAL_LM", **chosen))
 
 
@@ -149,12 +93,7 @@ def _check_targets(model: nn.Module, targets: list[str], head: nn.Module) -> Non
 
 
 def merged(state: dict, model: nn.Module) -> dict:
-    """The state of the plain model: each adapted weight W becomes W + scale * B A.
-
-    Args:
-        state: of `model`, whole, whether its own weights are partitioned or not.
-        model: with adapters in it.
-    """
+    """Of the whole `state` of a model with adapters that of the plain one: each weight W becomes W + scale * B A."""
     plain = {}
     for key, value in state.items():
         if ".lora_" in key:

@@ -18,7 +18,8 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.data.fingerprints import Fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
-from fused_rl.trainers.run import checkpoint
+from fused_rl.trainers.run.checkpoint import Checkpoints
+from fused_rl.trainers.run.folder import Folder
 from fused_rl.trainers.run.logger import phase
 
 
@@ -53,7 +54,7 @@ class Run:
         self.made_of |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
         fingerprints.check_ranks(self.made_of)
         if self.config.resume:
-            for line in checkpoint.check_made_of(self.config, self.folder, self.made_of):
+            for line in Checkpoints(self.config).check_made_of(self.made_of):
                 if ranks.rank() == 0:
                     tell(f"resume: {line}")
         self.complete = True
@@ -74,7 +75,7 @@ def begin(config: RunConfig, arithmetic: Callable[[RunConfig, int], dict[str, ob
     fingerprints.check_options(config)
     with ranks.together():
         arithmetic(config, ranks.world_size())
-    folder = checkpoint.open_run(config)
+    folder = Folder(config).open()
     with phase("took the fingerprints of models and functions"), ranks.together():
         made_of = fingerprints.of_sources(sources.of_run(config, hub=False))
     return Run(config, device, folder, made_of)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from fused_rl.trainers.base import engine, launch, ranks
 from fused_rl.trainers.base.screen import kept_up, tell
 from fused_rl.trainers.data.order import foresee
-from fused_rl.trainers.options.config import Config, InputError, Refused, RunConfig, config_files, parse, to_yaml
+from fused_rl.trainers.options.config import InputError, RunConfig, to_yaml
+from fused_rl.trainers.options.parse import Config, Refused, config_files, parse
 from fused_rl.trainers.options.text import shown
-from fused_rl.trainers.run import checkpoint, lock
+from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.loop import Stopped
 
 LOST = "what was done since the last checkpoint is lost"
@@ -34,12 +35,12 @@ def run(
     with around(f"fused-rl {config_class.command}", LOST):
         config = options(config_class, argv)
         if config.dry_run:
-            counted, steps = foresee(config)
+            counted, steps = foresee(config, config)
             tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
             return
         try:
             arithmetic(config, launch.processes())
-            checkpoint.check_config_files(config, config_files(argv))
+            Folder(config).check_config_files(config_files(argv))
         except InputError as error:
             ranks.refused(error)
             raise
@@ -52,7 +53,7 @@ def run(
             orderly = True
             raise
         finally:
-            lock.release()
+            release()
             engine.teardown(orderly)
 
 

@@ -27,9 +27,10 @@ from fused_rl.trainers.base.ranks import global_sum, rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
-from fused_rl.trainers.run import checkpoint, hub, lock
+from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.curves import Curves
+from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.logger import Logger, phase
 
 
@@ -90,16 +91,16 @@ class Loop:
     ):
         if not run.complete:
             raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
-        folder = run.folder
-        self.config, self.folder, self.engines, self.made_of = config, folder, engines, run.made_of
+        self.config, self.folder, self.engines, self.made_of = config, run.folder, engines, run.made_of
+        output = Folder(config)
+        self.checkpoints = output.checkpoints
         self.order, self.curves, self.state = order, curves, state
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
         if config.resume:
-            self.restored = checkpoint.load(engines, config, folder)
+            self.restored = self.checkpoints.load(engines)
             self.step, order.position = self.restored["step"], self.restored["position"]
-            checkpoint.refuse_fewer_steps(config, self.step)
-        checkpoint.claim(config, folder, self.step)
-        with storing("metrics.jsonl", folder):
+        output.claim(self.step)
+        with storing("metrics.jsonl", run.folder):
             self.logger = Logger(config, columns, self.step)
         self.interruption = Interruption()
 
@@ -144,12 +145,12 @@ class Loop:
             began = time.monotonic()
             told = {"rows": self.order.size, "made_of": self.made_of}
             state = {"position": self.order.position, **told, **self.state()}
-            checkpoint.save(self.engines, self.config, self.folder, self.step, state)
+            self.checkpoints.save(self.engines, self.step, state)
             self.save_seconds = time.monotonic() - began
         if stop:
             with storing("curves.png", self.folder):
                 self.logger.close(self.curves)
-            lock.release()
+            release()
             if rank() == 0:
                 tell(f"stopped after step {self.step}; continue with --resume")
             raise Stopped
@@ -165,13 +166,13 @@ class Loop:
             with storing("model", self.folder), phase("saved the model"):
                 save(self.folder / "model")
             if not self.config.save_every:  # there was one only until the model was safe
-                checkpoint.remove_unscheduled(self.folder)
+                self.checkpoints.remove_unscheduled()
         finally:
             self.interruption.end()
-            lock.release()
+            release()
         if rank() == 0:
             kept = self.folder / "checkpoints"
             checkpoints = f", checkpoints: {kept}" if kept.exists() else ""
             tell(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}")
-        hub.push(self.config, self.folder / "model", self.step)
+        hub.push(self.config, self.folder / "model", f"fused-rl {self.config.command}, step {self.step}")
         return str(self.folder / "model")
