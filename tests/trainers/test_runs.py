@@ -384,7 +384,7 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
     lm = tiny.load_lm(sft_config((folder, files[1]), tmp_path / "x"), trainable=False)
     held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
-    pairs = sft.encode(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
+    pairs = sft.encoded(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
 
