@@ -20,7 +20,7 @@ from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.options.config import parse
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers import math as verifiers
 
 RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256

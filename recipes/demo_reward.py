@@ -18,7 +18,7 @@ from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import parse
 from fused_rl.trainers.run.command import LOST, around
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers import math as verifiers
 
 NUM_TRAIN, NUM_EVAL = 3000, 256
 

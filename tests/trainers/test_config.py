@@ -9,7 +9,7 @@ from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.options import names
 from fused_rl.trainers.options.config import InputError, names_of, parse, to_yaml
 from fused_rl.trainers.policy import options
-from fused_rl.trainers.scorers.spelling import read
+from fused_rl.trainers.scorers.options import read
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]

@@ -4,7 +4,7 @@ import pytest
 
 from fused_rl.recipes import demo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers import math as verifiers
 
 
 def rows_of(folder, name):

@@ -22,7 +22,7 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import evaluate, policy
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers import math as verifiers
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 

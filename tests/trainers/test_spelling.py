@@ -4,9 +4,9 @@ import pytest
 
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.options.config import InputError, parse
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers import math as verifiers
 from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.spelling import check_weights, read
+from fused_rl.trainers.scorers.options import check_weights, read
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
 TEN_CASES = [

@@ -16,7 +16,7 @@ from fused_rl.trainers.rollouts.checks import check_responses, check_scores
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics, scorer_metrics
 from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response, Sample
 from fused_rl.trainers.scorers import functions, limits, verifiers
-from fused_rl.trainers.scorers.verifiers import answer_of, load_scorers
+from fused_rl.trainers.scorers.math import answer_of, load_scorers
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent

@@ -50,8 +50,8 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, w
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.scorers.load import Reader, load_spelled
-from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read
-from fused_rl.trainers.scorers.verifiers import verifiers_for
+from fused_rl.trainers.scorers.math import verifiers_for
+from fused_rl.trainers.scorers.options import NO_ANSWER, WITH_ANSWER, read
 
 MAX_NEW_TOKENS = 512
 LEFT = ("responses.jsonl", "summary.json")

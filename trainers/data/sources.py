@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.options.config import InputError, Options
-from fused_rl.trainers.scorers.spelling import FUNCTION, read
+from fused_rl.trainers.scorers.options import FUNCTION, read
 
 MODELS = {"model": "model", "critic": "critic"}  # option -> under which name it is known
 ROWS = ("dataset", "eval_dataset", "reference_dataset")

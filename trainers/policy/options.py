@@ -20,7 +20,7 @@ from fused_rl.trainers.options.config import (
 )
 from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
 from fused_rl.trainers.policy.own_surrogate import load_surrogate
-from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read
+from fused_rl.trainers.scorers.options import NO_ANSWER, WITH_ANSWER, read
 
 
 @dataclass(kw_only=True)

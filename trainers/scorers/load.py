@@ -10,8 +10,8 @@ from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, che
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.rollouts.types import Sample, Scorer
-from fused_rl.trainers.scorers import verifiers
-from fused_rl.trainers.scorers.spelling import Spelled, check_weights, read, reward_of
+from fused_rl.trainers.scorers import math as verifiers
+from fused_rl.trainers.scorers.options import Spelled, check_weights, read, reward_of
 
 REWARD_MODEL = "reward_model"
 

@@ -20,10 +20,9 @@ from fused_rl.trainers.rollouts.types import Incidents, Sample, Scorer, where
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.builtin import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactMatch, Length, Pattern, answer_of
 from fused_rl.trainers.scorers.functions import FunctionScorer
-from fused_rl.trainers.scorers.limits import within
+from fused_rl.trainers.scorers.limits import Pool, WorkerError, within
 from fused_rl.trainers.scorers.math_judge import unfit
-from fused_rl.trainers.scorers.spelling import FUNCTION, KINDS, Spelled, read
-from fused_rl.trainers.scorers.workers import Pool, WorkerError
+from fused_rl.trainers.scorers.options import FUNCTION, KINDS, Spelled, read
 
 MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.02 to 0.3, or never end
 OTHER_JUDGES = "leave out the row, or name what can with --verifiers: exact_match, regex('…') or a function of yours"
