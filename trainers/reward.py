@@ -28,6 +28,7 @@ from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite, collate
 from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
@@ -83,6 +84,11 @@ class RewardConfig(RunConfig):
     """The scores of this many reference pairs get mean 0 and std 1, before training and again after; 0 for neither."""
     reference_dataset: str | None = None
     """File or Hub name of the reference pairs; None takes the first training pairs."""
+
+    def reads(self) -> list[Source]:
+        """The reference pairs."""
+        name = self.reference_dataset
+        return super().reads() + ([] if name is None else [Source("rows", f"reference_dataset={name}", name)])
 
 
 MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"

@@ -40,6 +40,7 @@ from fused_rl.trainers.options.config import (
     check_revision,
 )
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.policy.policy import prompts_of
@@ -50,8 +51,8 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, w
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.scorers.load import Reader, load_spelled
+from fused_rl.trainers.scorers.options import NO_ANSWER, WITH_ANSWER, read, sources_of
 from fused_rl.trainers.scorers.math import verifiers_for
-from fused_rl.trainers.scorers.options import NO_ANSWER, WITH_ANSWER, read
 
 MAX_NEW_TOKENS = 512
 LEFT = ("responses.jsonl", "summary.json")
@@ -133,6 +134,12 @@ class EvalConfig(Options):
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
         check_revision(self.model, self.revision)
+
+    def reads(self) -> list[Source]:
+        """The model, the rows, and what the scorers are made of."""
+        model = Source("model", f"model={self.model}", self.model, self.revision)
+        scorers = [] if self.verifiers is None else sources_of(self.verifiers)
+        return [model, Source("rows", f"dataset={self.dataset}", self.dataset), *scorers]
 
 
 def _samples(config: EvalConfig) -> bool:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import fingerprint
-from fused_rl.trainers.data.sources import Source
+from fused_rl.trainers.data.sources import FUNCTIONS, path_of
 from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.source import Source
 
 Fingerprints = dict[str, dict[str, str]]
 """Name -> part -> its sum, such as {"model": {"config.json": "…", "model.safetensors": "…"}}."""
@@ -45,19 +46,19 @@ def of_sources(sources: Iterable[Source]) -> Fingerprints:
     found: Fingerprints = {}
     for source in sources:
         if source.kind != "rows":
-            parts = _of_function(source) if source.kind in ("scorer", "surrogate") else _of_model(source)
+            parts = _of_function(source) if source.kind in FUNCTIONS else _of_model(source)
             found.setdefault(KINDS.get(source.kind, source.kind), {}).update(parts)
     return found
 
 
 def _of_function(source: Source) -> dict[str, str]:
     """Of the file that its module is in, and not of what that imports; nothing where there is no such file."""
-    path = source.path()
+    path = path_of(source)
     return {} if path is None else {source.name: _of_file(path)}
 
 
 def _of_model(source: Source) -> dict[str, str]:
-    path, prefix = source.path(), "" if source.kind in ("model", "adapters", "critic") else f"{source.name}/"
+    path, prefix = path_of(source), "" if source.kind in ("model", "adapters", "critic") else f"{source.name}/"
     if path is None:
         return {source.name: _commit(source)}
     files = sorted({file for pattern in OF_A_MODEL for file in path.glob(pattern) if file.is_file()})

@@ -1,7 +1,6 @@
-"""What a run reads, directly and through what it reads: one table of options, and what follows from each.
+"""What a run reads, directly and through what it reads: adapters name the model that they belong to.
 
-An option whose value is text stands in `MODELS`, `ROWS`, `SPELLED` or `FUNCTIONS`, or it names nothing that is read
-(`NOT_READ`): a test holds every option of every trainer to that.
+Groups of options say what they name (`Options.reads`).
 """
 
 import importlib.util
@@ -11,82 +10,42 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_rl.trainers.models import lora
 from fused_rl.trainers.options.config import InputError, Options
-from fused_rl.trainers.scorers.options import FUNCTION, read
+from fused_rl.trainers.options.source import Source
+from fused_rl.trainers.options.text import in_a_line
 
-MODELS = {"model": "model", "critic": "critic"}  # option -> under which name it is known
-ROWS = ("dataset", "eval_dataset", "reference_dataset")
-SPELLED = ("verifiers",)
-FUNCTIONS = ("surrogate",)
-NOT_READ = frozenset(
-    (
-        *("output_dir", "resume_from", "accept_changes", "wandb_project", "trackio_project", "hub_model_id"),
-        *("revision", "attn_implementation", "lora_targets", "preset", "advantage", "system_prompt", "stop_token"),
-        *("dataset_config", "dataset_split", "eval_dataset_config", "eval_split"),
-        *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
-    )
-)
-SHARED = "shared"  # as `critic`: the policy's own backbone
-
-
-class Source(NamedTuple):
-    """Something that a run reads."""
-
-    kind: str
-    """model, adapters, critic, reward_model, rows, scorer or surrogate."""
-    said: str
-    """The option with its value, and by way of what, for errors."""
-    name: str
-    """A path, the name of something on the Hub, or `module:function`."""
-    revision: str | None = None
-
-    def path(self) -> Path | None:
-        """Where it lies on this machine; None for what lies on the Hub, or nowhere."""
-        if self.kind in ("scorer", "surrogate"):
-            return module_file(self.name)
-        path = Path(self.name).expanduser()
-        return path if path.exists() else None
+MODELS = ("model", "critic", "reward_model")
+FUNCTIONS = ("scorer", "surrogate")
 
 
 def of_run(config: Options, *, hub: bool = True) -> list[Source]:
     """All that a run of this config reads; without `hub` nothing that the Hub would have to be asked for."""
     found = []
-    for option, kind in MODELS.items():
-        name = getattr(config, option, None)
-        if name is not None and name != SHARED:
-            found += _of_model(kind, f"{option}={name}", name, config.revision if option == "model" else None, hub)
-    for option in ROWS:
-        name = getattr(config, option, None)
-        if name is not None:
-            found.append(Source("rows", f"{option}={name}", name))
-    for option in SPELLED:
-        spelled = getattr(config, option, None)
-        for part in [] if spelled is None else read(spelled):
-            said = f"{option}: {part.name}"
-            if part.kind == "reward_model":
-                found += _of_model("reward_model", said, part.detail, None, hub)
-            elif part.kind == FUNCTION:
-                found.append(Source("scorer", said, part.detail))
-    for option in FUNCTIONS:
-        name = getattr(config, option, None)
-        if name is not None and ":" in name:
-            found.append(Source("surrogate", f"{option}={name}", name))
+    for source in config.reads():
+        found += _with_base(source, hub) if source.kind in MODELS else [source]
     return found
 
 
-def _of_model(kind: str, said: str, name: str, revision: str | None, hub: bool) -> Iterator[Source]:
+def _with_base(source: Source, hub: bool) -> Iterator[Source]:
     """A model; of adapters also what they belong to."""
-    if not hub and not Path(name).exists():
+    if not hub and not Path(source.name).exists():
         return
-    adapters = lora.find_adapters(name, revision)
+    adapters = find_adapters(source.name, source.revision)
     if adapters is None:
-        yield Source(kind, said, name, revision)
+        yield source
         return
-    yield Source("adapters" if kind == "model" else kind, said, name, revision)
+    yield source._replace(kind="adapters") if source.kind == "model" else source
     base, of_base = adapters.base
-    if base != name:
-        yield from _of_model(kind, f"{said}, adapters to {base}", base, of_base, hub)
+    if base != source.name:
+        yield from _with_base(Source(source.kind, f"{source.said}, adapters to {base}", base, of_base), hub)
+
+
+def path_of(source: Source) -> Path | None:
+    """Where it lies on this machine; None for what lies on the Hub, or nowhere."""
+    if source.kind in FUNCTIONS:
+        return module_file(source.name)
+    path = Path(source.name).expanduser()
+    return path if path.exists() else None
 
 
 def module_file(function: str) -> Path | None:
@@ -113,7 +72,7 @@ def refuse_to_delete(config: Options, doomed: Iterable[Path]) -> None:
         InputError: names what would be deleted, and by which option it is read.
     """
     for source in of_run(config):
-        path = source.path()
+        path = path_of(source)
         if path is not None:
             # Of a model's folder its own files are read, and what a run in that folder writes is none of them.
             refuse_if_inside(path, source.said, doomed, below=source.kind == "rows")
@@ -132,3 +91,58 @@ def refuse_if_inside(path: Path, said: str, doomed: Iterable[Path], *, below: bo
 def _named(path: Path) -> Path:
     """The absolute path by its own name, without following links."""
     return Path(os.path.abspath(path))
+
+
+class Adapters(NamedTuple):
+    """Adapters that were saved apart from the weights that they belong to."""
+
+    name: str
+    """The folder or Hub name that holds them."""
+    revision: str | None
+    config: object
+    """peft's `LoraConfig`."""
+
+    @property
+    def base(self) -> tuple[str, str | None]:
+        """The folder or Hub name of the weights that they belong to, and its revision."""
+        return self.config.base_model_name_or_path, self.config.revision
+
+
+def find_adapters(name: str, revision: str | None = None) -> Adapters | None:
+    """The adapters that a folder or Hub name holds in place of whole weights; None where it holds something else.
+
+    Raises:
+        InputError: adapters that are not read here, or that do not say what they belong to.
+    """
+    import peft
+    from transformers.utils import find_adapter_config_file
+
+    try:
+        if find_adapter_config_file(name, revision=revision) is None:
+            return None
+    except OSError:  # no folder and no name of the Hub: reading the model says so
+        return None
+    try:
+        config = peft.PeftConfig.from_pretrained(name, revision=revision)
+    except Exception as error:  # OSError, JSON errors, fields that this release of peft does not know
+        raise InputError(
+            f"{name!r} holds adapters whose adapter_config.json cannot be read: {in_a_line(error)}"
+        ) from error
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA" or config.use_dora or config.modules_to_save or config.bias != "none":
+        raise InputError(
+            f"{name!r} holds adapters of kind {kind} with use_dora={getattr(config, 'use_dora', None)}, "
+            f"modules_to_save={getattr(config, 'modules_to_save', None)}, bias={getattr(config, 'bias', None)}; plain "
+            "LoRA is read here: merge them into their model with peft first"
+        )
+    if not config.base_model_name_or_path:
+        raise InputError(
+            f"{name!r} holds adapters that do not say to which model they belong (base_model_name_or_path)"
+        )
+    return Adapters(name, revision, config)
+
+
+def base_of(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Name and revision of the whole weights: those that adapters belong to, else `name` itself."""
+    adapters = find_adapters(name, revision)
+    return (name, revision) if adapters is None else adapters.base

@@ -10,6 +10,7 @@ import fused_rl
 from fused_rl import tiles
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.written import listed_folder
+from fused_rl.trainers.data.sources import find_adapters
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.options.config import InputError, RunConfig
@@ -245,7 +246,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
 
     # Its weights: where `model` holds adapters, those that they belong to.
     head_dtype = engine.head_dtype(config)
-    adapters = lora.find_adapters(config.model, config.revision)
+    adapters = find_adapters(config.model, config.revision)
     lora.check_options(config, adapters)
     four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
     name, revision = (config.model, config.revision) if adapters is None else adapters.base
@@ -296,7 +297,7 @@ def load_to_sample(
     # Whole weights, or those that adapters belong to.
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    adapters = lora.find_adapters(name, revision)
+    adapters = find_adapters(name, revision)
     base, of_base = (name, revision) if adapters is None else adapters.base
     lm = read_whole(AutoModelForCausalLM, base, option=option, dtype=dtype, revision=of_base, **options)
     check_causal(lm, base, option)

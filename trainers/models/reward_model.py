@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.data.batch import pad
+from fused_rl.trainers.data.sources import base_of, find_adapters
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.language_model import NOT_A_MODEL, check_weights, switch_off_dropout, unreadable
 from fused_rl.trainers.models.packing import Packed, inputs_of
@@ -68,7 +69,7 @@ class RewardModel(nn.Module):
 
         name = str(name)
         revision = options.get("revision")
-        if lora.find_adapters(name, revision) is not None:
+        if find_adapters(name, revision) is not None:
             raise InputError(
                 f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
                 "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER or --critic shared)"
@@ -303,7 +304,7 @@ def check_reads_policy(
             f"{examples}), so it would read other words in the policy's token ids; train it from a model with the "
             f"policy's tokenizer: fused-rl reward --model {policy}"
         )
-    weights, revision = lora.base_of(policy, revision)
+    weights, revision = base_of(policy, revision)
     needed = AutoConfig.from_pretrained(weights, revision=revision).get_text_config().vocab_size
     there = model.classifier.get_input_embeddings().num_embeddings
     if there < needed:

@@ -30,6 +30,7 @@ from jsonargparse.typing import (
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fused_rl.trainers.options.names import unknown
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import shown
 
 Config = TypeVar("Config", bound="Options")
@@ -80,6 +81,10 @@ class Options:
         kinds = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             setattr(self, field.name, _checked(field.name, getattr(self, field.name), kinds[field.name]))
+
+    def reads(self) -> list[Source]:
+        """What these options name that is read."""
+        return []
 
 
 def names_of(config_class: type[Options]) -> list[str]:
@@ -189,6 +194,10 @@ class ModelConfig(Options):
                 "rounded as its weights are; leave it out, or choose --loss_from linear"
             )
 
+    def reads(self) -> list[Source]:
+        """The model."""
+        return [*super().reads(), Source("model", f"model={self.model}", self.model, self.revision)]
+
 
 @dataclass(kw_only=True)
 class DataConfig(Options):
@@ -216,6 +225,12 @@ class DataConfig(Options):
     """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
+
+    def reads(self) -> list[Source]:
+        """The rows."""
+        named = {"dataset": self.dataset, "eval_dataset": self.eval_dataset}
+        rows = [Source("rows", f"{option}={name}", name) for option, name in named.items() if name is not None]
+        return super().reads() + rows
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,6 @@ import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.written import listed_folder
-from fused_rl.trainers.data.sources import SHARED
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.options.config import (
@@ -32,7 +31,9 @@ from fused_rl.trainers.options.config import (
     names_of,
 )
 from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.options.source import Source
 
+SHARED = "shared"  # as `critic`: the policy's own backbone
 Config = TypeVar("Config", bound=RunConfig)
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
@@ -62,6 +63,11 @@ class CriticConfig(Options):
     """Weight of the value loss beside the policy's, where the backbone is shared."""
     critic_only: NonNegativeInt = 0
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
+
+    def reads(self) -> list[Source]:
+        """What the critic starts from."""
+        apart = self.critic not in (None, SHARED)
+        return super().reads() + ([Source("critic", f"critic={self.critic}", self.critic)] if apart else [])
 
 
 def optim_of(config: CriticConfig) -> OptimConfig:

@@ -19,8 +19,9 @@ from fused_rl.trainers.options.config import (
     Temperature,
 )
 from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.policy.own_surrogate import load_surrogate
-from fused_rl.trainers.scorers.options import NO_ANSWER, WITH_ANSWER, read
+from fused_rl.trainers.scorers.options import NO_ANSWER, WITH_ANSWER, read, sources_of
 
 
 @dataclass(kw_only=True)
@@ -117,6 +118,12 @@ class PolicyConfig(RunConfig):
         super().__post_init__()
         if isinstance(self.verifiers, list):
             self.verifiers = ", ".join(self.verifiers)
+
+    def reads(self) -> list[Source]:
+        """What the scorers are made of, and the user's surrogate."""
+        of_user = self.surrogate is not None and ":" in self.surrogate
+        surrogate = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
+        return super().reads() + sources_of(self.verifiers) + surrogate
 
 
 def loss_options(config: PolicyConfig) -> dict[str, object]:

@@ -36,14 +36,15 @@ def explained_variance(sums: dict[str, float]) -> float:
     return 1 - error / spread if spread > 0 else float("nan")
 
 
-COMMON = {
+# By origin: whoever computes some of these takes the whole table of them.
+RUN = {
     "lr": Metric("1", "learning rate of the update", "whole"),
     "optim/grad_norm": Metric("1", "norm of the gradient before clipping", "whole"),
     "perf/tokens_per_second": Metric("1/s", "tokens trained on per second of the whole step", "whole"),
     "time/train": Metric("s", "forward, backward and optimizer", "whole"),
     "time/save": Metric("s", "writing the last checkpoint", "whole"),
 }
-SFT = {
+DEMONSTRATIONS = {
     "train/loss": Metric("nats", "negative log-likelihood per completion token", "sum", "loss"),
     "train/entropy": Metric("nats", "true entropy per completion token", "sum", "entropy"),
     "train/num_tokens": Metric("tokens", "completion tokens in the step", "sum"),
@@ -64,10 +65,18 @@ REWARD = {f"train/rm/{name}": metric for name, metric in PAIRS.items()} | {
     f"eval/rm/{name}": metric._replace(definition=f"{metric.definition}, of held-out pairs")
     for name, metric in PAIRS.items()
 }
-POLICY = {
+ROLLOUT = {
     "episode": Metric("responses", "responses sampled so far", "whole"),
     "time/rollout": Metric("s", "sampling", "whole"),
     "time/score": Metric("s", "the scorers", "whole"),
+    "val/num_eos_tokens": Metric("responses", "responses that ended by a stop token", "sum"),
+    "val/stop_rate": Metric("1", "the same as a fraction", "sum"),
+    "completions/mean_length": Metric("tokens", "response length", "sum"),
+    "completions/min_length": Metric("tokens", "shortest response", "min"),
+    "completions/max_length": Metric("tokens", "longest response", "max"),
+    "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
+}
+LOSS = {
     "objective/kl": Metric("nats", "KL to the reference by kl_estimator, over the responses trained on", "sum", "kl"),
     "objective/kl1_avg": Metric("nats", "KL estimate k1: log-ratio to the reference", "sum", "kl1"),
     "objective/kl2_avg": Metric("nats", "KL estimate k2: half the square of k1's terms", "sum", "kl2"),
@@ -93,10 +102,9 @@ POLICY = {
         "moments",
         lambda sums: sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2,
     ),
-    "val/num_eos_tokens": Metric("responses", "responses that ended by a stop token", "sum"),
-    "val/stop_rate": Metric("1", "the same as a fraction", "sum"),
 }
-GRPO = {
+# Groups of responses to a prompt, and what they pay for their length.
+GROUPS = {
     "reward": Metric("1", "mean of what the scorers give, less the overlong penalty", "sum"),
     "reward_std": Metric("1", "standard deviation within a group, averaged over groups", "sum"),
     "frac_reward_zero_std": Metric("1", "fraction of groups whose rewards are all equal: they teach nothing", "sum"),
@@ -106,10 +114,23 @@ GRPO = {
     "groups/trained": Metric("groups", "of these trained on: with drop and refill those with a signal", "sum"),
     "overlong_penalty": Metric("1", "what responses lose for their length, on average", "sum"),
     "objective/non_score_reward": Metric("1", "- objective/kl_coef times objective/kl, - overlong_penalty", "whole"),
-    "completions/mean_length": Metric("tokens", "response length", "sum"),
-    "completions/min_length": Metric("tokens", "shortest response", "min"),
-    "completions/max_length": Metric("tokens", "longest response", "max"),
-    "completions/clipped_ratio": Metric("1", "fraction of responses cut at max_new_tokens", "sum"),
+}
+# A value per token, and what tokens earn.
+CRITIC = {
+    "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),
+    "objective/scores": Metric("1", "weighted sum of the scores, with what a missing stop token costs", "sum"),
+    "loss/value_avg": Metric("1", "clipped value loss", "sum", "value_loss"),
+    "val/clipfrac_avg": Metric("1", "fraction of tokens whose value is clipped", "sum", "value_clipfrac"),
+    "val/var_explained": Metric("1", "variance of the returns that the values explain, before the update", "moments"),
+    "val/win_rate": Metric("1", "how often a right response to a prompt scores above a wrong one", "sum"),
+    "optim/updates": Metric(
+        "updates", "optimizer updates made; fewer than planned where target_kl stopped them", "whole"
+    ),
+    "optim/critic_lr": Metric("1", "learning rate of the critic", "whole"),
+    "optim/critic_grad_norm": Metric("1", "norm of the critic's gradient before clipping", "whole"),
+    "time/measure": Metric("s", "log-probabilities and values before the update", "whole"),
+}
+EVALUATION = {
     "eval/accuracy_greedy": Metric("1", "fraction of held-out problems solved by the most likely response", "sum"),
     "eval/accuracy_sampled": Metric("1", "fraction of responses sampled as in training that solve theirs", "sum"),
     "eval/pass_at_k": Metric("1", "fraction of held-out problems that one of k sampled responses solves", "sum"),
@@ -135,26 +156,11 @@ PASSES = {
     "eval/pass_at_{k}": Metric("1", "probability that k of the sampled responses hold a right one, unbiased", "sum"),
 }
 PREFIXES = tuple(sorted({key.partition("{")[0] for key in SCORERS | PASSES}))
-RESPONSES = {key: metric for key, metric in GRPO.items() if key.startswith(("completions/", "eval/"))}
-PPO = {
-    "objective/kl": Metric("nats", "KL to the reference by the estimator in use, before the update", "sum"),
-    "objective/scores": Metric("1", "weighted sum of the scores, with what a missing stop token costs", "sum"),
-    "loss/value_avg": Metric("1", "clipped value loss", "sum", "value_loss"),
-    "val/clipfrac_avg": Metric("1", "fraction of tokens whose value is clipped", "sum", "value_clipfrac"),
-    "val/var_explained": Metric("1", "variance of the returns that the values explain, before the update", "moments"),
-    "val/win_rate": Metric("1", "how often a right response to a prompt scores above a wrong one", "sum"),
-    "optim/updates": Metric(
-        "updates", "optimizer updates made; fewer than planned where target_kl stopped them", "whole"
-    ),
-    "optim/critic_lr": Metric("1", "learning rate of the critic", "whole"),
-    "optim/critic_grad_norm": Metric("1", "norm of the critic's gradient before clipping", "whole"),
-    "time/measure": Metric("s", "log-probabilities and values before the update", "whole"),
-}
 KEYS = {
-    "sft": COMMON | SFT,
-    "reward": COMMON | REWARD,
-    "grpo": COMMON | POLICY | GRPO,
-    "ppo": COMMON | POLICY | RESPONSES | PPO,
+    "sft": RUN | DEMONSTRATIONS,
+    "reward": RUN | REWARD,
+    "grpo": RUN | ROLLOUT | LOSS | GROUPS | EVALUATION,
+    "ppo": RUN | ROLLOUT | LOSS | CRITIC | EVALUATION,
 }
 
 

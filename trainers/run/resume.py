@@ -1,45 +1,15 @@
-"""What of a run may be another when it is resumed, and what may not: one table, and the comparison.
+"""What of a run may be another when it is resumed: one table, and the comparison.
 
-A resumed run is the same run. An option stands under `FIXED` where a part of the run that is behind would not have been
-as it was with the new value, and under `MAY_CHANGE` where the run goes on with it from the next step on.
+A resumed run is the same run. An option stands in `MAY_CHANGE` where the run goes on with a new value from the next step
+on; all others must be as they were, because what is behind would not have been the same.
 """
 
 import dataclasses
 import os
 from pathlib import Path
 
-from fused_rl.trainers.data import sources
 from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig
 
-FIXED = frozenset(
-    (
-        # The trainer, the weights it trains and starts from, how they are split and rounded.
-        *("command", "processes", "precision", "model", "revision", "lora_rank", "lora_alpha", "lora_targets"),
-        "load_in_4bit",
-        *("dtype", "head_dtype", "zero_stage", "offload", "stage3_param_persistence_threshold", "seed"),
-        # The rows, and what becomes of them.
-        *("dataset", "dataset_config", "dataset_split", "raw_prompt", "system_prompt", "max_prompt_length"),
-        "chat_template_kwargs",
-        *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
-        *("max_length", "max_response_length", "too_long", "normalize_pairs", "reference_dataset"),
-        # The batch of a step.
-        *("batch_size", "prompts_per_step", "group_size", "minibatches", "epochs", "share_prompts", "packing"),
-        # Rollouts and rewards.
-        *("verifiers", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
-        *("std_floor", "zero_variance", "max_refills"),
-        *("overlong_buffer", "overlong_factor", "ref_sync_every", "ref_mixup_alpha"),
-        # The loss.
-        *("label_smoothing", "centering", "preset", "advantage", "ratio_level", "surrogate", "loss_agg"),
-        *("clip_low", "clip_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "mask_truncated"),
-        *("kl_coef", "kl_estimator", "entropy_coef", "rollout_correction", "rollout_low", "rollout_high"),
-        *("off_policy_threshold", "top_entropy", "entropy_threshold", "skip_impossible"),
-        # PPO: what tokens earn, the critic, and the optimizer's form.
-        *("gamma", "gae_lambda", "gae_alpha", "value_gae_lambda", "whiten_advantages", "whiten_rewards", "kl_in"),
-        *("kl_target", "kl_horizon", "missing_eos_score", "missing_eos_penalty", "target_kl", "stop_token"),
-        *("critic", "value_clip", "value_coef", "critic_only", "tf_adam"),
-    )
-)
 MAY_CHANGE = frozenset(
     (
         # The optimizer's options: used from the next update on, the schedule at the update where the run is.
@@ -75,12 +45,13 @@ def changes(
     """
     current = {**dataclasses.asdict(config), **facts}
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    may_move = {source.said for source in config.reads() if summed and source.kind in ("model", "critic", "rows")}
     taken, refused = [], []
     for name, new in current.items():
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new):
             continue
-        moved = summed and name in (*sources.MODELS, *sources.ROWS) and new is not None and os.path.exists(new)
+        moved = f"{name}={new}" in may_move and os.path.exists(new)
         (taken if moved or _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
     if refused:
         raise InputError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.source import Source
 
 # The arguments of each scorer that takes some, and of which type; the first may stand without its name.
 ARGUMENTS = {
@@ -149,6 +150,13 @@ def _number(text: str, written: str | None) -> float | None:
     if not math.isfinite(number):
         raise InputError(f"verifier {text!r}: {written.strip()!r} is not a finite number")
     return number
+
+
+def sources_of(verifiers: str) -> list[Source]:
+    """What the option names that is read: reward models and functions."""
+    kinds = {"reward_model": "reward_model", FUNCTION: "scorer"}
+    named = [one for one in read(verifiers) if one.kind in kinds]
+    return [Source(kinds[one.kind], f"verifiers: {one.name}", one.detail) for one in named]
 
 
 def reward_of(spelled: list[Spelled]) -> str:
