@@ -1,179 +1,194 @@
-"""What `--verifiers` says, read but not yet loaded: which scorers, with which weights, arguments and thresholds.
+"""What `--verifiers`, `--verifier_weights` and `--solved_at` say, read but not yet loaded: three lists side by side.
 
-    1*math, 0.2*my_module:f>=0.5, 0.1*regex('answer: (\\d+)', name=last)
+    verifiers: [math, my_module:f, 'regex:answer: (\\d+)', reward_model:runs/rm/model]
+    verifier_weights: [1, 0.2, 0.1, 0.5]
+    solved_at: [null, 0.5, null, null]
 
-Text stands in quotes, as it is: no backslash means anything to this file, and no comma inside parentheses separates.
+What follows a prefix is taken whole, whatever stands in it.
 """
 
 import difflib
-import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from fused_rl.trainers.options.config import InputError
+import yaml
+
+from fused_rl.trainers.options.config import Finite, InputError, Options
+from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.options.source import Source
 
-# The arguments of each scorer that takes some, and of which type; the first may stand without its name.
-ARGUMENTS = {
-    "exact_match": {"ignore_case": bool},
-    "regex": {"pattern": str},
-    "format": {"pattern": str},
-    "length": {"target": int, "limit": int},
+
+class Kind(NamedTuple):
+    """A scorer of ours, by what its name may be followed by."""
+
+    bare: bool = True
+    """Whether the name alone is a scorer."""
+    after: str | None = None
+    """What may stand after the colon; None where nothing may."""
+    compares: bool = False
+    """Whether it compares a response with the row's answer, and so says which responses are right."""
+
+
+KINDS = {
+    "math": Kind(compares=True),
+    "reasoning_gym": Kind(after="<dataset>", compares=True),
+    "reward_model": Kind(bare=False, after="<folder>"),
+    "exact_match": Kind(after="ignore_case", compares=True),
+    "regex": Kind(bare=False, after="<pattern>", compares=True),
+    "format": Kind(after="<pattern>"),
+    "length": Kind(bare=False, after="<tokens>"),
+    "length_limit": Kind(bare=False, after="<tokens>"),
 }
-WITH_ANSWER = ("math", "reasoning_gym", "exact_match", "regex")  # compare a response with the row's answer
-NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({', '.join(WITH_ANSWER)} do)"
-WITH_DETAIL = ("reasoning_gym", "reward_model")
-KINDS = ("math", *WITH_DETAIL, *ARGUMENTS)
 FUNCTION = "function"
-FORMS = (
-    "math, reasoning_gym, reasoning_gym:<dataset>, reward_model:<folder>, exact_match, regex('…'), format, length(…) "
-    "or module:function"
+COMPARING = ", ".join(name for name, kind in KINDS.items() if kind.compares)
+NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({COMPARING} do)"
+# In a name that is none of ours: what it was told by before these were lists, and how it is now.
+OF_BEFORE = {
+    "(": "what a scorer is told follows a colon (regex:<pattern>, length:<tokens>, exact_match:ignore_case)",
+    "*": "weights are a list of their own (verifier_weights: [1, 0.2])",
+    ">=": "thresholds are a list of their own (solved_at: [null, 0.5])",
+    ",": "several verifiers are a list (verifiers: [math, my_module:f])",
+}
+
+
+@dataclass(kw_only=True)
+class ScorerConfig(Options):
+    """Who judges a response, and what that is worth."""
+
+    verifiers: str | list[str] | None = "math"
+    """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
+    regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,
+    reward_model:<folder> (docs/verifiers.md). The reward is the sum of their scores. Those that compare with the answer
+    say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
+    solved_at says so; reward models and length do with solved_at alone."""
+    verifier_weights: list[Finite] | None = None
+    """Of each verifier's score in the reward; 0 logs a score and leaves it out. None is 1 for each."""
+    solved_at: list[Finite | None] | None = None
+    """Of each verifier the score from which on a response counts as solved; null, and None, is its own."""
+    answer_column: str | None = None
+    """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.verifiers, str):
+            self.verifiers = _as_list(self.verifiers)
+
+    def reads(self) -> list[Source]:
+        """The reward models and functions that the scorers are made of."""
+        kinds = {"reward_model": "reward_model", FUNCTION: "scorer"}
+        named = [part for part in read(self) if part.kind in kinds]
+        return super().reads() + [Source(kinds[part.kind], f"verifiers: {part.text}", part.detail) for part in named]
+
+
+def _as_list(text: str) -> list[str]:
+    """One verifier, or a list of them on the command line: no verifier begins with a bracket."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        listed = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"verifiers={text!r} is no list: {' '.join(str(error).split())}") from error
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise InputError(f"verifiers={text!r}: expected a list of texts; quote what holds a colon and a space")
+    return listed
+
+
+def compares(options: ScorerConfig) -> bool:
+    """Whether any of the verifiers reads the row's answer."""
+    return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
+
+
+def _names_verifiers(options: ScorerConfig) -> bool:
+    return options.verifiers is not None
+
+
+UNNAMED = "has no meaning where --verifiers names none; name them"
+SCORER_NEEDS = (
+    Needs("answer_column", compares, NO_ANSWER),
+    Needs("verifier_weights", _names_verifiers, UNNAMED),
+    Needs("solved_at", _names_verifiers, UNNAMED),
 )
 
-QUOTED = r"""'[^']*'|"[^"]*\""""
-COMMA = re.compile(rf"""\((?:{QUOTED}|[^'")])*\)|,""")
-SCORER = re.compile(
-    r"(?:(?P<weight>[^*(]+)\*)?\s*(?:(?P<called>\w+)\s*\((?P<arguments>.*)\)|(?P<name>[^*>]+?))\s*(?:>=(?P<solved_at>.+))?",
-    re.DOTALL,
-)
-ARGUMENT = re.compile(rf"""\s*(?:(?P<key>\w+)\s*=\s*)?(?P<value>{QUOTED}|[^'",=\s]+)\s*(?:,|$)""")
-TYPES = {str: "text in quotes", int: "a whole number above 0", bool: "true or false"}
 
-
-@dataclass(frozen=True)
-class Spelled:
-    """One scorer as the option spells it."""
+class Spelled(NamedTuple):
+    """One scorer as the options spell it."""
 
     text: str
-    """The whole of it, for errors."""
+    """As it stands in the list."""
     kind: str
     """One of `KINDS`, or `FUNCTION`."""
+    detail: str
+    """After the colon: a dataset, a folder, a pattern; of a function the whole module:function."""
     name: str
-    """In metrics: what the argument `name` says, else the spelling without weight, arguments and threshold."""
-    detail: str = ""
-    """After the colon: a dataset, a folder; of a function the whole module:function."""
-    arguments: dict[str, str | int | bool] = field(default_factory=dict)
-    """Those that are given."""
-    weight: float | None = None
-    solved_at: float | None = None
+    """In metrics: what it is, and where two are of one kind the whole of it."""
+    weight: float
+    solved_at: float | None
 
 
-def read(verifiers: str) -> list[Spelled]:
-    """The scorers that the option names; refuses what it cannot mean, and two of one name."""
-    pieces, start = [], 0
-    for found in COMMA.finditer(verifiers):
-        if found[0] == ",":
-            pieces.append(verifiers[start : found.start()])
-            start = found.end()
-    spelled = [_read_one(piece.strip()) for piece in [*pieces, verifiers[start:]]]
-    names = [one.name for one in spelled]
-    for one in spelled:
-        if names.count(one.name) > 1:
-            raise InputError(_twice(one, names.count(one.name), verifiers))
-    return spelled
+def read(options: ScorerConfig) -> list[Spelled]:
+    """The scorers that the options name; refuses what they cannot mean, and one that is named twice."""
+    texts = options.verifiers or []
+    if options.verifiers == []:
+        raise InputError("verifiers=[] is empty; name who judges")
+    named = [_kind_of(text) for text in texts]
+    kinds = [kind for kind, _ in named]
+    for text in texts:
+        if texts.count(text) > 1:
+            raise InputError(f"verifiers: {text!r} is named {texts.count(text)} times; for a weight: verifier_weights")
+    weights = _aligned(options, "verifier_weights", 1.0)
+    thresholds = _aligned(options, "solved_at", None)
+    if texts and not any(weights):
+        raise InputError("verifier_weights: every weight is 0, so every reward would be 0; give one scorer a weight")
+    found = []
+    for i, (kind, detail) in enumerate(named):
+        own_name = kind not in (FUNCTION, "reasoning_gym") and kinds.count(kind) == 1
+        name = kind if own_name else detail if kind == FUNCTION else texts[i]
+        found.append(Spelled(texts[i], kind, detail, name, weights[i], thresholds[i]))
+    return found
 
 
-def _twice(one: Spelled, times: int, verifiers: str) -> str:
-    if one.kind == "reward_model":
-        return f"verifiers: {verifiers!r} names a reward model twice; for a weight: 2*reward_model:…"
-    remedy = f"{one.kind}(…, name=other)" if one.kind in ARGUMENTS else f"for a weight: 2*{one.name}"
-    return f"verifiers: {one.name!r} is named {times} times; {remedy}"
+def _aligned(options: ScorerConfig, option: str, default: float | None) -> list[float | None]:
+    """The list with one number for each verifier."""
+    given, count = getattr(options, option), len(options.verifiers or [])
+    if given is None:
+        return [default] * count
+    if len(given) != count:
+        raise InputError(f"{option}={given} has {len(given)} numbers for {count} verifiers; give one for each")
+    return given
 
 
-def _read_one(text: str) -> Spelled:
-    found = SCORER.fullmatch(text)
-    if found is None:
-        raise InputError(f"verifier {text!r}: expected [weight*]name[>=threshold], as in 0.5*math")
-    name = (found["called"] or found["name"]).strip()
-    kind, _, detail = name.partition(":")
-    if detail and kind not in WITH_DETAIL:
-        kind, detail = FUNCTION, name
-    elif "." in name and not detail:  # after a colon a dot is the folder's or the dataset's
-        kind, detail = FUNCTION, ":".join(name.rsplit(".", 1))
-    if kind not in (*KINDS, FUNCTION) or name.endswith(":") or (kind == "reward_model" and not detail):
-        raise InputError(_unknown(name))
-    if found["arguments"] is not None and kind not in ARGUMENTS:
-        raise InputError(f"verifier {text!r}: {name} takes no arguments")
-    arguments = _arguments(text, kind, found["arguments"] or "")
-    weight, solved_at = _number(text, found["weight"]), _number(text, found["solved_at"])
-    if kind == "reward_model" and detail.startswith("~/"):
-        detail = str(Path(detail).expanduser())
-    return Spelled(text, kind, arguments.pop("name", name), detail, arguments, weight, solved_at)
+def _kind_of(text: str) -> tuple[str, str]:
+    """(kind, detail) of one verifier."""
+    name, colon, detail = text.partition(":")
+    if name in KINDS:
+        kind = KINDS[name]
+        if not (detail and kind.after) and (colon or not kind.bare):
+            expected = [name] * kind.bare + [f"{name}:{kind.after}"] * (kind.after is not None)
+            raise InputError(f"verifier {text!r}: expected {' or '.join(expected)}")
+        return name, str(Path(detail).expanduser()) if name == "reward_model" else detail
+    if re.fullmatch(r"[\w.]+:\w+", text):
+        return FUNCTION, text
+    if re.fullmatch(r"[\w.]+\.\w+", text):
+        return FUNCTION, ":".join(text.rsplit(".", 1))
+    raise InputError(f"verifier {text!r}: {_of_before(text) or _unknown(name)}")
+
+
+def _of_before(text: str) -> str:
+    """How that is spelled now which was spelled so before."""
+    said = [now for sign, now in OF_BEFORE.items() if sign in text]
+    return f"this spelling is of before: {'; '.join(said)}" if said else ""
 
 
 def _unknown(name: str) -> str:
+    forms = [name for name, kind in KINDS.items() if kind.bare]
+    forms += [f"{name}:{kind.after}" for name, kind in KINDS.items() if kind.after]
     near = difflib.get_close_matches(name, KINDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near and near[0] != name.rstrip(":") else ""
-    if name.split("(")[0] in ARGUMENTS:
-        hint = "; its parentheses or quotes do not close"
-    return f"verifier {name!r}: expected {FORMS}{hint}"
-
-
-def _arguments(text: str, kind: str, written: str) -> dict[str, str | int | bool]:
-    """The arguments by name, each of its type."""
-    types = ARGUMENTS.get(kind, {}) | {"name": str}
-    arguments, at = {}, 0
-    while written[at:].strip():
-        found = ARGUMENT.match(written, at)
-        if found is None:
-            raise InputError(f"verifier {text!r}: cannot read {written[at:].strip()!r}; text stands in quotes")
-        key = found["key"] or next(iter(types))
-        if key not in types or key in arguments:
-            what = "takes no" if key not in types else "has two"
-            raise InputError(f"verifier {text!r}: {kind} {what} {key!r}; its arguments are {', '.join(types)}")
-        arguments[key] = _value(text, key, found["value"], types[key])
-        at = found.end()
-    return arguments
-
-
-def _value(text: str, key: str, written: str, kind: type) -> str | int | bool:
-    if written[0] in "'\"" and kind is str:
-        return written[1:-1]
-    if key == "name" and re.fullmatch(r"\w+", written):
-        return written
-    if kind is bool and written.lower() in ("true", "false"):
-        return written.lower() == "true"
-    if kind is int and written.isdecimal() and int(written) > 0:
-        return int(written)
-    raise InputError(f"verifier {text!r}: {key} is {written}; expected {TYPES[kind]}")
-
-
-def _number(text: str, written: str | None) -> float | None:
-    if written is None:
-        return None
-    try:
-        number = float(written)
-    except ValueError as error:
-        what = f"{written.strip()!r} is not a number; weight and threshold must be numbers"
-        raise InputError(f"verifier {text!r}: {what}") from error
-    if not math.isfinite(number):
-        raise InputError(f"verifier {text!r}: {written.strip()!r} is not a finite number")
-    return number
-
-
-def sources_of(verifiers: str) -> list[Source]:
-    """What the option names that is read: reward models and functions."""
-    kinds = {"reward_model": "reward_model", FUNCTION: "scorer"}
-    named = [one for one in read(verifiers) if one.kind in kinds]
-    return [Source(kinds[one.kind], f"verifiers: {one.name}", one.detail) for one in named]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"expected {', '.join(forms)} or module:function{hint}"
 
 
 def reward_of(spelled: list[Spelled]) -> str:
     """What the reward is, in a line."""
-    return " + ".join(f"{1 if one.weight is None else one.weight:g}*{one.name}" for one in spelled)
-
-
-def check_weights(spelled: list[Spelled]) -> None:
-    """Refuse a scorer without a weight among weighted ones: whoever weighs has to say how much each counts.
-
-    `0*` does not weigh, it leaves a scorer out of the reward.
-    """
-    if all(one.weight == 0 for one in spelled):
-        raise InputError("verifiers: every weight is 0, so every reward would be 0; give one scorer a weight")
-    weighted = [one for one in spelled if one.weight]
-    plain = [one for one in spelled if one.weight is None]
-    if weighted and plain:
-        without, other = plain[0].text, weighted[0].text
-        remedy = f"give each a weight: 1*{without}"
-        raise InputError(f"verifiers: {without!r} has no weight, and {other!r} has one; {remedy}")
+    return " + ".join(f"{one.weight:g}*{one.name}" for one in spelled)
