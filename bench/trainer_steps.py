@@ -20,6 +20,7 @@ from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.run.logger import Logger
 from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.reward_model import Reader
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
 NEEDED = ("rollout", "measure", "update")
@@ -71,7 +72,8 @@ class Ours:
         device = engine.setup(config.seed)
         self.config, self.number, self.watch, self.seen = config, 0, Watch(), None
         tokenizer = encode.load_tokenizer(config.model)
-        scorers = load_scorers(config, tokenizer, device)
+        reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
+        scorers = load_scorers(config, reader)
         self.prompts, self.held_out = load_prompts(config, tokenizer, scorers)
         updates = config.steps * config.minibatches * config.epochs
         needed = {"share_prompts": config.share_prompts, "needs_reference": config.kl_coef > 0 or config.kl_every > 0}

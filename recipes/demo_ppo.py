@@ -46,7 +46,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     print("3/3 PPO: fused-rl ppo --config recipes/demo_ppo.yaml")
     judge = folder / "reward" / "model"
     paths = {"model": folder / "sft" / "model", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
-    paths |= {"output_dir": folder / "ppo", "critic": judge, "verifiers": f"reward_model:{judge}, 0*reasoning_gym"}
+    paths |= {"output_dir": folder / "ppo", "critic": judge, "verifiers": f"[reward_model:{judge}, reasoning_gym]"}
     ppo.train(parse(ppo.PPOConfig, arguments("demo_ppo.yaml", seed, paths), "fused-rl ppo"))
     return read_metrics(folder / "ppo" / "metrics.jsonl")
 

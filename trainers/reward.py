@@ -25,7 +25,7 @@ from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
-from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite, collate
+from fused_rl.trainers.models.reward_model import RewardModel, check_finite, collate
 from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
@@ -34,6 +34,7 @@ from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.metrics import KEYS, keyed
+from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 

@@ -15,11 +15,20 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.checks import check_responses, check_scores
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics, scorer_metrics
 from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response, Sample
-from fused_rl.trainers.scorers import functions, limits, verifiers
-from fused_rl.trainers.scorers.math import answer_of, load_scorers
+from fused_rl.trainers.scorers import functions, limits
+from fused_rl.trainers.scorers.builtin import answer_of
+from fused_rl.trainers.scorers.functions import FunctionScorer
+from fused_rl.trainers.scorers.gym import import_reasoning_gym
+from fused_rl.trainers.scorers.load import load_scorers as load
+from fused_rl.trainers.scorers.math import MathVerifier
+from fused_rl.trainers.scorers.options import ScorerConfig
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+def load_scorers(*verifiers, **options):
+    return load(ScorerConfig(verifiers=list(verifiers), **options))
 
 
 def samples(texts, rows):
@@ -29,7 +38,7 @@ def samples(texts, rows):
 
 @pytest.fixture(scope="module")
 def math():
-    verifier = verifiers.MathVerifier(timeout=30)
+    verifier = MathVerifier(timeout=30)
     yield verifier
     verifier.close()
 
@@ -100,7 +109,7 @@ def test_letters_do_not_commute_and_dates_do_not_subtract(math):
 
 def test_an_expression_that_never_ends_scores_0_and_is_reported_and_the_others_are_scored():
     rows = [{"answer": "7", "__where__": f"d.jsonl, line {i}"} for i in (1, 2, 3)]
-    verifier = verifiers.MathVerifier(timeout=2.0)
+    verifier = MathVerifier(timeout=2.0)
     assert verifier(samples(["\\boxed{7}", "\\boxed{(10^{10})!}", "\\boxed{7}"], rows)) == [1.0, 0.0, 1.0]
     assert verifier.take_incidents() == Incidents(1, 0, "d.jsonl, line 2 took more than 2 s of CPU")
     assert verifier.take_incidents() == Incidents(0, 0, None)
@@ -141,8 +150,8 @@ def fake_math(tmp_path, monkeypatch):
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return True\n"
     )
-    monkeypatch.setattr(verifiers.MathVerifier, "judge", path)
-    verifier = verifiers.MathVerifier(timeout=0.5)
+    monkeypatch.setattr(MathVerifier, "judge", path)
+    verifier = MathVerifier(timeout=0.5)
     yield verifier
     verifier.close()
 
@@ -196,7 +205,7 @@ def test_timeouts_and_restarts_are_metrics_and_a_line(fake_math, tmp_path, capsy
 
 
 def test_reasoning_gym_scores_its_own_problems():
-    gym = verifiers.import_reasoning_gym()
+    gym = import_reasoning_gym()
     (scorer,) = load_scorers("reasoning_gym")
     for name in ("chain_sum", "basic_arithmetic"):
         rows = list(gym.create_dataset(name, size=3, seed=1))
@@ -210,7 +219,7 @@ def test_reasoning_gym_scores_its_own_problems():
 
 
 def test_rows_that_reasoning_gym_cannot_score_are_named_before_the_run():
-    row = verifiers.import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]
+    row = import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]
     row |= {"__where__": "d.jsonl, line 4"}
     (scorer,) = load_scorers("reasoning_gym")
     scorer.check(row)
@@ -249,7 +258,7 @@ def test_reasoning_gym_is_imported_without_pycosat(monkeypatch):
     for name in [m for m in sys.modules if m.split(".")[0] in ("reasoning_gym", "pycosat")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pycosat", None)  # what `import` sees where it is not installed: ImportError
-    assert verifiers.import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]["answer"]
+    assert import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]["answer"]
 
 
 def half(responses, rows):
@@ -324,7 +333,7 @@ def test_a_function_that_goes_wrong_is_one_line_with_its_name_and_row(kind, mess
     monkeypatch.setattr(functions, "FUNCTION_TIMEOUT", 0.3 if kind in ("sleeps", "stubborn") else 600.0)
     rows = [{"__where__": f"d.jsonl, line {i}"} for i in (1, 2)]
     with pytest.raises(InputError, match=f"'my:f' .*{message}") as raised:
-        rolled_out([verifiers.FunctionScorer("my:f", broken(kind))], ["a", "b"], rows)
+        rolled_out([FunctionScorer("my:f", broken(kind))], ["a", "b"], rows)
     assert "\n" not in str(raised.value)
 
 
@@ -339,9 +348,9 @@ def test_a_function_may_return_arrays_and_generators_print_and_use_signals(capfd
         return (score for score in [1, None])
 
     for returned in (np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), (1.0, 0.5), np.array([1, 0.5], dtype=np.float32)):
-        scorer = verifiers.FunctionScorer("f", lambda responses, rows, returned=returned: returned)
+        scorer = FunctionScorer("f", lambda responses, rows, returned=returned: returned)
         assert rolled_out([scorer], ["a", "b"], [{}, {}]).scores["f"].tolist() == [1.0, 0.5]
-    rollout = rolled_out([verifiers.FunctionScorer("f", in_the_main_thread)], ["a", "b"], [{}, {}])
+    rollout = rolled_out([FunctionScorer("f", in_the_main_thread)], ["a", "b"], [{}, {}])
     assert rollout.scores["f"][0] == 1.0 and rollout.scores["f"][1].isnan()
 
 
@@ -389,10 +398,11 @@ def test_a_module_that_does_not_import_is_named(code, tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("spelled", ["nan*math", "inf*math", "math>=nan", "-inf*my:f"])
-def test_a_weight_or_threshold_that_is_not_finite_is_refused_before_anything_starts(spelled):
-    with pytest.raises(InputError, match="is not a finite number"):
-        load_scorers(spelled)
+@pytest.mark.parametrize("option", ["verifier_weights", "solved_at"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), "a", [1.0]])
+def test_a_weight_or_threshold_that_is_not_finite_is_refused_before_anything_starts(option, number):
+    with pytest.raises(InputError, match=f"{option}=.*: expected a finite number"):
+        load_scorers("math", **{option: [number]})
 
 
 def test_what_is_no_verifier_is_refused_before_the_run(tmp_path, monkeypatch):
@@ -410,19 +420,19 @@ def test_what_is_no_verifier_is_refused_before_the_run(tmp_path, monkeypatch):
 HERE = "tests.trainers.test_verifiers"
 
 
-def thresholds(spelled):
-    return {scorer.name: (scorer.weight, scorer.solved_at) for scorer in load_scorers(spelled)}
+def thresholds(*verifiers, **options):
+    return {scorer.name: (scorer.weight, scorer.solved_at) for scorer in load_scorers(*verifiers, **options)}
 
 
 def test_a_scorer_knows_its_weight_and_when_a_sample_is_solved():
-    assert thresholds(f"{HERE}:half") == {f"{HERE}:half": (1.0, 1.0)}
-    assert thresholds(f"0.5*{HERE}:half>=0.5") == {f"{HERE}:half": (0.5, 0.5)}
+    half, bonus = f"{HERE}:half", f"{HERE}:bonus"
+    assert thresholds(half) == {half: (1.0, 1.0)}
+    assert thresholds(half, verifier_weights=[0.5], solved_at=[0.5]) == {half: (0.5, 0.5)}
     # Where one knows right from wrong, the others are a bonus, unless they are given a threshold.
-    assert thresholds(f"math, 0.1*{HERE}:bonus") == {"math": (1.0, 1.0), f"{HERE}:bonus": (0.1, None)}
-    assert thresholds(f"reasoning_gym:chain_sum,{HERE}:half>=0.5") == {
-        "reasoning_gym:chain_sum": (1.0, 1.0),
-        f"{HERE}:half": (1.0, 0.5),
-    }
+    found = thresholds("math", bonus, verifier_weights=[1, 0.1])
+    assert found == {"math": (1.0, 1.0), bonus: (0.1, None)}
+    found = thresholds("reasoning_gym:chain_sum", half, solved_at=[None, 0.5])
+    assert found == {"reasoning_gym:chain_sum": (1.0, 1.0), half: (1.0, 0.5)}
 
 
 class Fixed:
@@ -482,11 +492,13 @@ def test_a_response_that_breaks_its_promises_names_the_row(response, message):
 
 
 def test_two_scorers_of_one_name_are_refused():
-    with pytest.raises(InputError, match="named 2 times; for a weight: 2[*]"):
-        load_scorers(f"{HERE}:half,{HERE}:half")
+    with pytest.raises(InputError, match="named 2 times; for a weight: verifier_weights"):
+        load_scorers(f"{HERE}:half", f"{HERE}:half")
 
 
-@pytest.mark.parametrize("name", ["maths", "no_such_module:f", "math:no_such_function", "reasoning_gim:x", "x*math"])
+@pytest.mark.parametrize(
+    "name", ["maths", "no_such_module:f", "math:no_such_function", "reasoning_gim:x", "x*math", ""]
+)
 def test_an_unknown_verifier_is_named(name):
     with pytest.raises(InputError, match=re.escape(name.split(":")[0])):
         load_scorers(name)
@@ -523,6 +535,6 @@ def test_the_ground_truths_column():
 
 
 def test_a_weighted_sum_that_fp32_cannot_hold_is_refused():
-    scorer = verifiers.FunctionScorer("f", lambda responses, rows: [0.0, 3e38], weight=2.0)
+    scorer = FunctionScorer("f", lambda responses, rows: [0.0, 3e38], weight=2.0)
     with pytest.raises(InputError, match="the reward of d.jsonl, line 2 is inf"):
         rolled_out([scorer], ["a", "b"], [{}, {"__where__": "d.jsonl, line 2"}])

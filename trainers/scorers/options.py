@@ -57,7 +57,7 @@ OF_BEFORE = {
 class ScorerConfig(Options):
     """Who judges a response, and what that is worth."""
 
-    verifiers: str | list[str] | None = "math"
+    verifiers: str | list[str] = "math"
     """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
     regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,
     reward_model:<folder> (docs/verifiers.md). The reward is the sum of their scores. Those that compare with the answer
@@ -100,16 +100,7 @@ def compares(options: ScorerConfig) -> bool:
     return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
 
 
-def _names_verifiers(options: ScorerConfig) -> bool:
-    return options.verifiers is not None
-
-
-UNNAMED = "has no meaning where --verifiers names none; name them"
-SCORER_NEEDS = (
-    Needs("answer_column", compares, NO_ANSWER),
-    Needs("verifier_weights", _names_verifiers, UNNAMED),
-    Needs("solved_at", _names_verifiers, UNNAMED),
-)
+SCORER_NEEDS = (Needs("answer_column", compares, NO_ANSWER),)
 
 
 class Spelled(NamedTuple):
@@ -164,10 +155,12 @@ def _kind_of(text: str) -> tuple[str, str]:
     name, colon, detail = text.partition(":")
     if name in KINDS:
         kind = KINDS[name]
-        if not (detail and kind.after) and (colon or not kind.bare):
+        fits = bool(kind.after and (detail == kind.after or (detail and kind.after.startswith("<"))))
+        if not fits and (colon or not kind.bare):
             expected = [name] * kind.bare + [f"{name}:{kind.after}"] * (kind.after is not None)
             raise InputError(f"verifier {text!r}: expected {' or '.join(expected)}")
-        return name, str(Path(detail).expanduser()) if name == "reward_model" else detail
+        of_home = name == "reward_model" and detail.startswith("~/")
+        return name, str(Path(detail).expanduser()) if of_home else detail
     if re.fullmatch(r"[\w.]+:\w+", text):
         return FUNCTION, text
     if re.fullmatch(r"[\w.]+\.\w+", text):
