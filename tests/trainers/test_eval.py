@@ -78,7 +78,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     assert sampled["mean_length_solved"] == (12 * 2 + 2) / 14 and sampled["mean_length_unsolved"] == (3 * 6 + 3 * 5) / 6
     assert sampled["mean_length"] == (26 + 33) / 20
     assert summary["greedy"]["mean_length_solved"] == 2 and summary["greedy"]["mean_length_unsolved"] == 6
-    assert summary["options"]["verifiers"] == "exact_match" and summary["options"]["max_new_tokens"] == 9
+    assert summary["options"]["verifiers"] == ["exact_match"] and summary["options"]["max_new_tokens"] == 9
 
     # Every response, problems in the order of the rows.
     assert [(row["drawn"], row["problem"]) for row in rows[:5]] == [("greedy", i) for i in range(5)]
@@ -185,10 +185,10 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
     rows = Rows([{"question": "a", "solution": "2"}], "d.jsonl")
     reason = "every answer, in column 'solution', is a number or a formula"
-    assert command.verifiers_for(rows, "solution") == ("math", reason)
+    assert command.verifier_for(rows, "solution") == ("math", reason)
     rows.rows.append({"question": "b", "solution": "Paris"})
     with pytest.raises(InputError, match="d.jsonl, line 2: nothing says what judges the answer 'Paris': a word.*--ver"):
-        command.verifiers_for(rows, "solution")
+        command.verifier_for(rows, "solution")
 
 
 REFUSED = {
