@@ -51,6 +51,11 @@ def changes(
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new):
             continue
+        if isinstance(new, list) and isinstance(old, str):
+            raise InputError(
+                f"resume: {where} was made by an earlier version, which spelled {name} as {old!r}; this one takes a "
+                "list and cannot go on with that run: start another, with --overwrite or another output_dir"
+            )
         moved = f"{name}={new}" in may_move and os.path.exists(new)
         (taken if moved or _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
     if refused:
@@ -63,6 +68,8 @@ def changes(
 
 def _same(old, new) -> bool:
     """Whether two values are one; two ways to write the path of a file are."""
+    if [old] == new:  # a list of one word may be that word
+        return True
     if old == new or not (isinstance(old, str) and isinstance(new, str)):
         return old == new
     return os.path.exists(old) and os.path.exists(new) and os.path.samefile(old, new)

@@ -2,7 +2,7 @@
 
     exact_match    regex:answer: (\\d+)    format    length:100
 
-Each is a `Scorer` (rollout.py). docs/verifiers.md has their definitions.
+Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
 import numbers
@@ -48,20 +48,36 @@ def normalized(text: str, *, ignore_case: bool = False) -> str:
     return text.casefold() if ignore_case else text
 
 
-class ExactMatch:
+class Named:
+    """What every scorer is told: its name, its weight, and from which score on a sample counts as solved."""
+
+    def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
+        self.name, self.weight, self.solved_at = name, weight, solved_at
+
+    def check(self, row: dict) -> None:
+        """Any row will do."""
+
+
+class Limited(Named):
+    """One that notes, in words, which samples broke a limit."""
+
+    def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
+        super().__init__(name, weight, solved_at)
+        self.broken: list[str] = []
+
+    def take_incidents(self) -> Incidents:
+        """Those since this was last called."""
+        incidents = Incidents(len(self.broken), 0, self.broken[0] if self.broken else None)
+        self.broken.clear()
+        return incidents
+
+
+class ExactMatch(Named):
     """1.0 where the whole response equals the row's answer, both normalised (`normalized`), else 0.0."""
 
-    def __init__(
-        self,
-        answer_column: str | None = None,
-        *,
-        ignore_case: bool = False,
-        name: str = "exact_match",
-        weight: float = 1.0,
-        solved_at: float | None = 1.0,
-    ):
+    def __init__(self, answer_column: str | None = None, *, ignore_case: bool = False, **named):
+        super().__init__(**{"name": "exact_match", "solved_at": 1.0} | named)
         self.answer_column, self.ignore_case = answer_column, ignore_case
-        self.name, self.weight, self.solved_at = name, weight, solved_at
 
     def check(self, row: dict) -> None:
         """The row must have an answer."""
@@ -76,7 +92,7 @@ class ExactMatch:
         return found == expected
 
 
-class Pattern:
+class Pattern(Limited):
     """1.0 where a regular expression says so, else 0.0; one that takes more than MATCHING seconds of CPU is a 0.
 
     Args:
@@ -85,30 +101,20 @@ class Pattern:
             pattern with a group is compared with the row's answer: the group's text in the last place where it matches,
             the group being the one named `answer`, or the first.
         answer_column: of the ground truth; None takes ground_truth or answer.
-        name, weight, solved_at: as `Scorer` has them.
+        **named: name, weight and solved_at, as `Scorer` has them.
     """
 
-    def __init__(
-        self,
-        pattern: str,
-        answer_column: str | None = None,
-        *,
-        whole: bool = False,
-        name: str = "regex",
-        weight: float = 1.0,
-        solved_at: float | None = None,
-    ):
-        self.name, self.weight, self.solved_at = name, weight, solved_at
+    def __init__(self, pattern: str, answer_column: str | None = None, *, whole: bool = False, **named):
+        super().__init__(**{"name": "regex"} | named)
         self.whole, self.answer_column = whole, answer_column
-        self.broken: list[str] = []
         try:
             self.pattern = regex.compile(pattern, regex.DOTALL if whole else 0)
         except (regex.error, OverflowError, RecursionError) as error:
-            raise InputError(f"verifier {name!r}: the pattern {pattern!r} does not compile: {error}") from error
+            raise InputError(f"verifier {self.name!r}: the pattern {pattern!r} does not compile: {error}") from error
         self.group = None
         if self.pattern.groups and not whole:
             self.group = self.pattern.groupindex.get("answer", 1)
-            self.solved_at = 1.0 if solved_at is None else solved_at
+            self.solved_at = 1.0 if self.solved_at is None else self.solved_at
 
     def check(self, row: dict) -> None:
         """The row must have an answer, where there is a group to compare with it."""
@@ -137,34 +143,16 @@ class Pattern:
             return False
         return normalized(last[self.group]) == normalized(answer_of(sample.row, self.answer_column))
 
-    def take_incidents(self) -> Incidents:
-        """Responses on which matching did not end, since this was last called."""
-        incidents = Incidents(len(self.broken), 0, self.broken[0] if self.broken else None)
-        self.broken.clear()
-        return incidents
 
-
-class Length:
+class Length(Named):
     """What a response of n tokens costs, its stop token included; from 0 down to -1.
 
-    target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit).
+    target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit). One of them is given.
     """
 
-    def __init__(
-        self,
-        *,
-        target: int | None = None,
-        limit: int | None = None,
-        name: str = "length",
-        weight: float = 1.0,
-        solved_at: float | None = None,
-    ):
-        """target, limit: in tokens, one of them."""
+    def __init__(self, *, target: int | None = None, limit: int | None = None, **named):
+        super().__init__(**{"name": "length"} | named)
         self.target, self.limit = target, limit
-        self.name, self.weight, self.solved_at = name, weight, solved_at
-
-    def check(self, row: dict) -> None:
-        """Any row will do."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return [self._score(len(sample.response.ids)) for sample in samples]

@@ -19,6 +19,7 @@ from fused_rl.trainers.data.encode import PROMPT_COLUMNS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Sample, shortened, where
 from fused_rl.trainers.scorers import limits
+from fused_rl.trainers.scorers.builtin import Named
 from fused_rl.trainers.scorers.limits import within
 
 FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for the import of its module
@@ -29,7 +30,7 @@ OURS = (__file__, limits.__file__)
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
 
 
-class FunctionScorer:
+class FunctionScorer(Named):
     """A function of the user's own; None as a score is "not applicable".
 
     It runs in this process, in the main thread, so that it may hold state, a GPU or a client; an async one runs on one
@@ -38,8 +39,9 @@ class FunctionScorer:
     process is `os._exit` or a crash in C code: the run ends there, and `--resume` continues from its last checkpoint.
     """
 
-    def __init__(self, name: str, function: Callable, *, weight: float = 1.0, solved_at: float | None = None):
-        self.name, self.function, self.weight, self.solved_at = name, function, weight, solved_at
+    def __init__(self, name: str, function: Callable, **judged):
+        super().__init__(name, **judged)
+        self.function = function
         self.form = form_of(name, function)
         self.columns = columns_of(function) if self.form == "columns" else ()
         self.at: Sample | None = None  # the response that a function of one response is called with

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from fused_rl.trainers.base.guests import Expired
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line
-from fused_rl.trainers.rollouts.types import Incidents, Sample, where
+from fused_rl.trainers.rollouts.types import Sample, where
 from fused_rl.trainers.scorers import functions
-from fused_rl.trainers.scorers.builtin import answer_of
+from fused_rl.trainers.scorers.builtin import Limited, answer_of
 from fused_rl.trainers.scorers.limits import within
 
 
@@ -29,17 +29,13 @@ def import_reasoning_gym():
     return reasoning_gym
 
 
-class ReasoningGymVerifier:
+class ReasoningGymVerifier(Limited):
     """The `score_answer` of the reasoning-gym dataset that made the row."""
 
-    def __init__(
-        self, dataset: str = "", answer_column: str | None = None, *, weight: float = 1.0, solved_at: float = 1.0
-    ):
-        self.name = f"reasoning_gym:{dataset}" if dataset else "reasoning_gym"
-        self.weight, self.solved_at = weight, solved_at
-        self.dataset, self.answer_column = dataset, answer_column
-        self.tried: set[str] = set()
-        self.broken: list[str] = []
+    def __init__(self, dataset: str = "", answer_column: str | None = None, **judged):
+        name = f"reasoning_gym:{dataset}" if dataset else "reasoning_gym"
+        super().__init__(**{"name": name, "solved_at": 1.0} | judged)
+        self.dataset, self.answer_column, self.tried = dataset, answer_column, set()
         gym = import_reasoning_gym()
         self.scorer, self.datasets = gym.get_score_answer_fn, gym.factory.DATASETS
         if dataset:
@@ -71,12 +67,6 @@ class ReasoningGymVerifier:
         except Exception as error:  # of the dataset's generator, on nonsense: a wrong answer, and told
             self.broken.append(f"{where(sample)} raised {in_a_line(error)}"[:200])
             return 0.0
-
-    def take_incidents(self) -> Incidents:
-        """Responses that it could not score, since this was last called."""
-        incidents = Incidents(len(self.broken), 0, self.broken[0] if self.broken else None)
-        self.broken.clear()
-        return incidents
 
     def _dataset_of(self, row: dict) -> str:
         place, metadata = row.get("__where__", "a row"), row.get("metadata")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Sample, where
-from fused_rl.trainers.scorers.builtin import answer_of
+from fused_rl.trainers.scorers.builtin import Limited, answer_of
 from fused_rl.trainers.scorers.limits import Pool, WorkerError
 from fused_rl.trainers.scorers.math_judge import unfit
 
@@ -22,28 +22,18 @@ def unfit_for_math(row: dict, answer_column: str | None) -> str | None:
     return None if what is None else f"the answer {answer!r:.80}: {what}"
 
 
-class MathVerifier:
+class MathVerifier(Limited):
     """1.0 where math-verify finds the response's final answer equal to the ground truth, else 0.0.
 
     Answers are judged in other processes: some expressions keep sympy busy for hours. One that
     takes more than `timeout` seconds of CPU, or too much memory, scores 0; these are counted and reported.
     """
 
-    name = "math"
     judge = Path(__file__).with_name("math_judge.py")
 
-    def __init__(
-        self,
-        answer_column: str | None = None,
-        timeout: float = MATH_TIMEOUT,
-        *,
-        weight: float = 1.0,
-        solved_at: float = 1.0,
-    ):
-        self.weight, self.solved_at = weight, solved_at
-        self.answer_column = answer_column
-        self.broken: list[str] = []
-        self.restarts_told = 0
+    def __init__(self, answer_column: str | None = None, timeout: float = MATH_TIMEOUT, **judged):
+        super().__init__(**{"name": "math", "solved_at": 1.0} | judged)
+        self.answer_column, self.restarts_told = answer_column, 0
         try:
             self.pool = Pool(self.judge, cpu_seconds=timeout)
         except WorkerError as error:
@@ -73,11 +63,8 @@ class MathVerifier:
 
     def take_incidents(self) -> Incidents:
         """Those since this was last called."""
-        restarts = self.pool.restarts - self.restarts_told
-        incidents = Incidents(len(self.broken), restarts, self.broken[0] if self.broken else None)
-        self.broken.clear()
-        self.restarts_told = self.pool.restarts
-        return incidents
+        restarts, self.restarts_told = self.pool.restarts - self.restarts_told, self.pool.restarts
+        return super().take_incidents()._replace(restarts=restarts)
 
     def close(self) -> None:
         """End its processes; the next call starts others."""

@@ -16,6 +16,7 @@ from fused_rl.trainers.models.reward_model import (
 )
 from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
+from fused_rl.trainers.scorers.builtin import Named
 from fused_rl.trainers.scorers.options import Spelled
 
 
@@ -71,14 +72,12 @@ class RewardScorer:
         return int(count)
 
 
-class RewardModelScorer:
+class RewardModelScorer(Named):
     """A reward model's score of the token ids of prompt and response."""
 
-    def __init__(self, name: str, scorer: RewardScorer, *, weight: float = 1.0, solved_at: float | None = None):
-        self.name, self.scorer, self.weight, self.solved_at = name, scorer, weight, solved_at
-
-    def check(self, row: dict) -> None:
-        """Any row will do: it reads token ids alone."""
+    def __init__(self, name: str, scorer: RewardScorer, **judged):
+        super().__init__(name, **judged)
+        self.scorer = scorer
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         prompts = [sample.prompt_ids for sample in samples]
