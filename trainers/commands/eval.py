@@ -343,7 +343,7 @@ def _progress(what: str, total: int) -> Iterator:
 def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
     check_needs(config, NEEDS)
-    device = engine.join(config.seed)
+    device = engine.setup(config.seed, trains=False)
     fingerprints.check_options(config)
     with ranks.together():
         config = as_its_run(config)

@@ -12,14 +12,6 @@ from fused_rl.trainers.options.config import FILES, DataConfig, InputError
 from fused_rl.trainers.options.text import in_a_line
 
 
-def check_readable(path: Path) -> None:
-    """Refuse a file that this process may not read."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
-
-
 def read_parquet(path: Path) -> list[dict]:
     """Of a whole file."""
     import pyarrow.parquet
@@ -160,7 +152,10 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
-        check_readable(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
         rows, numbers = read_jsonl(path) if path.suffix == ".jsonl" else (read_parquet(path), None)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
