@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from fused_rl.aggregation import LOSS_AGGS
 from fused_rl.checks import check_choice
@@ -14,49 +14,69 @@ __all__ = ["PRESETS", "PolicyLossOptions", "Preset", "resolve_options"]
 ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 
 
+# Types with their ranges, in the words in which a command line says them.
+Finite = Annotated[float, "a finite number"]
+Positive = Annotated[float, "a finite number above 0"]
+NonNegative = Annotated[float, "a finite number, 0 or more"]
+MayBeInf = Annotated[float, "a number, 0 or more, or inf"]
+Fraction = Annotated[float, "a number above 0, at most 1"]
+
+
 @dataclasses.dataclass(frozen=True)
 class PolicyLossOptions:
     """Everything `policy_loss` lets you choose, with its defaults (PPO's); `PRESETS` are changes to these."""
 
-    ratio_level: str = "token"
-    """Which probability ratio a token gets: "token", "sequence" (geometric mean) or "sequence-sum" (the product)."""
+    ratio_level: Literal[tuple(RATIO_LEVELS)] = "token"
+    """Whose probability ratio a token gets: its own, its sequence's geometric mean ("sequence"), or its sequence's
+    product ("sequence-sum")."""
     surrogate: str | Callable = "clip"
-    """A name of `SURROGATES`, or your own function of the same arguments."""
-    loss_agg: str = "token-mean"
-    """One of `LOSS_AGGS`."""
-    clip_low: float = 0.2
+    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours (docs/losses.md), on the command line
+    module:function."""
+    loss_agg: Literal[tuple(LOSS_AGGS)] = "token-mean"
+    """How the losses of tokens become one number; the norm is `max_length`, which is a run's max_new_tokens."""
+    clip_low: NonNegative = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound. geo-mean clips the log-ratio."""
-    clip_high: float = 0.2
-    """inf is no upper bound."""
-    delta: float | None = None
+    clip_high: MayBeInf = 0.2
+    """See clip_low; inf is no upper bound."""
+    delta: Positive | None = None
     """Bound on the ratio where the advantage is negative, above 1 + clip_high: dual clip (arXiv:1912.09729)."""
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    kl_coef: float = 0.0
-    """Weight of the KL term in the loss; needs `ref_logprobs`."""
-    kl_estimator: str = "rk3"
-    """One of `kl_estimate`'s."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus; needs `entropy`."""
-    rollout_correction: str | None = "token-truncate"
-    """How exp(old_logprobs - rollout_logprobs) weights the surrogate where `rollout_logprobs` are given: of each token
-    or of the sequence, truncated to the bounds or 0 outside them; None: not at all."""
-    rollout_low: float = 0.0
-    rollout_high: float = 2.0
-    off_policy_threshold: float | None = None
+    sapo_temperature_pos: Positive = 1.0
+    """Of SAPO's gate where the advantage is positive (arXiv:2511.20347)."""
+    sapo_temperature_neg: Positive = 1.05
+    """Of SAPO's gate elsewhere."""
+    vespo_k_pos: NonNegative = 2.0
+    """VESPO's power of the ratio where the advantage is 0 or more (arXiv:2602.10693)."""
+    vespo_lambda_pos: NonNegative = 3.0
+    """VESPO's rate there."""
+    vespo_k_neg: NonNegative = 3.0
+    """VESPO's power of the ratio where the advantage is negative."""
+    vespo_lambda_neg: NonNegative = 2.0
+    """VESPO's rate there."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the reference."""
+    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = "rk3"
+    """Of that KL: k1 in the loss does not hold the policy (its expected gradient is zero), and k3 in the reward grows
+    exponentially with a token's log-ratio."""
+    entropy_coef: Finite = 0.0
+    """Weight of the entropy bonus in the loss."""
+    rollout_correction: Literal[tuple(ROLLOUT_CORRECTIONS)] | None = "token-truncate"
+    """How exp(old_logprobs - rollout_logprobs) weights the surrogate where the sampler tells its log-probabilities: of
+    each token or of the sequence, truncated to the bounds or 0 outside them."""
+    rollout_low: NonNegative = 0.0
+    """Lower bound of that weight."""
+    rollout_high: MayBeInf = 2.0
+    """Upper bound of that weight."""
+    off_policy_threshold: NonNegative | None = None
     """Drop the surrogate of sequences with negative advantage that the policy has left by more than this, in nats per
     token (mean of rollout or old logprobs - logprobs; DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
-    top_entropy: float | None = None
-    """Keep the surrogate of this fraction of the batch's tokens only, those of highest entropy (arXiv:2506.01939)."""
-    entropy_threshold: float | None = None
+    top_entropy: Fraction | None = None
+    """Keep the surrogate of this fraction of a micro-batch's tokens only, those of highest entropy
+    (arXiv:2506.01939)."""
+    entropy_threshold: NonNegative | None = None
     """The same by a fixed threshold in nats, which does not depend on the micro-batch."""
     skip_impossible: bool = False
     """Leave out tokens that a policy gives no probability (-inf): of loss, KL term, metrics and the denominators that
-    are counted here; those given stay. False: such a token makes the loss NaN or inf, as -inf - -inf does."""
+    are counted here; those given stay. Otherwise such a token makes the loss NaN or inf, as -inf - -inf does."""
 
     def __post_init__(self):
         check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)

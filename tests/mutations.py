@@ -251,7 +251,7 @@ MUTATIONS = {
     "packed tokens count positions through the row": Mutation(
         "trainers/models/packing.py",
         "    positions.view(-1)[place] = token\n",
-        "    positions.view(-1)[place] = place % width\n",
+        "    positions.view(-1)[place] = place % shape[1]\n",
         "tests/trainers/test_packing.py",
     ),
     # Sampling and measuring.
@@ -376,7 +376,7 @@ MUTATIONS = {
         REWARD_MODEL,
     ),
     "SFT's gradient is divided by the ranks": Mutation(
-        "trainers/sft.py", "loss * (ranks.world_size() / num_tokens)", "loss / num_tokens", SFT_SPLITS
+        "trainers/sft.py", "rows.loss * (ranks.world_size() / num_tokens)", "rows.loss / num_tokens", SFT_SPLITS
     ),
     "held-out accuracy is of the token before": Mutation(
         "trainers/sft.py",

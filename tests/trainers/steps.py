@@ -7,8 +7,8 @@ import torch
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import groups, policy
+from tests.trainers import tiny
 
 EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
 GROUP = 4
@@ -89,7 +89,7 @@ def measured_of(exact, batch) -> policy.Measured:
 def accumulated(folder, exact, **options):
     """The sums of one minibatch in three micro-batches, and the model with its gradients."""
     config = config_of(folder, **options)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = groups.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)

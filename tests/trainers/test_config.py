@@ -2,10 +2,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import docstring_parser
 import pytest
 
 import fused_rl
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
+from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import names
 from fused_rl.trainers.options.config import InputError, names_of, to_yaml
 from fused_rl.trainers.options.parse import parse
@@ -166,6 +168,25 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         "kl_estimator": "rk3",
         "entropy_coef": 0.0,
     }
+
+
+@pytest.mark.parametrize(("command", "config"), [("grpo", grpo.GRPOConfig), ("ppo", ppo.PPOConfig)])
+def test_the_options_of_the_loss_are_the_librarys_with_their_words_and_ranges(command, config, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parse(config, ["--help"], f"fused-rl {command}")
+    told = " ".join(capsys.readouterr().out.split())
+    for param in docstring_parser.parse_from_object(fused_rl.PolicyLossOptions).params:
+        _, _, after = told.partition(f" --{param.arg_name} ")
+        assert " ".join(param.description.split()) in after[:500] or param.arg_name in vars(config), param.arg_name
+        assert "(type: " in after[:700], param.arg_name
+
+
+def test_what_draws_no_gradient_takes_no_option_of_a_loss(capsys):
+    for name in names_of(options.LossConfig):
+        with pytest.raises(SystemExit):
+            parse(eval.EvalConfig, ["--model", "m", "--dataset", "d.jsonl", f"--{name}", "1"], "fused-rl eval")
+        assert f"unknown option --{name}" in capsys.readouterr().err
 
 
 def test_a_preset_brings_its_advantage_and_an_option_overrides_it():

@@ -8,10 +8,10 @@ import torch
 from fused_rl import reference as exact_ops
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import groups, policy, reference
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.papers import PAPERS
+from tests.trainers import tiny
 from tests.trainers.steps import (
     EOS,
     GROUP,
@@ -38,11 +38,7 @@ def exact(folder):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         responses.append(Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length"))
     prompts = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-    lm = (
-        language_model.load_lm(config_of(folder), torch.device("cpu"), trainable=False)
-        .base.double()
-        .requires_grad_(True)
-    )
+    lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
     rows = []
     for i, response in enumerate(responses):
         prompt = prompts[i // GROUP].ids
@@ -129,7 +125,7 @@ def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact,
 
 def test_a_step_whose_responses_were_all_cut_and_are_masked_says_so(folder, exact, capsys):
     config = config_of(folder, mask_truncated=True)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     responses = []
     for response in exact["responses"]:
         ids = response.ids[:-1] if response.finish == "stop" else response.ids
@@ -148,7 +144,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     given = exact | {"scores": scores}
     options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
     config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], scores)
     drawn = groups.draw(made, exact["prompts"], None, 1)
     assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
@@ -168,7 +164,7 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
 
 def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     config = config_of(folder, zero_variance="drop")
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
     drawn = groups.draw(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
@@ -186,7 +182,7 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
 def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estimator, definition):
     """Less in the reward before the advantages are taken, and nothing of it in the loss."""
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = groups.draw(made, exact["prompts"], None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)

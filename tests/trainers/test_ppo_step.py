@@ -10,7 +10,6 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, PolicyWithValues, load_critic
 from fused_rl.trainers.rollouts import roll_out
@@ -207,11 +206,7 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
 
 def load_fp64(folders):
     """The same policy and critic without any of our code in their forward passes, in fp64."""
-    lm = (
-        language_model.load_lm(config_of(folders), torch.device("cpu"), trainable=False)
-        .base.double()
-        .requires_grad_(True)
-    )
+    lm = tiny.load_lm(config_of(folders), trainable=False).base.double().requires_grad_(True)
     critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
 
     def values(whole, hidden):
@@ -239,7 +234,7 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
     given, config = with_sets(case(0)) if sets else case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
-    lm, critic = language_model.load_lm(config, torch.device("cpu")), Critic.from_pretrained(folders[1])
+    lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
     stale = Stale(Plain(critic))
     experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
@@ -260,7 +255,7 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
 def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, sets, monkeypatch):
     given = with_sets(case(0)) if sets else case(0)
     config = config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
-    lm = PolicyWithValues(language_model.load_lm(config, torch.device("cpu")))
+    lm = PolicyWithValues(tiny.load_lm(config))
     made = plain_policy(folders, config, lm, given)
     torch.nn.init.normal_(lm.value_head.weight, generator=torch.Generator().manual_seed(0))
     experience, parts = experience_and_parts(config, made, None, given, monkeypatch)

@@ -11,11 +11,10 @@ import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Drawn
-from fused_rl.trainers.rollouts import generate, types
+from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -36,7 +35,7 @@ def config_of(folder, **options) -> grpo.GRPOConfig:
 
 
 def load(folder, **options):
-    return language_model.load_lm(config_of(folder, **options), torch.device("cpu"), trainable=False)
+    return tiny.load_lm(config_of(folder, **options), trainable=False)
 
 
 def sampling_of(**filters) -> Sampling:
@@ -68,7 +67,7 @@ def test_the_record_is_what_the_filters_leave_in_their_order(folder, filters):
     torch.manual_seed(0)
     # Rows end at different lengths and leave the batch; two batches, in another order than the prompts'.
     sampling = Sampling(TEMPERATURE, LENGTH, tuple(range(0, 263, 6)), **filters)
-    responses = generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=3)
+    responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 263)
     assert len({len(response.ids) for response in responses}) > 1
     sizes = []
@@ -86,7 +85,7 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     kept = kept_by_definition(logits, **filters)
     torch.manual_seed(0)
     one = Sampling(TEMPERATURE, 1, (3,), **filters)
-    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 20000, one, pad_id=0, batch_size=20000)]
+    first = [r.ids[0] for r in tiny.respond(lm.base, [prompt] * 20000, one, batch_size=20000)]
     counts = torch.bincount(torch.tensor(first), minlength=len(logits)).double()
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
@@ -102,7 +101,7 @@ def test_models_that_transformers_samples_from_have_the_same_record(filters):
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     sampling = Sampling(TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters)  # so many that rows are padded
-    responses = generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=3)
+    responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 264)
     assert len({len(response.ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
@@ -116,10 +115,10 @@ def test_greedy_and_the_whole_softmax_have_no_record(folder):
     lm = load(folder).base
     for sampling in (sampling_of(), Sampling(0.0, LENGTH, (3,), **FILTERS["together"])):
         assert not sampling.truncates
-        for response in generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=8):
+        for response in tiny.respond(lm, PROMPTS, sampling, batch_size=8):
             assert response.support is None
-    likeliest = generate.generate(lm, PROMPTS, sampling_of(top_k=1), pad_id=0, batch_size=8)
-    assert likeliest == generate.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), pad_id=0, batch_size=8)
+    likeliest = tiny.generate(lm, PROMPTS, sampling_of(top_k=1), batch_size=8)
+    assert likeliest == tiny.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), batch_size=8)
 
 
 # The record on its way to the loss.
@@ -202,7 +201,7 @@ class Points:
 
 def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     """The policy of a `folder`, and a reference of other weights; prompts are shared as the config says."""
-    lm, other = language_model.load_lm(config, torch.device("cpu")), load(folder, loss_from=config.loss_from)
+    lm, other = tiny.load_lm(config), load(folder, loss_from=config.loss_from)
     for weight in other.parameters():
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     costs = policy.Costs(token=1.0, pair=0.0) if config.share_prompts else None

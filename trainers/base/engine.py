@@ -23,7 +23,7 @@ from torch import nn
 from fused_rl.trainers.base import launch, optim
 from fused_rl.trainers.base.launch import JOINING, TIMEOUT
 from fused_rl.trainers.base.ranks import agree, barrier, rank, world_size
-from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig, RunConfig
+from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig
 
 
 def quiet() -> None:
@@ -105,16 +105,6 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
     if config.dtype == "bfloat16" and config.zero_stage == 0:
         raise InputError("dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1")
     return getattr(torch, config.dtype)
-
-
-def head_dtype(config: RunConfig) -> torch.dtype | None:
-    """The dtype of logits that `config.head_dtype` stands for; None is what the weights and the device make best."""
-    if config.head_dtype == "bfloat16" and torch_dtype(config) == torch.float32:
-        raise InputError(
-            f"head_dtype=bfloat16 would round the logits of float32 weights (dtype={config.dtype}); leave it out, or "
-            "give --dtype bfloat16 as well"
-        )
-    return None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
 
 
 def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:

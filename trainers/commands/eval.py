@@ -28,6 +28,7 @@ from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summariz
 from fused_rl.trainers.data import encode, fingerprints, sources
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import (
     ClosedUnitInterval,
     InputError,
@@ -264,7 +265,7 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         _say(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
-    language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
+    check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
     return Sampling(config.temperature, length, stop_ids, **filters)
