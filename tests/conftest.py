@@ -25,3 +25,15 @@ def backend(request, monkeypatch):
         return "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # read at each call of a public op; the kernels stay interpreted
     return "cpu"
+
+
+@pytest.fixture
+def cpu(request, monkeypatch):
+    """The CPU path alone, but for tests that ask for a backend: what is tested lies above the kernels."""
+    if "backend" not in request.fixturenames:
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)

@@ -1,15 +1,29 @@
-"""Runs a function in several gloo processes from an ordinary test."""
+"""Runs a function in several gloo processes from an ordinary test.
 
+They are forked from a server that has imported what takes seconds: an interpreter each would cost most of a test.
+"""
+
+import atexit
 import multiprocessing
 import os
+import pickle
 import queue
 import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
+
+# conftest chooses Triton's interpreter before anything imports Triton.
+PRELOADED = ["tests.conftest", "fused_rl", "deepspeed", "transformers"]
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(PRELOADED)
+atexit.register(forkserver._forkserver._stop)  # waited for: its seconds are ours, and nothing outlives the tests
 
 
-def _rank(fn, rank, world, folder, results, timeout, args):
+def _rank(work, environment, rank, world, folder, results, timeout):
+    os.environ.clear()
+    os.environ.update(environment)  # the caller's, not that of the server's start
     # What torchrun would set; deepspeed.init_distributed reads it too.
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({k: str(v) for k, v in ranks.items()})
@@ -25,6 +39,7 @@ def _rank(fn, rank, world, folder, results, timeout, args):
         torch.distributed.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
         )
+        fn, args = pickle.loads(work)
         status, value = "returned", fn(rank, world, *args)
         torch.distributed.barrier()
     except BaseException:
@@ -62,13 +77,12 @@ def run_distributed(fn, world, *args, timeout=120):
     `fn` is a function at the top of a module, and its results can be pickled (tensors: `.tolist()` or `.numpy()`).
     A rank that raises, dies or hangs for more than `timeout` s fails the caller, and no process outlives the call.
     """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results, work = PROCESSES.Queue(), pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank, args=(fn, rank, world, folder, results, timeout, args), daemon=True)
-            for rank in range(world)
-        ]
+        processes = []
+        for rank in range(world):
+            given = (work, dict(os.environ), rank, world, folder, results, timeout)
+            processes.append(PROCESSES.Process(target=_rank, args=given, daemon=True))
         for process in processes:
             process.start()
         try:

@@ -18,7 +18,7 @@ class Mutation(NamedTuple):
 
 
 ADVANTAGES = "tests/test_advantages.py"
-LOSSES = "tests/test_losses.py"
+LOSSES = "tests/test_losses.py tests/test_losses_trl.py"
 METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
 LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
@@ -85,7 +85,7 @@ MUTATIONS = {
         "fused_rl/cpu/targets.py",
         "slope = inv_t if softcap is None else inv_t * (1 -",
         "slope = inv_t * (1 + 0 *",
-        "tests/test_topk.py -k options",
+        "tests/test_targets.py -k options",
     ),
     "the tail of the K likeliest is left out": Mutation(
         "fused_rl/topk.py",
@@ -116,7 +116,7 @@ MUTATIONS = {
         "tests/test_kl_estimate.py",
     ),
     "K targets that tie leave the others out": Mutation(
-        "fused_rl/cpu/targets.py", "torch.where(rest < 1, m, torch.inf)", "m", "tests/test_topk.py -k tie"
+        "fused_rl/cpu/targets.py", "torch.where(rest < 1, m, torch.inf)", "m", "tests/test_targets.py -k tie"
     ),
     "the clip is optimistic": Mutation(
         "fused_rl/surrogates.py", "-torch.minimum(ratio * adv", "-torch.maximum(ratio * adv", LOSSES
@@ -251,7 +251,7 @@ MUTATIONS = {
     "packed tokens count positions through the row": Mutation(
         "trainers/models/packing.py",
         "    positions.view(-1)[place] = token\n",
-        "    positions.view(-1)[place] = place % width\n",
+        "    positions.view(-1)[place] = place % shape[1]\n",
         "tests/trainers/test_packing.py",
     ),
     # Sampling and measuring.
@@ -302,19 +302,19 @@ MUTATIONS = {
         "trainers/grpo.py",
         "drawn.counts[index.cpu()].sum(), trained",
         "torch.tensor(len(index)), trained",
-        "tests/trainers/test_grpo.py -k dropped_group",
+        "tests/trainers/test_grpo_step.py -k dropped_group",
     ),
     "ranks that leave nothing out meet once less": Mutation(
         "trainers/grpo.py",
         "    found = sums.over_ranks()\n",
         "    found = sums.over_ranks()\n    _ = left_out is None or ranks.global_sum(left_out.sum())\n",
-        "tests/trainers/test_grpo.py -k equally_often",
+        "tests/trainers/test_grpo_step.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(
         "trainers/grpo.py",
         "rewards = rewards - config.kl_coef * charged",
         "rewards = rewards - 2 * config.kl_coef * charged",
-        "tests/trainers/test_grpo.py -k 'kl_in_the_reward or less_by_the_kl'",
+        "tests/trainers/test_grpo_step.py tests/trainers/test_grpo_runs.py -k 'kl_in_the_reward or less_by_the_kl'",
     ),
     "the overlong penalty is a bonus": Mutation(
         "trainers/policy/groups.py",
@@ -376,7 +376,7 @@ MUTATIONS = {
         REWARD_MODEL,
     ),
     "SFT's gradient is divided by the ranks": Mutation(
-        "trainers/sft.py", "loss * (ranks.world_size() / num_tokens)", "loss / num_tokens", SFT_SPLITS
+        "trainers/sft.py", "rows.loss * (ranks.world_size() / num_tokens)", "rows.loss / num_tokens", SFT_SPLITS
     ),
     "held-out accuracy is of the token before": Mutation(
         "trainers/sft.py",

@@ -7,16 +7,13 @@ import fused_rl
 from bench import machine
 from fused_rl.cpu import compiled as cpu
 from fused_rl.cpu import pair as rows_of_two
-from tests.test_extremes import assert_divergence, by_definition, masked_pairs
-from tests.test_kl import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
+from tests.masks import assert_divergence, by_definition, masked_pairs
+from tests.pairs import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
 
 VOCAB = 4 * cpu.BLOCK + 77  # blocks and a tail
 
 
-@pytest.fixture(autouse=True)
-def cpu_path(monkeypatch):
-    torch.manual_seed(0)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu", "seeded")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_rl import reference, token_logprobs
 from fused_rl.cpu import compiled, logprob, native
-from tests.test_logprobs import (
+from tests.logits import (
     FLOATS,
     assert_gradient_close,
     assert_outputs_close,

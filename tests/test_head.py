@@ -11,7 +11,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference, tiles
-from tests.test_linear import (
+from tests.heads import (
     BF16,
     FP16,
     FP32,
@@ -33,11 +33,6 @@ from tests.test_linear import (
 # the interpreter takes 3 s for several tiles
 TILES = [pytest.param(ONE_TILE, id="one"), pytest.param(MORE_TOKENS, id="more tokens", marks=pytest.mark.slow)]
 CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
-
-
-@pytest.fixture
-def cpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 class Rounded(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Every public op on hostile inputs (tests/hostile.py), kernels and CPU path, values and gradients, against fp64."""
 
+import os
 import sys
 
 import pytest
@@ -97,6 +98,14 @@ def test_masks_of_most_columns(backend, name, case):
 def test_ops(backend, name):
     examples = 6 if name.startswith("vocab_parallel") else 12  # whose ranks run again for each reduction
     settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+def test_ops_at_length(backend, name):
+    """Ten times as many on the CPU path, three times on the kernels."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    settings(max_examples=36 if interpreted else 120, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
 
 
 def check_tokens(function, case):

@@ -1,134 +1,41 @@
-"""TRL's primitives, ours in their place: what each returned, or should have, and the patch that exchanges them."""
+"""TRL's heads and divergences, ours in their place: what each returned, or should have."""
 
 import contextlib
-import copy
-import importlib
-import math
-import pickle
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integrations import formulas
-from tests.trainers import tiny
+from tests.integrations.trl_heads import (
+    ALL,
+    NAMES,
+    SHAPE,
+    assert_close,
+    assert_near_the_host,
+    backward_of,
+    exact_head,
+    gradients,
+    leaves_of,
+    luck,
+    make_head,
+    make_targets,
+    run_head,
+    same_bits,
+    upstream_of,
+)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 import trl.trainer.utils as trl_utils  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
-from bench.repro import integrations_trl as hard  # noqa: E402
-from fused_rl.integrations import patching, trl_divergence, trl_head  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def cpu_path(request, monkeypatch):
-    """The CPU path, but for tests that ask for a backend: the interpreter takes seconds."""
-    if "backend" not in request.fixturenames:
-        monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-# The replaced primitives of TRL. Here the names `trl_utils.…` and those imported above are the host's own.
-
-ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-NAMES = (*ALL, "dhidden", "dweight", "dbias")
-SHAPE = (23, 16, 131)  # N, H, V: V is neither a multiple of a block nor less than one
-
-
-def leaves_of(tensors, dtype):
-    return [None if x is None else x.detach().to(dtype).requires_grad_() for x in tensors]
-
-
-def gradients(leaves):
-    return [None if x is None else x.grad for x in leaves]
-
-
-def make_head(dtype, bias=True, banned=False, seed=0, width=SHAPE[1], n=SHAPE[0]):
-    """hidden, weight, bias: rows from nearly flat to nearly certain; two banned tokens at most."""
-    generator = torch.Generator().manual_seed(seed)
-    vocab = SHAPE[2]
-    hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
-    weight, head_bias = torch.randn(vocab, width, generator=generator), torch.randn(vocab, generator=generator)
-    head_bias[[3, 77]] = -torch.inf if banned else 0.5
-    return [x.to(dtype) for x in (hidden, weight)] + [head_bias.to(dtype) if bias else None]
-
-
-def make_targets(head, options):
-    """Every other one the likeliest token, none of them banned."""
-    generator = torch.Generator().manual_seed(5)
-    targets = torch.randint(4, 77, head[0].shape[:1], generator=generator)
-    likeliest = formulas.scores(*leaves_of(head, FP64), *options).argmax(-1)
-    targets[::2] = likeliest[::2]
-    return targets
-
-
-def run_head(function, head, targets, options, outputs=ALL):
-    """The outputs and the gradients of a loss that uses what has one, each upstream gradient at random."""
-    temperature, softcap, scale = options
-    found = function(*head, targets, temperature, 64, softcap, scale, outputs)
-    backward_of(found[:2])
-    return [*found, *gradients(head)]
-
-
-def exact_head(head, targets, options):
-    leaves = leaves_of(head, FP64)
-    found = formulas.row_outputs(formulas.scores(*leaves, *options), targets)
-    backward_of(found[:2])
-    return [*found, *gradients(leaves)]
-
-
-def upstream_of(outputs):
-    generator = torch.Generator().manual_seed(9)
-    return [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in outputs]
-
-
-def backward_of(outputs):
-    outputs = [x for x in outputs if x is not None]
-    torch.autograd.backward(outputs, upstream_of(outputs))
-
-
-def error(found, exact):
-    """Root of the mean square; a NaN or an inf where the truth has none counts as infinite."""
-    same = found.double() == exact.double()  # infinite ones too
-    difference = torch.where(same, 0, found.double() - exact.double())
-    return difference.square().mean().sqrt().nan_to_num(nan=torch.inf).item() if difference.numel() else 0.0
-
-
-def assert_close(name, ours, theirs, exact, slack=1.0):
-    """At most the host's error against fp64, but for `slack` of luck."""
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
-    if name == "is_top1":  # rounding to 16 bits makes ties: a row or two may fall either way
-        assert (ours != exact).sum() <= (theirs != exact).sum() + (2 if slack < 2 else 0)
-        return
-    finite = exact[exact.isfinite()].double()
-    size = finite.abs().max().item() if finite.numel() else 0.0
-    allowed = slack * error(theirs, exact) + 2**-22 * size
-    assert error(ours, exact) <= allowed, f"{name}: {error(ours, exact):.3g} > {allowed:.3g}"
-
-
-def luck(name):
-    """Of roundings to bf16 in 1500 rows: 2 % of a per-token error; a sum over them is one draw per entry.
-
-    Over ten seeds, ours by TRL's: every per-token output 0.90 to 0.99, the gradient of hidden 0.97 to 1.00, of the
-    weight 0.88 to 1.16, of the bias 0.63 to 1.44.
-    """
-    return {"dweight": 1.25, "dbias": 1.6}.get(name, 1.02)
-
-
-def assert_near_the_host(name, ours, theirs, exact):
-    """In fp32: 1e-5, and twice what the host itself is off."""
-    off = (theirs.double() - exact.double()).abs()
-    off = off[off.isfinite()]
-    atol = 1e-5 + (2 * off.max().item() if off.numel() else 0)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, msg=lambda text: f"{name}: {text}")
-
+from fused_rl.integrations import trl_divergence, trl_head  # noqa: E402
 
 # temperature, soft cap, scale of the logits; with a bias, with banned tokens
 HEADS = {
@@ -425,273 +332,3 @@ def test_other_divergences_are_the_hosts(changed):
     ours = run_divergence(integration.ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options)
     theirs = run_divergence(ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options)
     assert all(map(same_bits, ours, theirs))
-
-
-def same_bits(one, other):
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
-
-
-# From logits.
-
-
-def make_logits(dtype, banned=False):
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(3, 7, 131, generator=generator) * torch.linspace(0.3, 4, 7)[:, None] + 20
-    logits[..., [3, 77]] += -torch.inf if banned else 0.0
-    return logits.to(dtype)
-
-
-def from_logits(module, logits, index, temperature, row_mask, several):
-    """log-probabilities, and of one target per row entropies; the gradient of both."""
-    logits = logits.detach().clone().requires_grad_()
-    taken = logits[:, :-1]  # as trainers do: rows that do not merge
-    found = [module.selective_log_softmax(taken, index, temperature, row_mask)]
-    if not several:
-        found += module.selective_log_softmax_and_entropy(taken, index, True, temperature, row_mask)
-        if temperature == 1 and row_mask is None:
-            found.append(module.entropy_from_logits(taken))
-    backward_of(found)
-    return [*found, logits.grad]
-
-
-class Exact:
-    """TRL's functions in fp64."""
-
-    @staticmethod
-    def selective_log_softmax(logits, index, temperature, row_mask):
-        logp = (logits / temperature).log_softmax(-1)
-        one = index.dim() < logits.dim()
-        found = logp.gather(-1, index[..., None])[..., 0] if one else logp.gather(-1, index)
-        return found if row_mask is None else found.masked_fill(row_mask == 0, 0)
-
-    @staticmethod
-    def entropy_from_logits(logits):
-        return formulas.entropy(logits.log_softmax(-1))
-
-    @staticmethod
-    def selective_log_softmax_and_entropy(logits, index, entropy_requires_grad, temperature, row_mask):
-        found = formulas.entropy((logits / temperature).log_softmax(-1))
-        found = found if row_mask is None else found.masked_fill(row_mask == 0, 0)
-        return [Exact.selective_log_softmax(logits, index, temperature, row_mask), found]
-
-
-def logits_on_both(dtype, temperature, masked, several, device="cpu"):
-    """Ours, theirs, exact: outputs and gradient; and the mask."""
-    logits = make_logits(dtype)
-    generator = torch.Generator().manual_seed(4)
-    index = torch.randint(4, 77, (3, 6, 5) if several else (3, 6), generator=generator)
-    if several:
-        index[..., 1] = index[..., 0]  # an id twice
-    row_mask = None if masked is None else (torch.rand(index.shape, generator=generator) < 0.6).to(masked)
-    exact = from_logits(Exact, logits.double(), index, temperature, row_mask, several)
-    theirs = from_logits(trl_utils, logits, index, temperature, row_mask, several)
-    there = [x if x is None else x.to(device) for x in (logits, index, row_mask)]
-    ours = from_logits(integration, *there[:2], temperature, there[2], several)
-    return [x.cpu() for x in ours], theirs, exact, row_mask
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("masked", [None, torch.bool, torch.int64])
-@pytest.mark.parametrize("several", [False, True])
-def test_logits(dtype, temperature, masked, several):
-    """At most TRL's error, and fp32 where it returns 16 bits; from fp64 logits fp64."""
-    ours, theirs, exact, row_mask = logits_on_both(dtype, temperature, masked, several)
-    for i, (one, other, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
-        assert one.dtype == (dtype if i == len(ours) - 1 else FP64 if dtype == FP64 else FP32)
-        allowed = 1e-12 if dtype == FP64 else error(other, truth) + 2**-22 * truth.abs().max().item()
-        assert error(one, truth) <= allowed
-        if dtype == FP32:
-            assert_near_the_host("", one, other, truth)
-    if row_mask is not None:
-        assert (ours[0][row_mask == 0] == 0).all()
-    if row_mask is not None and not several:
-        assert (ours[-1][:, :-1][row_mask == 0] == 0).all()
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_logits_by_the_kernels(several, backend):
-    ours, theirs, exact, _ = logits_on_both(BF16, 0.7, torch.bool, several, backend)
-    for one, other, truth in zip(ours, theirs, exact, strict=True):
-        assert error(one, truth) <= error(other, truth)
-
-
-def test_entropy_without_gradient():
-    logits = make_logits(FP32).requires_grad_()
-    index = torch.zeros(3, 7, dtype=torch.long)
-    logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index, entropy_requires_grad=False)
-    assert logprobs.requires_grad and not entropy.requires_grad
-    torch.testing.assert_close(entropy, trl_utils.entropy_from_logits(logits).detach(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_banned_tokens(dtype):
-    """Finite where TRL's entropy is NaN; log-probability -inf of a banned target."""
-    logits = make_logits(dtype, banned=True).requires_grad_()
-    index = torch.full((3, 7), 5)
-    index[0, 0] = 3
-    logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index)
-    assert logprobs[0, 0] == -torch.inf
-    (logprobs.flatten()[1:].sum() + entropy.sum()).backward()
-    truth = formulas.entropy(logits.detach().double().log_softmax(-1))
-    torch.testing.assert_close(entropy.detach().double(), truth, rtol=1e-6, atol=1e-6)
-    assert logits.grad.isfinite().all() and trl_utils.entropy_from_logits(logits).isnan().all()
-    several = integration.selective_log_softmax(logits, index[..., None].expand(3, 7, 2))
-    assert several[0, 0].eq(-torch.inf).all() and several.flatten()[2:].isfinite().all()
-
-
-def test_logits_without_rows():
-    logits = torch.zeros(0, 4, 9, requires_grad=True)
-    index = torch.zeros(0, 4, dtype=torch.long)
-    outputs = integration.selective_log_softmax_and_entropy(logits, index)
-    assert [x.shape for x in outputs] == [(0, 4)] * 2
-    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (0, 4, 2)
-    sum(x.sum() for x in outputs).backward()
-
-
-@pytest.mark.parametrize("function", ["selective_log_softmax", "selective_log_softmax_and_entropy"])
-def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        getattr(integration, function)(torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0)
-
-
-# Where TRL's lose their digits: bench/repro/integrations_trl.py.
-
-
-@pytest.fixture(scope="module")
-def hard_rows():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TRITON_INTERPRET", "0")
-        return {row["case"]: row for row in hard.hard_cases()}
-
-
-def test_hard_cases(hard_rows):
-    """The faults are still TRL's, and not ours."""
-    worst = hard_rows["fp32 head, entropy, peak of 27 nats"]
-    assert worst["TRL"] < -1e-5 and worst["exact"] > 1e-6
-    assert hard_rows["bf16 logits at 100, log-prob's error"]["TRL"] > 0.25
-    for source in ("head", "logits"):
-        assert math.isnan(hard_rows[f"fp32 {source}, entropy, -inf columns"]["TRL"])
-    for case, row in hard_rows.items():
-        if "entropy" in case:
-            assert row["patched"] == pytest.approx(row["exact"], rel=2e-6), case
-        elif "error" in case:
-            assert row["patched"] < 2e-6, case
-        else:
-            assert row["patched"] == pytest.approx(row["exact"], rel=5e-6), case
-
-
-def test_the_documented_example_runs(tmp_path, monkeypatch):
-    """docs/integrations.md, its TRL section: trains, on our functions, and leaves TRL as it was."""
-    text = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
-    section = text.split("## TRL\n")[1].split("\n## ")[0]
-    example = section.split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
-    tiny.model_folder(tmp_path / "model", chat=False)
-    calls = []
-    apply = trl_head.HeadLogprobs.apply
-    monkeypatch.setattr(trl_head.HeadLogprobs, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
-    exec(compile(example, "docs/integrations.md", "exec"), {})
-    assert len(example.strip().splitlines()) <= 10 and len(calls) >= 2
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-
-# The patch itself.
-
-# What imports the primitives by name, in TRL and in its experimental trainers.
-USERS = ("trainer.distillation_trainer", "trainer.grpo_trainer", "trainer.sft_trainer", "trainer.dpo_trainer")
-USERS += ("experimental.orpo.orpo_trainer", "experimental.cpo.cpo_trainer", "experimental.tpo.tpo_trainer")
-USERS += ("experimental.sdft.loss_utils", "experimental.sdpo.loss_utils", "experimental.a2po.a2po_trainer")
-OURS = ("ChunkedLogProbFunction", "ChunkedDivergenceFunction", "selective_log_softmax", "entropy_from_logits")
-OURS += ("selective_log_softmax_and_entropy",)
-
-
-@pytest.fixture(scope="module")
-def host_modules():
-    for name in USERS:
-        importlib.import_module(f"trl.{name}")
-
-
-def attributes():
-    """Every attribute of every imported module of TRL."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "trl" and module is not None:
-            found |= {(name, attribute): value for attribute, value in vars(module).items()}
-    return found
-
-
-def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
-    before = attributes()
-    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [ChunkedLogProbFunction, ChunkedDivergenceFunction]
-    copies = {place for place, value in before.items() if any(value is original for original in originals)}
-    integration.patch()
-    try:
-        patched = attributes()
-        changed = {place for place in before if patched[place] is not before[place]}
-        assert changed == copies and len(copies) >= 14
-        assert {patched[place] for place in changed} == {getattr(integration, name) for name in OURS}
-    finally:
-        integration.unpatch()
-    after = attributes()
-    assert after.keys() == before.keys() and all(after[place] is before[place] for place in before)
-
-
-def test_a_with_that_raises_restores(host_modules):
-    before = attributes()
-    with pytest.raises(KeyError), integration.patch():
-        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
-        raise KeyError("in the middle of training")
-    assert all(value is before[place] for place, value in attributes().items())
-
-
-def test_patching_twice_is_patching_once():
-    original = trl_utils.entropy_from_logits
-    with integration.patch():
-        with integration.patch():
-            pass
-        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
-        assert integration.selective_log_softmax(*in_fp64()).dtype == FP64  # TRL's own is still found
-    assert trl_utils.entropy_from_logits is original
-
-
-def in_fp64():
-    return torch.zeros(2, 9, dtype=FP64), torch.zeros(2, dtype=torch.long)
-
-
-def test_the_hosts_own_function_is_reached_while_patched():
-    head = make_head(FP64)
-    targets = make_targets(head, (1.0, None, 1.0))
-    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
-    with integration.patch():
-        ours = run_head(trl_utils._ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
-    assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0.0"])
-def test_an_unknown_version_is_refused(version, monkeypatch):
-    before = attributes()
-    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: version)
-    with pytest.raises(ImportError, match=rf"trl {version} is not .*<1\.17,>=1\.16"):
-        integration.patch()
-    assert all(value is before[place] for place, value in attributes().items())
-
-
-def test_a_patched_host_pickles(tmp_path):
-    """Functions and configs under the patch, read with it and without it."""
-    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_length=17)
-    with integration.patch():
-        replaced = [trl_utils.selective_log_softmax, trl_utils._ChunkedLogProbFunction]
-        dumped = pickle.dumps([replaced, config])
-        assert pickle.loads(dumped)[0] == replaced
-    functions, again = pickle.loads(dumped)
-    assert functions == replaced and again.max_length == 17
-    assert copy.deepcopy(functions) == functions
-
-
-def test_the_integration_imports_torch_alone():
-    code = "import sys, fused_rl.integrations.trl; print({'trl', 'transformers', 'accelerate'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr

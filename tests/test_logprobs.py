@@ -1,78 +1,27 @@
 """token_logprobs on the kernels and on the CPU path, against the reference in fp64 of the same rounded logits."""
 
 import itertools
-import logging
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_rl import reference, token_logprobs
-from fused_rl.cpu import compiled
-from fused_rl.cpu import logprob as cpu
+from tests.logits import (
+    FLOATS,
+    OUTPUTS,
+    VIEWS,
+    assert_gradient_close,
+    assert_outputs_close,
+    exact,
+    random_rows,
+    run,
+    upstream_of,
+)
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-OUTPUTS = ("logprobs", "entropy", "lse")
 # one column; less than one block; one block of the CPU path and a tail; several tiles of the kernel and an odd tail
 VOCABULARIES = [1, 7, 1000, 9001]
-
-
-def random_rows(n, vocab, dtype, device, seed=0):
-    """Logits as a language model's: most of the mass on few tokens, the target anywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(n, vocab, generator=generator)
-    return logits.to(device, dtype), torch.randint(vocab, (n,), generator=generator).to(device)
-
-
-def run(op, logits, targets, upstream, **options):
-    """The three outputs, and the logits' gradient for upstream gradients {output: tensor}."""
-    logits = logits.detach().requires_grad_()
-    outputs = op(logits, targets, **options)
-    loss = sum((getattr(outputs, name) * g.to(outputs.lse.dtype)).sum() for name, g in upstream.items())
-    return outputs, torch.autograd.grad(loss, logits)[0]
-
-
-def upstream_of(shape, device, names=OUTPUTS, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(device) for name in names}
-
-
-def exact(logits, targets, upstream, **options):
-    return run(reference.token_logprobs, logits.double(), targets, upstream, **options)
-
-
-def assert_outputs_close(actual, expected):
-    """1e-6 of the log-sum-exp, which also is what fp32 holds of a log-probability; 2e-6 of the entropy."""
-    scale = expected.lse.abs().clamp(min=1).maximum(expected.logprobs.abs())
-    for name, allowed in (("logprobs", 1e-6 * scale), ("lse", 1e-6 * scale), ("entropy", 2e-6 * expected.entropy)):
-        a, e = getattr(actual, name).double(), getattr(expected, name)
-        same = (a == e) | ((a - e).abs() <= allowed)  # == holds for infinities
-        assert same.all(), f"{name}: {a[~same][:5].tolist()} for {e[~same][:5].tolist()}"
-    assert (actual.entropy >= 0).all() and (actual.logprobs <= 0).all()
-
-
-def assert_gradient_close(actual, expected, naive):
-    """At most twice the error of the reference in the logits' dtype; 16-bit ones within an ulp in 99.9 %, 2 in all.
-
-    Where terms cancel (log p + H changes its sign; a vocabulary of one) two fp32 ulps of the row's largest are allowed.
-    """
-    error, allowed = (actual.double() - expected).abs(), (naive.double() - expected).abs().max()
-    cancelled = 2**-22 * expected.abs().amax(-1, keepdim=True) + 1e-12
-    assert (error <= 2 * allowed + cancelled).all(), (error.max(), allowed)
-    if actual.dtype != torch.float32:
-        ulps = (ordinal(actual) - ordinal(expected.to(actual.dtype))).abs()
-        ulps[error <= cancelled] = 0
-        assert (ulps <= 1).float().mean() >= 0.999 and ulps.max() <= 2, ulps.max()
-
-
-def ordinal(x):
-    """Consecutive integers for consecutive 16-bit floats, 0 for both zeros."""
-    bits = x.view(torch.int16).long()
-    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -224,17 +173,6 @@ def test_nothing_to_score(backend):
     assert not any(o.any() for o in outputs) and not gradient.any()
 
 
-VIEWS = {  # logits of (2, 3) rows whose strides differ, over one vocabulary
-    "contiguous": lambda x: x[:, :3].contiguous(),
-    "sequence cut off": lambda x: x[:, :3],
-    "odd row stride": lambda x: torch.cat([x[:, :3], x[:, :3, :1]], -1)[..., :-1],
-    "sequence first": lambda x: x[:, :3].transpose(0, 1).contiguous().transpose(0, 1),
-    "every second row": lambda x: x[:, :3].repeat_interleave(2, 1)[:, ::2],
-    "offset storage": lambda x: torch.cat([x[:, :3].flatten(), x[0, 0, :1]]).roll(1)[1:].view(2, 3, -1),
-    "columns apart": lambda x: x[:, :3].repeat_interleave(2, -1)[..., ::2],
-}
-
-
 @pytest.mark.parametrize("vocab", [600, 9001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_depend_on_the_row_alone(backend, dtype, vocab):
@@ -252,34 +190,6 @@ def test_bits_of_a_row_depend_on_the_row_alone(backend, dtype, vocab):
         alone, gradient_alone = run(token_logprobs, logits[b, t], targets[b, t], g)
         assert all(torch.equal(a, o[b, t]) for a, o in zip(alone, outputs, strict=True))
         assert torch.equal(gradient_alone, gradient[b, t])
-
-
-@pytest.mark.parametrize("name", [name for name in VIEWS if name != "columns apart"])
-def test_strided_rows_are_not_copied(monkeypatch, name):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    logits, targets = random_rows(8, 600, torch.float32, "cpu")
-    logits = VIEWS[name](logits.view(2, 4, 600))
-    seen, forward, backward = [], cpu.logprob_fwd, cpu.logprob_bwd
-    monkeypatch.setattr(cpu, "logprob_fwd", lambda x, *a: seen.append(x) or forward(x, *a))
-    monkeypatch.setattr(cpu, "logprob_bwd", lambda *a, out: seen.append(a[3]) or backward(*a, out=out))
-    run(token_logprobs, logits, targets.view(2, 4)[:, :3], upstream_of((2, 3), "cpu"))
-    assert {x.untyped_storage().data_ptr() for x in seen} == {logits.untyped_storage().data_ptr()}
-
-
-def test_bits_do_not_depend_on_chunks_or_threads(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    logits, targets = random_rows(40, 40000, torch.float32, "cpu")
-    upstream = upstream_of(targets.shape, "cpu")
-    expected = run(token_logprobs, logits, targets, upstream)
-    threads = torch.get_num_threads()
-    try:
-        for chunk, count in ((1, 1), (1 << 17, 2), (1 << 20, 2)):
-            monkeypatch.setattr(compiled, "CHUNK", chunk)
-            torch.set_num_threads(count)
-            outputs, gradient = run(token_logprobs, logits, targets, upstream)
-            assert all(map(torch.equal, outputs, expected[0])) and torch.equal(gradient, expected[1])
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_four_leading_dimensions_that_do_not_merge(backend):
@@ -327,121 +237,6 @@ def test_shift_of_sequences_without_a_successor(backend, length):
     assert all(o.shape == (2, 0) for o in outputs)
     sum(outputs).sum().backward()
     assert not logits.grad.any()
-
-
-def test_stride_0_and_missing_upstream_gradients(backend):
-    logits, targets = random_rows(5, 300, torch.float32, backend)
-    for name in OUTPUTS:
-        x = logits.clone().requires_grad_()
-        getattr(token_logprobs(x, targets), name).sum().backward()  # expands a single 1
-        _, expected = exact(logits, targets, {name: torch.ones(5, device=backend)})
-        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_retained_graph_yields_the_same_gradient_twice(backend):
-    logits, targets = random_rows(5, 300, torch.float32, backend)
-    logits.requires_grad_()
-    loss = token_logprobs(logits, targets).entropy.sum()
-    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second) and first.any()
-
-
-def test_saved_state_is_linear_in_the_rows(backend):
-    logits, targets = random_rows(6, 5000, torch.bfloat16, backend)
-    logits.requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        token_logprobs(logits, targets, mask=targets > 100)
-    kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-    kept.pop(logits.untyped_storage().data_ptr())
-    assert sum(kept.values()) <= 6 * 40
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype):
-    leaf, targets = random_rows(6, 1100, dtype, backend)
-    mask = torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool, device=backend)
-    upstream = upstream_of((6,), backend)
-    expected, expected_gradient = run(token_logprobs, leaf, targets, upstream, mask=mask)
-    leaf.requires_grad_()
-    logits = leaf * 1
-    logits.register_hook(lambda g: seen.append(g.data_ptr()))
-    seen = []
-    outputs = token_logprobs(logits, targets, mask=mask, inplace=True)
-    assert all(map(torch.equal, outputs, expected))
-    sum((getattr(outputs, name) * g).sum() for name, g in upstream.items()).backward()
-    assert torch.equal(leaf.grad, expected_gradient) and seen == [logits.data_ptr()]
-    assert torch.equal(logits.detach(), expected_gradient)
-
-
-@pytest.mark.parametrize("cut", [lambda x: x[:, :-1], lambda x: x.transpose(0, 1)], ids=["cut off", "transposed"])
-def test_inplace_over_rows_that_do_not_merge(backend, cut):
-    leaf, targets = random_rows(12, 130, torch.float32, backend)
-    leaf, targets = leaf.view(3, 4, 130), cut(targets.view(3, 4))
-    upstream = upstream_of(targets.shape, backend)
-    _, expected = run(lambda x, y: token_logprobs(cut(x), y), leaf, targets, upstream)
-    _, gradient = run(lambda x, y: token_logprobs(cut(x * 1), y, inplace=True), leaf, targets, upstream)
-    assert torch.equal(gradient, expected)
-
-
-def test_inplace_shift(backend):
-    leaf, targets = random_rows(12, 130, torch.float32, backend)
-    leaf, targets = leaf.view(3, 4, 130), targets.view(3, 4)
-    upstream = upstream_of((3, 3), backend)
-    _, expected = run(token_logprobs, leaf, targets, upstream, shift=True)
-    _, gradient = run(lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=True), leaf, targets, upstream)
-    assert torch.equal(gradient, expected)
-
-
-def test_inplace_makes_every_later_use_raise(backend):
-    leaf, targets = random_rows(4, 60, torch.float32, backend)
-    leaf.requires_grad_()
-    logits = leaf * 1
-    first, second, square = (
-        token_logprobs(logits, targets, inplace=True).entropy.sum(),
-        token_logprobs(logits, targets).entropy.sum(),
-        logits.square().sum(),
-    )
-    first.backward(retain_graph=True)
-    for loss in (first, second, square):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward(retain_graph=True)
-
-
-def test_inplace_without_a_gradient_leaves_the_logits_alone(backend):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-    before = logits.clone()
-    token_logprobs(logits, targets, inplace=True)  # nothing requires a gradient: a leaf may come
-    with torch.no_grad():
-        token_logprobs(logits.requires_grad_(), targets, inplace=True)
-    assert torch.equal(logits.detach(), before)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_second_derivative_raises(backend, inplace):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-    logits.requires_grad_()
-    loss = token_logprobs(logits * 1, targets, inplace=inplace).entropy.sum()
-    with pytest.raises(RuntimeError, match="second derivatives|create_graph"):
-        torch.autograd.grad(loss, logits, create_graph=True)[0].square().sum().backward()
-
-
-def test_function_transforms_raise(backend):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-
-    def entropy(x):
-        return token_logprobs(x, targets).entropy.sum()
-
-    for transformed in (
-        lambda: torch.func.grad(entropy)(logits),
-        lambda: torch.func.jacrev(entropy)(logits),
-        lambda: torch.func.jvp(entropy, (logits,), (logits,)),
-        lambda: torch.func.vmap(lambda x, y: token_logprobs(x, y).entropy)(logits, targets),
-    ):
-        with pytest.raises(RuntimeError, match=r"torch\.func"):
-            transformed()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        entropy(torch.autograd.forward_ad.make_dual(logits, logits))
 
 
 def test_fp64_logits_keep_their_digits():
@@ -532,50 +327,6 @@ def test_other_integer_targets(backend, dtype):
         assert torch.equal(a, b)
 
 
-def test_operators_pass_opcheck(backend):
-    logits, targets = random_rows(6, 40, torch.float32, backend)
-    logits, targets = logits.view(2, 3, 40).requires_grad_(), targets.view(2, 3)
-    per_row = 0.5 + torch.rand(2, 3, device=backend)
-    forward = torch.ops.fused_rl.token_logprobs.default
-    torch.library.opcheck(forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0))
-    logprobs, entropy, lse, m, rest = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
-    arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
-    torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
-
-
-def test_one_graph_for_all_lengths_and_temperatures(backend, request):
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def loss(logits, targets, mask, temperature):
-        outputs = token_logprobs(logits, targets, mask=mask, temperature=temperature, shift=True)
-        return (outputs.logprobs - 0.1 * outputs.entropy).sum()
-
-    compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    lengths = range(3, 7) if request.node.callspec.id == "kernel" else range(3, 23)  # the interpreter is slow
-    for i, length in enumerate(lengths):
-        logits, targets = random_rows(2 * length, 64, torch.float32, backend)
-        logits, targets = logits.view(2, length, 64).requires_grad_(), targets.view(2, length)
-        arguments = (logits, targets, targets[:, 1:] > 5, 0.5 + 0.2 * (i % 5))
-        (gradient,) = torch.autograd.grad(compiled(*arguments), logits)
-        (expected,) = torch.autograd.grad(loss(*arguments), logits)
-        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
-    assert counter.frame_count <= 2  # the first length, and all others
-
-
-def test_inplace_under_compile_raises(backend):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-    compiled = torch.compile(lambda x: token_logprobs(x, targets, inplace=True).lse, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"inplace=True is not supported under torch\.compile"):
-        compiled(logits)
-
-
-def test_autocast_changes_nothing(backend):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-    expected = token_logprobs(logits, targets)
-    with torch.autocast(backend, dtype=torch.bfloat16):
-        assert all(map(torch.equal, token_logprobs(logits, targets), expected))
-
-
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.sampled_from([(), (1,), (5,), (2, 3), (3, 1), (2, 1, 3)]),
@@ -609,77 +360,6 @@ def test_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layou
     assert_gradient_close(gradient, expected_gradient, naive)
     if mask is not None:
         assert not gradient[~mask].any() and not any(o[~mask].any() for o in outputs)
-
-
-def test_small_inputs_never_compile(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(compiled, "by_inductor", lambda function: pytest.fail("compiled"))
-    logits, targets = random_rows(100, 10000, torch.bfloat16, "cpu")
-    run(token_logprobs, logits, targets, upstream_of((100,), "cpu"))
-
-
-def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
-    monkeypatch.setattr(compiled, "by_inductor", lambda function: pytest.fail("compiled"))
-    compiled.compiler_found.cache_clear()
-    logits, targets = random_rows(10, 2000, torch.bfloat16, "cpu")
-    with caplog.at_level(logging.INFO, "fused_rl.cpu"):
-        for _ in range(2):
-            token_logprobs(logits, targets)
-    compiled.compiler_found.cache_clear()
-    assert [r.message for r in caplog.records] == ["large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_compiled_cpu_path(monkeypatch, dtype):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
-    if not compiled.compiler_found():
-        pytest.skip("no C++ compiler")
-    logits, targets = random_rows(9, 20001, dtype, "cpu")
-    logits[2], logits[3, :9000], logits[4, 77] = -torch.inf, -torch.inf, torch.nan
-    mask = torch.arange(9) % 4 != 0
-    upstream = upstream_of((9,), "cpu")
-    options = {"mask": mask, "temperature": 0.7}
-    outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
-    expected, expected_gradient = exact(logits, targets, upstream, **options)
-    _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
-    assert_outputs_close(outputs, expected)
-    assert_gradient_close(gradient, expected_gradient, naive)
-    part = slice(1, 8)
-    again, gradient_again = run(
-        token_logprobs, logits[part], targets[part], {k: u[part] for k, u in upstream.items()}, temperature=0.7
-    )
-    kept = mask[part]
-    assert all(torch.equal(a[kept], o[part][kept]) for a, o in zip(again, outputs, strict=True))
-    assert torch.equal(gradient_again[kept], gradient[part][kept])
-    _, inplace = run(
-        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k), logits, targets, upstream, **options
-    )
-    assert torch.equal(inplace, gradient)
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
-def test_large_gradients_ask_for_huge_pages():
-    """The kernel's flags of the mapping that holds them; small ones share theirs with everything else."""
-
-    def flags(tensor):
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                middle = tensor.data_ptr() + tensor.nbytes // 2
-                inside = int(span[1], 16) <= middle < int(span[2], 16)
-            elif inside and line.startswith("VmFlags"):
-                return line.split()[1:]
-        raise AssertionError("no mapping")
-
-    large, small = torch.empty(1 << 24), torch.empty(1 << 10)
-    assert "hg" not in flags(large)
-    assert compiled.in_huge_pages(large) is large and "hg" in flags(large)
-    assert "hg" not in flags(compiled.in_huge_pages(small))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""Losses: values and gradients in every cell against the papers' formulas and TRL's; denominators, options, metrics."""
+"""Losses: values and gradients in every cell against the papers' formulas; denominators, options, metrics."""
 
 import functools
 import itertools
@@ -9,64 +9,15 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import reference, surrogates
+from fused_rl import reference
 from fused_rl.aggregation import LOSS_AGGS, aggregate
 from fused_rl.surrogates import RATIO_LEVELS
+from tests.papers import F64, MASKS, PAPERS, B, T, batch, head
 
-F64 = torch.float64
-B, T, V, H = 4, 6, 11, 5
-MASKS = ("none", "partial", "one-sequence-masked", "packed")
 KLS = (None, "k2", "k3", "rk3")
-# Written from the papers, not read from PRESETS: surrogate, ratio level, aggregation, clip_low, clip_high.
-PAPERS = {
-    "ppo": ("clip", "token", "token-mean", 0.2, 0.2),
-    "grpo": ("clip", "token", "seq-mean-token-mean", 0.2, 0.2),
-    "bnpo": ("clip", "token", "token-mean", 0.2, 0.2),
-    "dr_grpo": ("clip", "token", "seq-mean-token-sum-norm", 0.2, 0.2),
-    "dapo": ("clip", "token", "token-mean", 0.2, 0.28),
-    "gspo": ("clip", "sequence", "seq-mean-token-mean", 3e-4, 4e-4),
-    "cispo": ("cispo", "token", "token-mean", 1.0, 4.0),
-    "sapo": ("sapo", "token", "seq-mean-token-mean", 0.2, 0.2),
-    "luspo": ("clip", "sequence", "seq-mean-token-sum", 2e-3, 2.5e-3),
-    "vespo": ("vespo", "sequence-sum", "token-mean", 0.2, 0.2),
-    "rloo": ("policy-gradient", "token", "seq-mean-token-sum", 0.2, 0.2),
-    "reinforce++": ("clip", "token", "token-mean", 0.2, 0.2),
-    "gmpo": ("geo-mean", "token", "seq-mean-token-mean", 0.4, 0.4),
-}
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-@functools.cache
-def batch(kind):
-    """mask, sequence_ids (B, T), advantages per sequence and spread (B, T), old and ref logprobs' distances."""
-    generator = torch.Generator().manual_seed(MASKS.index(kind))
-    mask = torch.ones(B, T, dtype=torch.bool)
-    ids = torch.arange(B)[:, None].expand(B, T).clone()
-    if kind != "none":
-        mask[:3] = torch.rand(3, T, generator=generator) < 0.7
-        mask[:, 0] = True
-    if kind == "one-sequence-masked":
-        mask[1] = False
-    if kind == "packed":  # sequences of 1 to 4 tokens, pads (-1), and one that goes on in the next row
-        ids = torch.tensor([[0, 0, 0, 1, 1, -1], [2, 3, 3, 3, 3, 4], [4, 4, -1, 5, 5, 5], [6, 6, 7, 7, 7, -1]])
-    count = 8 if kind == "packed" else B
-    advantages = torch.randn(count, generator=generator, dtype=F64)
-    spread = advantages[ids.clamp(min=0)]
-    drift = 0.3 * torch.randn(2, B, T, generator=generator, dtype=F64)  # both sides of every clip range
-    return mask, ids, advantages, spread, drift
-
-
-@functools.cache
-def head():
-    """hidden (B, T, H), weight (V, H), targets (B, T), in fp32."""
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(B, T, H, generator=generator).requires_grad_()
-    weight = torch.randn(V, H, generator=generator).requires_grad_()
-    return hidden, weight, torch.randint(V, (B, T), generator=generator)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @functools.cache
@@ -209,114 +160,6 @@ def test_clip_bounds_are_not_symmetric():
         torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)))
 
 
-def trl_loss(lp, old, advantages, mask, loss_type, level, o):
-    """TRL 1.16's GRPO losses, transcribed from its trainer: mask float, `o` its config and per-token inputs."""
-    a, mask = advantages[:, None], mask.to(lp.dtype)
-    log_w = lp - old
-    if level == "sequence":
-        log_w = (log_w * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    w = log_w.exp()
-    if loss_type == "cispo":
-        losses = -w.clamp(max=o["epsilon_high"]).detach() * a * lp
-    elif loss_type == "sapo":
-        tau = torch.where(a > 0, torch.tensor(1.0, dtype=F64), torch.tensor(1.05, dtype=F64))
-        losses = -torch.sigmoid(tau * (w - 1)) * 4 / tau * a
-    elif loss_type == "vespo":
-        log_sum = ((lp - old).detach() * mask).sum(1, keepdim=True)
-        k, rate = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
-        losses = -torch.exp(rate + k * log_sum - rate * log_sum.exp()) * a * lp
-    else:
-        capped = w if o.get("delta") is None else w.clamp(max=o["delta"])
-        losses = -torch.min(capped * a, w.clamp(1 - o["epsilon"], 1 + o["epsilon_high"]) * a)
-    if "off_policy_threshold" in o:
-        gap = (o.get("rollout", old) - lp.detach()) * mask
-        gap = gap.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        losses = losses * ((a >= 0) | (gap <= o["off_policy_threshold"]))
-    if "top_entropy" in o:
-        losses = losses * (o["entropy"] >= torch.quantile(o["entropy"][mask.bool()], 1 - o["top_entropy"]))
-    losses = losses * o.get("importance", 1)
-    if "beta" in o:
-        kl = torch.exp(o["ref"] - lp) - (o["ref"] - lp) - 1
-        losses = losses + o["beta"] * kl * (w if o.get("use_bias_correction_kl") else 1)
-    if loss_type in ("grpo", "sapo"):
-        return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-    if loss_type == "luspo":
-        return (losses * mask).sum(1).mean()
-    if loss_type == "dr_grpo":
-        return (losses * mask).sum() / (len(mask) * o["max_completion_length"])
-    items = o["num_items_in_batch"] if loss_type in ("dapo", "cispo", "vespo") else mask.sum().clamp(min=1)
-    return (losses * mask).sum() / items
-
-
-def trl_feature(feature, old, generator):
-    """(TRL's inputs, ours) of one feature."""
-    if feature == "delta":
-        return {"delta": 1.5}, {"delta": 1.5}
-    if feature in ("k3", "rk3"):
-        ref = old + 0.3 * torch.randn(B, T, generator=generator, dtype=F64)
-        ours = {"kl_coef": 0.2, "kl_estimator": feature, "ref_logprobs": ref}
-        return {"beta": 0.2, "ref": ref, "use_bias_correction_kl": feature == "rk3"}, ours
-    if feature == "off-policy":
-        return {"off_policy_threshold": 0.05}, {"off_policy_threshold": 0.05}
-    if feature == "top-entropy":
-        entropy = torch.rand(B, T, generator=generator, dtype=F64)
-        return {"top_entropy": 0.4, "entropy": entropy}, {"top_entropy": 0.4, "entropy": entropy}
-    rollout = old + 0.5 * torch.randn(B, T, generator=generator, dtype=F64)
-    if feature == "off-policy-sampler":  # half a nat a token from the trainer's policy, either way
-        rollout = old + torch.randn(B, 1, generator=generator, dtype=F64).sign() / 2
-        given = {"off_policy_threshold": 0.05}
-        return given | {"rollout": rollout}, given | {"rollout_logprobs": rollout, "rollout_correction": None}
-    ours = {"rollout_logprobs": rollout, "rollout_correction": feature, "rollout_high": 1.3, "rollout_low": 0.6}
-    return {"rollout": rollout, "correction": feature}, ours
-
-
-def trl_importance(old, rollout, mask, correction):
-    level, how = correction.split("-")
-    difference = (old - rollout) * mask
-    ratio = (difference.sum(1, keepdim=True) if level == "sequence" else difference).exp()
-    return ratio.clamp(0.6, 1.3) if how == "truncate" else ratio.masked_fill((ratio < 0.6) | (ratio > 1.3), 0.0)
-
-
-TRL = {"grpo": "token", "bnpo": "token", "dr_grpo": "token", "dapo": "token", "gspo": "sequence", "cispo": "token"}
-TRL |= {"sapo": "token", "luspo": "sequence", "vespo": "token"}
-FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "off-policy-sampler", "top-entropy")
-FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
-
-
-# TRL weights a token's KL by the sequence's ratio, and multiplies the rollout weights into VESPO's W
-NOT_TRL = {(p, "rk3") for p in ("gspo", "luspo")} | {("vespo", f) for f in FEATURES if f[-4:] in ("cate", "mask")}
-
-
-@pytest.mark.parametrize(("preset", "feature"), [c for c in itertools.product(TRL, FEATURES) if c not in NOT_TRL])
-def test_trl(preset, feature):
-    """Where ours must be TRL's; docs/losses.md lists where it is not, and why."""
-    if feature == "delta" and preset in ("cispo", "sapo", "vespo"):
-        with pytest.raises(ValueError, match="delta belongs to the surrogate"):
-            fused_rl.policy_loss(*torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5)
-        return
-    generator = torch.Generator().manual_seed(7)
-    mask, _, advantages, _, drift = batch("partial")
-    logprobs = torch.randn(B, T, generator=generator, dtype=F64).sub(3).requires_grad_()
-    old = logprobs.detach() + drift[0]
-    theirs, ours = trl_feature(feature, old, generator) if feature != "none" else ({}, {})
-    if "correction" in theirs:
-        theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
-    clip = fused_rl.PRESETS[preset].options
-    theirs |= {"epsilon": clip.get("clip_low", 0.2), "epsilon_high": clip.get("clip_high", 0.2)}
-    theirs |= {"epsilon_high": 5.0} if preset == "cispo" else {}  # TRL's is the bound itself, ours the offset from 1
-    theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
-    loss_type = "grpo" if preset == "gspo" else preset
-    want = trl_loss(logprobs, old, advantages, mask, loss_type, TRL[preset], theirs)
-    num_tokens = 40 if preset in ("dapo", "cispo", "vespo") else None
-    loss, _ = fused_rl.policy_loss(
-        logprobs, old, advantages, mask, preset=preset, num_tokens=num_tokens, max_length=9, **ours
-    )
-    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
-    upstream = torch.randn((), generator=generator, dtype=F64)
-    grads = [torch.autograd.grad(x, logprobs, upstream)[0] for x in (loss, want)]
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
-
-
 def micro_batches(parts, generator):
     """A random split of the rows, each part cut to its own longest sequence."""
     cuts = torch.randperm(B - 1, generator=generator)[: parts - 1].add(1).sort().values.tolist()
@@ -425,65 +268,6 @@ def test_an_empty_batch_keeps_the_graph():
         loss, metrics = fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, preset=preset)
         assert loss == 0 and all(m == 0 for m in metrics.values())
         assert (torch.autograd.grad(loss, logprobs)[0] == 0).all()
-
-
-def test_a_surrogate_of_ones_own_and_per_token_advantages():
-    mask, ids, _, _, drift = batch("partial")
-    logprobs = (torch.randn(B, T, dtype=F64) - 3).requires_grad_()
-    advantages = drift[1]
-    loss, _ = fused_rl.policy_loss(
-        logprobs,
-        logprobs.detach(),
-        advantages,
-        mask,
-        surrogate=lambda log_ratio, advantages, *_: log_ratio * advantages,
-    )
-    (grad,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=1e-13)
-
-
-def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
-    means = sequences.mean(log_ratio)
-    return -sequences.expand(means) * advantages
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "message"),
-    [
-        ("geo-mean", "surrogate='geo-mean' needs more than one token at a time"),
-        (surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments)), "needs more than one token"),
-    ],
-    ids=["built-in", "declared"],
-)
-def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_none(surrogate, message):
-    mask, _, advantages, _, drift = batch("partial")
-    with pytest.raises(ValueError, match=message):
-        fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=surrogate)
-    fused_rl.policy_loss(drift[1], drift[0], advantages, mask, surrogate=surrogate)
-
-
-def test_an_undeclared_surrogate_that_reaches_for_sequences_hears_what_to_do():
-    hidden, weight, targets = head()
-    mask, _, advantages, _, drift = batch("partial")
-    token_loss, per_token = fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=needs_lengths)
-    with pytest.raises(
-        ValueError, match="uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol"
-    ):
-        fused_rl.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
-
-
-def test_a_surrogate_of_ones_own_in_one_pass():
-    hidden, weight, targets = head()
-    mask, _, advantages, _, drift = batch("partial")
-
-    def tanh_surrogate(log_ratio, advantages, logprobs, sequences, options):
-        return -torch.tanh(log_ratio.exp() - 1) * advantages
-
-    token_loss, per_token = fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=tanh_surrogate)
-    one_pass = fused_rl.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
-    logprobs = fused_rl.linear_token_logprobs(hidden, weight, targets, mask=mask).logprobs
-    want, _ = fused_rl.policy_loss(logprobs, drift[0], advantages, mask, surrogate=tanh_surrogate)
-    torch.testing.assert_close(one_pass.loss, want)
 
 
 def test_one_pass_with_every_option_it_has():
@@ -628,36 +412,6 @@ def test_the_losses_of_the_documentation_run(monkeypatch):
     loss, advantages, ratio = (namespace[name] for name in ("loss", "advantages", "ratio"))
     want = (torch.tanh(ratio - 1) * -advantages[:, None])[namespace["mask"]].mean()
     torch.testing.assert_close(loss, want)
-
-
-BAD_SURROGATES = {
-    "a sum": lambda r, a, lp, s, o: -(r.exp() * a).sum(),
-    "a mean of sequences": lambda r, a, lp, s, o: -(r.exp() * a).mean(1),
-    "a column": lambda r, a, lp, s, o: -(r.exp() * a).sum(1, keepdim=True),
-    "another dtype": lambda r, a, lp, s, o: -(r.exp() * a).bfloat16(),
-    "complex": lambda r, a, lp, s, o: -(r.exp() * a).to(torch.complex64),
-    "a tuple": lambda r, a, lp, s, o: (-(r.exp() * a), {}),
-    "nothing": lambda r, a, lp, s, o: None,
-    "another signature": lambda r, a: -(r.exp() * a),
-    "a class": torch.nn.Linear,
-}
-
-
-@pytest.mark.parametrize("surrogate", BAD_SURROGATES.values(), ids=BAD_SURROGATES)
-def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
-    """Each would broadcast into a loss of B T times the size, or end somewhere inside."""
-    mask, logprobs = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, requires_grad=True)
-    options = {"preset": "grpo", "surrogate": surrogate}
-    with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(2, 3\)[^\n]*$"):
-        fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, **options)
-
-
-@pytest.mark.parametrize("name", ["a sum", "another dtype", "nothing", "another signature"])
-def test_and_so_it_is_token_by_token(name):
-    mask, options = torch.ones(2, 3, dtype=torch.bool), {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
-    token_loss, per_token = fused_rl.policy_token_loss(None, torch.ones(2), mask, **options)
-    with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(6,\)[^\n]*$"):
-        token_loss(torch.zeros(6, requires_grad=True), torch.zeros(6), *(x.flatten() for x in per_token))
 
 
 def test_gspo_with_an_advantage_per_token_is_gspo_token():

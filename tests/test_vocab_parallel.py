@@ -10,7 +10,7 @@ import fused_rl
 from bench import interpreter
 from fused_rl import reference, vocab_parallel
 from tests.distributed import run_distributed
-from tests.test_extremes import by_definition, masked_pairs
+from tests.masks import by_definition, masked_pairs
 
 VOCAB = 2003
 STARTS = {2: [0, 500, VOCAB], 3: [0, 7, 1100, VOCAB]}  # the columns of rank i are [starts[i], starts[i + 1])

@@ -230,11 +230,13 @@ def accumulate(
 
         if in_one_pass:  # the gradient is formed in the forward pass: a quarter less work in the head
             token_loss, per_token = fused_rl.policy_token_loss(*tokens, **given)
-            loss, logprobs, entropy = policy.model(**inputs, token_loss=token_loss, per_token=per_token)
-            _, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=entropy, **given)
+            rows = policy.model(**inputs, token_loss=token_loss, per_token=per_token)
+            loss, logprobs = rows.loss, rows.logprobs
+            _, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=rows.entropy, **given)
         else:
-            logprobs, entropy, _ = policy.model(**inputs)
-            loss, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=entropy, **given)
+            rows = policy.model(**inputs)
+            logprobs = rows.logprobs
+            loss, metrics = fused_rl.policy_loss(logprobs, *tokens, entropy=rows.entropy, **given)
         policy.model.backward(loss * ranks.world_size())  # the engine averages over ranks
 
         again = _again(logprobs.detach(), before) if own else torch.zeros_like(metrics["loss"])

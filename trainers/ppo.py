@@ -20,6 +20,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive, PositiveInt, divide_over
 from fused_rl.trainers.options.needs import Needs, check_needs
 from fused_rl.trainers.policy.credit import (
@@ -45,7 +46,6 @@ from fused_rl.trainers.policy.critic import (
     check_critic,
     load_critic,
     planned,
-    save_critic,
 )
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
@@ -165,7 +165,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     for index in parts:
         part = batch.rows(index)
         if critic is None:
-            _, found = policy.model(**policy.inputs(part), want_values=True)
+            found = policy.model(**policy.inputs(part), want_values=True).values
         else:
             found = critic(part.input_ids, part.response_mask)
         values[index, : found.shape[1]] = found
@@ -232,7 +232,8 @@ def accumulate(
         part = batch.rows(index)
         inputs, width = policy.inputs(part), part.response_mask.shape[1]
         if critic is None:
-            rows, values = policy.model(**inputs, want_values=True)
+            rows = policy.model(**inputs, want_values=True)
+            values = rows.values
         else:
             with torch.set_grad_enabled(not config.critic_only):
                 rows = policy.model(**inputs)
@@ -366,7 +367,7 @@ def train(config: PPOConfig) -> str:
     def save(model_folder):
         language_model.save_lm(policy.model, tokenizer, model_folder, merged=config.save_merged)
         if critic is not None:
-            save_critic(critic, tokenizer, model_folder.with_name("critic"))
+            save_reward_model(critic, tokenizer, model_folder.with_name("critic"))
 
     return loop.finish(save)
 

@@ -18,14 +18,19 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
-from fused_rl.trainers.base.written import listed_folder
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
-from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
+from fused_rl.trainers.data.preferences import Pair, PairEncoder, calibration, draw_scores, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
-from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
-from fused_rl.trainers.models.reward_model import RewardModel, check_finite, collate
+from fused_rl.trainers.models.pretrained import check_fits
+from fused_rl.trainers.models.reward_model import (
+    RewardModel,
+    check_finite,
+    collate,
+    load_reward_model,
+    save_reward_model,
+)
 from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
@@ -50,7 +55,6 @@ CURVES = {
     "accuracy": ["train/rm/accuracy", "eval/rm/accuracy"],
     "scores": ["train/rm/chosen_rewards", "train/rm/rejected_rewards"],
 }
-MARGIN_BINS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, math.inf)
 
 
 @dataclass(kw_only=True)
@@ -128,40 +132,45 @@ def train_step(
 ) -> dict[str, float]:
     """One optimizer step on `pairs`, the whole step's; this rank takes its share of them.
 
-    Args:
-        model: the engine around a `RewardModel`.
-        pairs, config, step: of the run.
-        costs: of the model, by which the sides of a pair share a row; None for a row each.
+    `costs` are those of the model, by which the sides of a pair share a row; None for a row each.
     """
     share = range(ranks.rank(), len(pairs), ranks.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
     device, size = next(model.parameters()).device, _pairs_at_once(config)
-    options = {"label_smoothing": config.label_smoothing, "centering": config.centering}
     model.train()
     for start in range(0, len(share), size):
+        # Both sides through the model at once.
         indices = share[start : start + size]
         sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
         packed = None if costs is None else pack_pairs(sides, costs, device)
         found = model(*collate(sides, device)) if packed is None else model(packed=packed)
         chosen, rejected = found.view(-1, 2).unbind(1)
+
+        # -log sigmoid(chosen - rejected - margin), over all pairs of the step: arXiv:2203.02155, eq. 1.
         margin = torch.tensor([pairs[i].margin for i in indices], device=device)
-        loss, _ = fused_rl.preference_loss(chosen, rejected, margin=margin, num_sequences=len(pairs), **options)
-        model.backward(loss * ranks.world_size())
+        loss, _ = preference_loss(chosen, rejected, margin, config, num_sequences=len(pairs))
+        model.backward(loss * ranks.world_size())  # the engine averages over ranks
         scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
-    scores = ranks.global_sum(scores)
+
     # Before the step: the weights are still good.
+    scores = ranks.global_sum(scores)
     if not scores.isfinite().all():
         score_pairs(model, pairs, config)  # each side alone: in one row, the one makes the other NaN as well
     check_finite(scores, [pair.where for pair in pairs])
     return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
 
+def preference_loss(chosen, rejected, margin, config: RewardConfig, **counts):
+    """The loss of scores (N,) and its metrics, as the options say."""
+    options = {"label_smoothing": config.label_smoothing, "centering": config.centering}
+    return fused_rl.preference_loss(chosen, rejected, margin=margin, **options, **counts)
+
+
 def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str) -> dict[str, float]:
     """`train/rm/*` or `eval/rm/*` of scores (N, 2), chosen and rejected."""
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
-    options = {"label_smoothing": config.label_smoothing, "centering": config.centering}
-    _, metrics = fused_rl.preference_loss(scores[:, 0], scores[:, 1], margin=margin, **options)
+    _, metrics = preference_loss(*scores.unbind(1), margin, config)
     return keyed(KEYS["reward"], {name: value.item() for name, value in metrics.items()}, prefix)
 
 
@@ -179,26 +188,6 @@ def score_pairs(model, pairs: list[Pair], config: RewardConfig) -> torch.Tensor:
     return scores
 
 
-def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
-    """By bins of the margin |chosen - rejected|: how often the higher score is right, and how often it should be.
-
-    Args:
-        scores: (N, 2) of chosen and rejected, in the scale of the training loss.
-
-    Returns:
-        One row per bin that holds a pair: its bounds, pairs, mean predicted probability, observed accuracy.
-    """
-    margin = (scores[:, 0] - scores[:, 1]).double()
-    rows = []
-    for low, high in zip(MARGIN_BINS, MARGIN_BINS[1:], strict=False):
-        inside = margin[(margin.abs() >= low) & (margin.abs() < high)]
-        if len(inside):
-            predicted = inside.abs().sigmoid().mean().item()
-            observed = (inside > 0).double().mean().item()
-            rows.append({"low": low, "high": high, "pairs": len(inside), "predicted": predicted, "observed": observed})
-    return rows
-
-
 @evaluation("evaluated on held-out pairs", "eval/rm/loss", "eval/rm/accuracy")
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
@@ -212,20 +201,7 @@ def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], consta
     error = sum(row["pairs"] * abs(row["predicted"] - row["observed"]) for row in bins) / len(scores)
     summary = {**metrics, "calibration": bins, "calibration_error": error, "normalization": constants}
     write_atomically(folder / "evaluation.json", as_json(summary, indent=2) + "\n")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    histogram, reliability = figure.subplots(1, 2)
-    edges = torch.linspace(scores.min().item(), scores.max().item() + 1e-6, 41).tolist()
-    for column, side in enumerate(("chosen", "rejected")):
-        histogram.hist(scores[:, column].tolist(), bins=edges, alpha=0.6, label=side)
-    histogram.set(title="held-out scores", xlabel="score", ylabel="responses")
-    reliability.plot([0.5, 1], [0.5, 1], color="grey", linewidth=1)
-    reliability.plot([r["predicted"] for r in bins], [r["observed"] for r in bins], marker="o")
-    reliability.set(title="calibration by margin", xlabel="predicted", ylabel="observed: chosen scores higher")
-    histogram.legend()
-    figure.savefig(folder / "scores.tmp.png", dpi=120)
-    (folder / "scores.tmp.png").replace(folder / "scores.png")
+    draw_scores(scores, bins, folder / "scores.png")
 
 
 def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:
@@ -245,10 +221,9 @@ def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int 
 
 def normalize(model, pairs: list[Pair], config: RewardConfig) -> list[float]:
     """Give the reference pairs' scores mean 0 and std 1; returns the model's constants, mean and std."""
-    reward_model = model.module
     if pairs:
-        reward_model.normalize(score_pairs(model, pairs, config).flatten())
-    return [reward_model.score_mean, reward_model.score_std]
+        model.module.normalize(score_pairs(model, pairs, config).flatten())
+    return [model.module.score_mean, model.module.score_std]
 
 
 def train(config: RewardConfig) -> str:
@@ -266,7 +241,7 @@ def train(config: RewardConfig) -> str:
     run.has_read(tokenizer, rows=pairs, held_out=held_out, reference_rows=reference)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
-        model = load_model(config, run.device)
+        model = load_reward_model(config.model, config.revision, config, config, run.device)
         rows = sides_of([*pairs, *held_out, *reference])
         check_fits(model.classifier, tokenizer, rows, 0, "max_prompt_length or max_response_length")
         longest = config.max_prompt_length + config.max_response_length
@@ -284,6 +259,7 @@ def train(config: RewardConfig) -> str:
         model.module.set_normalization(*constants["before"])
     else:
         constants["before"] = normalize(model, reference, config)
+
     scores, found = None, {}
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out, config)[1])
@@ -307,36 +283,7 @@ def train(config: RewardConfig) -> str:
     if held_out and ranks.rank() == 0:
         with storing("evaluation.json", run.folder):
             report(run.folder, scores, found, constants)
-    return loop.finish(lambda model_folder: save(model, tokenizer, model_folder))
-
-
-def load_model(config: RewardConfig, device: torch.device) -> RewardModel:
-    """The model that is trained."""
-    model = RewardModel.from_pretrained(
-        config.model,
-        dtype=engine.torch_dtype(config),
-        lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_targets=config.lora_targets,
-        revision=config.revision,
-        attn_implementation=config.attn_implementation,
-    ).to(device)
-    if config.gradient_checkpointing:
-        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def save(model, tokenizer, folder: Path) -> None:
-    """Write reward model and tokenizer, complete or not at all."""
-    state = model._zero3_consolidated_16bit_state_dict() if model.zero_optimization_stage() == 3 else None
-    if ranks.rank() == 0:
-        config = model.module.classifier.config
-        if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
-            config.pad_token_id = tokenizer.pad_token_id
-        with listed_folder(folder) as unfinished:
-            model.module.save_pretrained(str(unfinished), state)
-            tokenizer.save_pretrained(unfinished)
-    ranks.barrier()
+    return loop.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,7 +21,8 @@ from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
-from fused_rl.trainers.options.config import PositiveInt, RunConfig, divide_over
+from fused_rl.trainers.models.pretrained import check_fits
+from fused_rl.trainers.options.config import EngineConfig, PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
@@ -110,22 +111,20 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    examples: list[Example], config: SFTConfig, pad_id: int, device, costs: Costs | None = None
+    examples: list[Example], config: EngineConfig, pad_id: int, device, costs: Costs | None = None
 ) -> list[MicroBatch]:
     """The rank's rows as micro-batches: of similar lengths, so that little is padded, or packed.
 
-    Args:
-        examples: of this rank.
-        config: of the run.
-        pad_id: any token id, which is never read.
-        device: of the tensors.
-        costs: of the model, by which the cheaper of the two is chosen; None for padding.
+    By the model's costs the cheaper of the two is chosen; None is for padding, with any token id.
     """
+    # Padded: a micro-batch holds what is of similar length.
     examples = sorted(examples, key=Example.tokens)
     count = math.ceil(len(examples) / config.micro_batch_size)
     padded = [examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)]
+
+    # Packed: long and short ones together fill rows best.
     if costs is not None:
-        mixed = [examples[i::count] for i in range(count)]  # long and short ones together fill rows best
+        mixed = [examples[i::count] for i in range(count)]
         lengths = [[example.tokens() - 1 for example in part] for part in mixed]  # the last token predicts nothing
         arranged = [arrange(part, costs) for part in lengths]
         packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
@@ -146,9 +145,10 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     sums = Sums(step)
     model.train()
     for part in parts:
-        loss, _, entropy = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
-        model.backward(loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
-        sums.add({"loss": loss / num_tokens, "entropy": entropy.sum() / num_tokens}, part.batch.where)
+        # -log p of each token, its gradient formed in the forward pass.
+        rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
+        model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
+        sums.add({"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}, part.batch.where)
     metrics = keyed(KEYS["sft"], sums.over_ranks())
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
@@ -160,9 +160,9 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for part in parts:
-        rows, logits = model(**part.inputs(), want_logits=True)
+        rows = model(**part.inputs(), want_logits=True)
         mask = part.batch.response_mask
-        hit = logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
+        hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
         nll, tokens = -rows.logprobs.sum(), mask.sum()
         totals += torch.stack([nll, hit.sum(), tokens]).cpu()
     loss, hits, tokens = totals.tolist()
@@ -181,9 +181,9 @@ def train(config: SFTConfig) -> str:
     run.has_read(tokenizer, rows=pairs, held_out=held_out)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
-        lm = language_model.load_lm(config, run.device)
+        lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
-        language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
         costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
         model = engine.initialize(lm, config, config, config.steps)

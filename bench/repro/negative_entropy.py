@@ -45,7 +45,7 @@ def filled(logprobs: torch.Tensor, mask: torch.Tensor) -> float:
 @torch.no_grad()
 def entropies(policy, batch) -> dict[str, float]:
     """The smallest entropy of a token in `batch`, by each form, of the policy's logits."""
-    _, logits = policy.model(batch.input_ids, batch.response_mask, policy.config.temperature, want_logits=True)
+    logits = policy.model(batch.input_ids, batch.response_mask, policy.config.temperature, want_logits=True).logits
     logits = logits / policy.config.temperature + OFFSET  # softmax does not see it; GPT-2's logits stand about there
     targets = torch.zeros(len(logits), dtype=torch.int64)
     ours = {name: fused_rl.token_logprobs(x, targets).entropy for name, x in _both(logits)}

@@ -13,9 +13,7 @@ EXACT = 3e-6
 ROUNDED = 1e-3  # an error that rounding to bf16 makes and fp32 logits do not
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def operands(sigma=2.0, rows=24, width=64, vocab=1000):

@@ -5,11 +5,7 @@ import torch
 
 from fused_rl.integrations.open_instruct import estimate_kl, log_softmax_and_gather
 
-
-@pytest.fixture(autouse=True)
-def cpu_twins(monkeypatch):
-    """The interpreted kernels are tested op by op."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def transcribed_logprobs(logits, index):

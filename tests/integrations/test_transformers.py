@@ -16,10 +16,7 @@ from tests.integrations.trainer_runs import Run, assert_equal_runs, make_trainer
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(autouse=True)
-def cpu_twins(monkeypatch):
-    """The interpreted kernels are tested op by op."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+pytestmark = pytest.mark.usefixtures("cpu")
 
 
 def batch(number=4, seed=0):

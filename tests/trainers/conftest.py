@@ -2,9 +2,13 @@
 
 import os
 import random
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+from tests.trainers import tiny
 
 # Of the random moments in test_faults.py, the same for all processes of a session; it is printed at the end.
 os.environ.setdefault("FUSED_RL_FAULT_SEED", str(random.SystemRandom().randrange(10**6)))
@@ -13,6 +17,38 @@ os.environ.setdefault("FUSED_RL_FAULT_SEED", str(random.SystemRandom().randrange
 @pytest.fixture(autouse=True)
 def cpu_path(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """A model folder and a gsm8k-like file; who changes them puts back what was there."""
+    folder = tmp_path_factory.mktemp("files")
+    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+
+
+@pytest.fixture(scope="session")
+def folder(files):
+    """The model alone."""
+    return files[0]
+
+
+@pytest.fixture(scope="session")
+def whole(files, tmp_path_factory):
+    """A run of sft of four steps, with a checkpoint of each."""
+    from fused_rl.trainers import sft
+    from tests.trainers.runs import run_config
+
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")  # as conftest.py does for a test
+        sft.train(run_config(files, folder))
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A copy of it, for a test to change."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.models import language_model, reward_model
+from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
 from tests.trainers.test_runs import grpo_config, sft_config
@@ -32,7 +32,7 @@ def folder(good, tmp_path):
 
 def load(folder):
     config = grpo.GRPOConfig(model=str(folder), dataset="", output_dir="", zero_stage=0)
-    return language_model.load_lm(config, torch.device("cpu"), trainable=False)
+    return tiny.load_lm(config, trainable=False)
 
 
 def change_weights(folder, change):

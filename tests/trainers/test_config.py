@@ -9,7 +9,8 @@ import fused_rl
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import names
-from fused_rl.trainers.options.config import InputError, names_of, parse, to_yaml
+from fused_rl.trainers.options.config import InputError, names_of, to_yaml
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.scorers.options import read
 

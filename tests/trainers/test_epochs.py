@@ -5,9 +5,10 @@ import yaml
 
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.data.order import UNKNOWN, foresee, in_steps
-from fused_rl.trainers.options.config import InputError, parse
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import critic
-from fused_rl.trainers.run import lock
+from fused_rl.trainers.run import folder as run_folder
 from tests.trainers import tiny
 
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -74,7 +75,7 @@ def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_p
 
 def test_a_dry_run_reads_no_hub_dataset():
     config = parsed(sft.SFTConfig, "--dataset", "org/name", "--num_train_epochs", "1")
-    assert foresee(config) == (config, {})
+    assert foresee(config, config) == (config, {})
     assert sft.arithmetic(config, 1)["optimizer steps"] == UNKNOWN
 
 
@@ -95,5 +96,5 @@ def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path
     for fewer, message in (({"num_train_epochs": 0.5}, "steps=1 .num_train_epochs=0.5."), ({"steps": 2}, "steps=2")):
         with pytest.raises(InputError, match=f"{message}, but .*step-4 has done 4 already"):
             sft.train(run_config(files, tmp_path / "passes", resume=True, **fewer))
-        lock.release()
+        run_folder.release()
         assert len(tiny.read_metrics(tmp_path / "passes")) == 5

@@ -12,8 +12,8 @@ from fused_rl.trainers.commands import eval as command
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import InputError, parse
-from fused_rl.trainers.rollouts import generate
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response
 from tests.distributed import run_distributed
@@ -104,7 +104,7 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
     encoder, rows = encode.Encoder(tokenizer), load_rows(str(folder / "rows.jsonl"))
     prompts = [encoder.prompt(rows, i, None) for i in range(5)]
     sampling = Sampling(0.0, 4, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
-    greedy = generate.generate(lm, prompts, sampling, pad_id=0, batch_size=1)
+    greedy = tiny.generate(lm, prompts, sampling, batch_size=1)
     assert [row["tokens"] for row in a[:5]] == [len(ids) for ids in greedy]
     assert [row["response"] for row in a[:5]] == [
         tokenizer.decode(ids[:-1] if ids[-1] in sampling.stop_ids else ids) for ids in greedy

@@ -8,7 +8,6 @@ import torch
 
 from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.data import sources
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
 
@@ -46,7 +45,7 @@ def sft_config(files, output_dir, **options) -> sft.SFTConfig:
 def test_what_cannot_be_in_4_bits_is_refused_in_a_line(options, message, files, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=message):
-        language_model.load_lm(sft_config(files, tmp_path, **options), CPU)
+        tiny.load_lm(sft_config(files, tmp_path, **options))
 
 
 def test_a_reward_model_is_not_in_4_bits():
@@ -71,12 +70,12 @@ def test_logits_and_gradients_are_those_of_the_weights_that_4_bits_stand_for(fil
 
     config = sft_config(files, tmp_path)
     torch.manual_seed(0)
-    small = language_model.load_lm(config, CPU)
+    small = tiny.load_lm(config)
     for name, weight in small.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     torch.manual_seed(0)
-    plain = language_model.load_lm(sft_config(files, tmp_path, load_in_4bit=False), CPU)
+    plain = tiny.load_lm(sft_config(files, tmp_path, load_in_4bit=False))
     kinds = dict(small.named_modules())
     trained = {name: weight for name, weight in small.named_parameters() if "lora_" in name}
     with torch.no_grad():

@@ -25,7 +25,7 @@ def samples(*texts, **columns):
     """One sample per text, of lines 1, 2, …"""
     made = []
     for i, text in enumerate(texts):
-        row = {"question": f"q{i}", "answer": f"a{i}", **columns, "__where__": f"d.jsonl, line {i + 1}", "__line__": i}
+        row = {"question": f"q{i}", "answer": f"a{i}", **columns, "__where__": f"d.jsonl, line {i + 1}"}
         made.append(Sample(row, [], Response([5] * len(text), "stop"), text))
     return made
 

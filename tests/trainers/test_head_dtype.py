@@ -7,7 +7,6 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import grpo, reward, sft
-from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
@@ -25,7 +24,7 @@ def folder(tmp_path_factory):
 
 def load(folder, **options):
     options = {"model": folder, "dataset": "", "output_dir": "", "dtype": "bfloat16", **options}
-    return language_model.load_lm(grpo.GRPOConfig(**options), torch.device("cpu"), trainable=False)
+    return tiny.load_lm(grpo.GRPOConfig(**options), trainable=False)
 
 
 @pytest.fixture
@@ -47,7 +46,8 @@ def test_scores_and_logits_are_those_of_an_exact_head(folder, batch, extended):
     for head_dtype, least, most in (("float32", 0, 3e-6), ("bfloat16", 1e-4, 0.1), ("auto", 1e-4, 0.1)):
         lm = load(folder, head_dtype=head_dtype)
         lm = PolicyWithValues(lm) if extended else lm
-        rows, logits = lm(batch.input_ids, mask, 0.7, want_logits=True)
+        rows = lm(batch.input_ids, mask, 0.7, want_logits=True)
+        logits = rows.logits
         truth = fused_rl.token_logprobs(fp64_logits(lm, batch), targets, temperature=0.7)
         assert least <= (rows.logprobs[mask] - truth.logprobs).abs().max() <= most
         # what the KL is measured from, and what the sampler draws from
@@ -57,7 +57,7 @@ def test_scores_and_logits_are_those_of_an_exact_head(folder, batch, extended):
         of_logits = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
         torch.testing.assert_close(of_logits, rows.logprobs[mask], rtol=0, atol=most)
         if extended:
-            both, _ = lm(batch.input_ids, mask, 0.7, want_values=True)
+            both = lm(batch.input_ids, mask, 0.7, want_values=True)
             torch.testing.assert_close(both.logprobs[mask], truth.logprobs.float(), rtol=0, atol=most)
 
 
@@ -68,7 +68,7 @@ def test_what_is_drawn_is_what_is_trained(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "_scores", lambda *a: seen.append(scores(*a)) or seen[-1])
         sampling = generate.Sampling(0.8, 6, (3,))
-        (response,) = generate.generate(lm.base, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
+        (response,) = tiny.generate(lm.base, [[1, 70, 71]], sampling, batch_size=1)
     drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]
     made = make_batch([[1, 70, 71]], [response], 0, "cpu")
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
 
 def test_gradients_reach_the_head(folder, batch):
     config = grpo.GRPOConfig(model=folder, dataset="", output_dir="", dtype="bfloat16", head_dtype="float32")
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     loss = lm(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs).loss
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in lm.parameters())
@@ -114,7 +114,7 @@ def test_what_contradicts_it_is_refused(config, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=message):
         made = config(model="m", dataset="d", output_dir="o", **options)
-        reward.arithmetic(made, 1) if config is reward.RewardConfig else engine.head_dtype(made)
+        reward.arithmetic(made, 1) if config is reward.RewardConfig else language_model.head_dtype(made, made)
 
 
 def test_runs_with_it(folder, tmp_path, capsys):

@@ -10,10 +10,9 @@ import torch
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode, sources
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import lock
+from fused_rl.trainers.run import folder as run_folder
 from tests.trainers import tiny
 
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
@@ -87,7 +86,7 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 )
 def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, files, tmp_path):
     config = sft_config(files, tmp_path, lora_targets=targets)
-    assert adapted_layers(language_model.load_lm(config, torch.device("cpu"))) == layers
+    assert adapted_layers(tiny.load_lm(config)) == layers
     shown = {"lora_rank": 2, "lora_targets": targets}
     assert adapted_layers(RewardModel.from_pretrained(files[0], **shown)) == layers
     engine.setup(1)
@@ -100,7 +99,7 @@ def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, f
 def test_a_layer_that_there_is_not_is_named_with_those_that_there_are(targets, files, tmp_path):
     there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     with pytest.raises(InputError, match=f"lora_targets: Qwen2ForCausalLM has no linear layer '.*{there}"):
-        language_model.load_lm(sft_config(files, tmp_path, lora_targets=targets), torch.device("cpu"))
+        tiny.load_lm(sft_config(files, tmp_path, lora_targets=targets))
     with pytest.raises(InputError, match=f"lora_targets: Qwen2ForSequenceClassification has no .*{there}"):
         RewardModel.from_pretrained(files[0], lora_rank=2, lora_targets=targets.replace("lm_head", "score"))
 
@@ -108,7 +107,7 @@ def test_a_layer_that_there_is_not_is_named_with_those_that_there_are(targets, f
 @pytest.mark.parametrize("options", [{"lora_targets": "q_proj"}, {"save_merged": True}])
 def test_options_of_adapters_without_adapters_are_refused(options, files, tmp_path):
     with pytest.raises(InputError, match=f"{next(iter(options))} says how .* give --lora_rank"):
-        language_model.load_lm(sft_config(files, tmp_path, lora_rank=0, **options), torch.device("cpu"))
+        tiny.load_lm(sft_config(files, tmp_path, lora_rank=0, **options))
 
 
 # What is saved.
@@ -134,7 +133,7 @@ def test_merged_weights_are_those_of_the_model_with_its_adapters(options, files,
 
 def test_saved_adapters_are_trained_on_and_measured_against_the_weights_below_them(files, adapters, tmp_path):
     config = grpo_config((adapters, files[1]), tmp_path, lr=0.0)
-    lm = language_model.load_lm(config, torch.device("cpu"))
+    lm = tiny.load_lm(config)
     torch.testing.assert_close(logits(lm.lm), with_peft(files[0], adapters), atol=1e-6, rtol=0)
     with lm.lm.disable_adapter():
         torch.testing.assert_close(logits(lm.lm), stock(files[0]), atol=1e-6, rtol=0)
@@ -149,11 +148,11 @@ def test_saved_adapters_are_trained_on_and_measured_against_the_weights_below_th
 
 
 def test_the_options_of_the_adapters_that_are_read_may_be_repeated_and_not_changed(files, adapters, tmp_path):
-    language_model.load_lm(sft_config((adapters, files[1]), tmp_path, lora_rank=2), torch.device("cpu"))
+    tiny.load_lm(sft_config((adapters, files[1]), tmp_path, lora_rank=2))
     for options in ({"lora_rank": 3}, {"lora_alpha": 16.0}, {"lora_targets": "k_proj"}):
         (option,) = options
         with pytest.raises(InputError, match=f"holds adapters of rank 2 and alpha 32.*: leave out {option}="):
-            language_model.load_lm(sft_config((adapters, files[1]), tmp_path, **options), torch.device("cpu"))
+            tiny.load_lm(sft_config((adapters, files[1]), tmp_path, **options))
 
 
 def spoiled(adapters: str, folder: Path, **changed) -> str:
@@ -179,7 +178,7 @@ def spoiled(adapters: str, folder: Path, **changed) -> str:
 def test_adapters_that_cannot_be_read_are_refused_in_a_line(changed, message, files, adapters, tmp_path):
     folder = spoiled(adapters, tmp_path / "spoiled", **changed)
     with pytest.raises(InputError, match=message) as refused:
-        language_model.load_lm(sft_config((folder, files[1]), tmp_path, lora_rank=0), torch.device("cpu"))
+        tiny.load_lm(sft_config((folder, files[1]), tmp_path, lora_rank=0))
     assert "\n" not in str(refused.value)
 
 
@@ -191,14 +190,14 @@ def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp
     )
     with pytest.raises(InputError, match="holds adapters alone, .*--save_merged"):
         reward.train(config)
-    lock.release()
+    run_folder.release()
 
 
 def test_a_reference_that_moves_cannot_be_the_weights_below_adapters(files, adapters, tmp_path):
     config = grpo_config((adapters, files[1]), tmp_path, ref_sync_every=1, kl_coef=0.1)
     with pytest.raises(InputError, match="ref_sync_every needs a reference of its own, but model holds adapters"):
         grpo.train(config)
-    lock.release()
+    run_folder.release()
 
 
 def test_the_weights_below_are_found_for_what_reads_the_policys_config(files, adapters):

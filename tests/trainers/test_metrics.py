@@ -9,7 +9,6 @@ import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS, explained_variance, keyed
@@ -115,11 +114,7 @@ def step_of_a_rank(rank, world, folder):
 
 def definitions(folder: str) -> dict[str, float]:
     """Every metric from its definition, in fp64, over all 16 responses at once."""
-    lm = (
-        language_model.load_lm(config_of(folder), torch.device("cpu"), trainable=False)
-        .base.double()
-        .requires_grad_(True)
-    )
+    lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
     tokens, sequences, sizes, scores, stopped = [], [], [], [], []
     for rank in range(2):
         given = case(rank)

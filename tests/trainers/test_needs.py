@@ -7,7 +7,8 @@ import pytest
 
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval, kl_report
-from fused_rl.trainers.options.config import InputError, names_of, parse
+from fused_rl.trainers.options.config import InputError, names_of
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy.credit import adapted, check_credit
 from fused_rl.trainers.policy.options import POLICY_NEEDS
 
@@ -44,9 +45,9 @@ ELSEWHERE = {
     "steps": "RunConfig.__post_init__",
     "num_train_epochs": "RunConfig.__post_init__",
     **dict.fromkeys(("lora_alpha", "lora_targets", "save_merged"), "lora.check_options"),
-    "load_in_4bit": "models.load_lm",
+    "load_in_4bit": "four_bit.check",
     "loss_from": "PolicyWithValues",
-    "head_dtype": "engine.head_dtype, ModelConfig.__post_init__",
+    "head_dtype": "language_model.head_dtype, ModelConfig.__post_init__",
     **dict.fromkeys(("rollout_correction", "rollout_low", "rollout_high"), "sampling.check_correction"),
     **dict.fromkeys(("ratio_level", "clip_low", "clip_high", "delta"), "policy_config.check_loss_options"),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), "policy_config.check_loss_options"),

@@ -10,7 +10,6 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, PolicyWithValues, load_critic
 from fused_rl.trainers.rollouts import roll_out
@@ -18,8 +17,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
-
-EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
+from tests.trainers.steps import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close
 
 
 @pytest.fixture(scope="module")
@@ -33,47 +31,6 @@ def folders(tmp_path_factory):
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
     settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
     return ppo.PPOConfig(**(settings | options))
-
-
-class Sampler:
-    """Responses that were decided before."""
-
-    def __init__(self, responses):
-        self.responses = responses
-
-    def sample(self, prompts, sampling):
-        return self.responses
-
-    def publish(self, step):
-        pass
-
-
-class Scorer:
-    """Scores that were decided before."""
-
-    name, weight, solved_at = "points", 0.5, 2.0
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    def check(self, row):
-        pass
-
-    def __call__(self, samples):
-        return self.scores
-
-
-class Plain:
-    """A model with its own backward pass, where DeepSpeed's engine would stand; it takes no step."""
-
-    def __init__(self, module):
-        self.module, self.training = module, True
-
-    def __call__(self, *inputs, **options):
-        return self.module(*inputs, **options)
-
-    def backward(self, loss):
-        loss.backward()
 
 
 class Stale:
@@ -249,11 +206,7 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
 
 def load_fp64(folders):
     """The same policy and critic without any of our code in their forward passes, in fp64."""
-    lm = (
-        language_model.load_lm(config_of(folders), torch.device("cpu"), trainable=False)
-        .base.double()
-        .requires_grad_(True)
-    )
+    lm = tiny.load_lm(config_of(folders), trainable=False).base.double().requires_grad_(True)
     critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
 
     def values(whole, hidden):
@@ -261,15 +214,6 @@ def load_fp64(folders):
         return (critic.classifier.score(states)[..., 0] - 0.1) / 0.7
 
     return lm, critic, values
-
-
-def assert_gradients_close(module, exact, prefix=""):
-    exact = dict(exact.named_parameters())
-    for name, parameter in module.named_parameters():
-        expected = exact[name.removeprefix(prefix)].grad
-        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        scale = expected.abs().max().item()
-        torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
 
 
 def plain_policy(folders, config, lm, given):
@@ -290,7 +234,7 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
     given, config = with_sets(case(0)) if sets else case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
-    lm, critic = language_model.load_lm(config, torch.device("cpu")), Critic.from_pretrained(folders[1])
+    lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
     stale = Stale(Plain(critic))
     experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
@@ -311,7 +255,7 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
 def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, sets, monkeypatch):
     given = with_sets(case(0)) if sets else case(0)
     config = config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
-    lm = PolicyWithValues(language_model.load_lm(config, torch.device("cpu")))
+    lm = PolicyWithValues(tiny.load_lm(config))
     made = plain_policy(folders, config, lm, given)
     torch.nn.init.normal_(lm.value_head.weight, generator=torch.Generator().manual_seed(0))
     experience, parts = experience_and_parts(config, made, None, given, monkeypatch)

@@ -10,7 +10,6 @@ import torch
 from fused_rl.trainers import ppo, reward, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.scorers import load
 from fused_rl.trainers.scorers.reward_model import Reader
@@ -58,9 +57,9 @@ def config_of(config_class, **options):
 def readers(**options):
     """Every model that a run reads of `model`: the policy, its reference, a reward model's start, PPO's critic."""
     sft_config, tokenizer = config_of(sft.SFTConfig, **options), encode.load_tokenizer(NAME, options.get("revision"))
-    yield language_model.load_lm(sft_config, CPU).base
-    yield language_model.load_lm(sft_config, CPU, trainable=False).base
-    yield reward.load_model(config_of(reward.RewardConfig, **options), CPU).classifier
+    yield tiny.load_lm(sft_config).base
+    yield tiny.load_lm(sft_config, trainable=False).base
+    yield tiny.load_reward_model(config_of(reward.RewardConfig, **options)).classifier
     yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).module.classifier
 
 
@@ -104,16 +103,16 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
 
 @pytest.mark.parametrize("attention", ["sdpaa", "flash_attention_2", "someone/kernel"])
 def test_an_attention_that_cannot_be_used_is_one_line_that_names_the_option(attention):
-    for read in (language_model.load_lm, lambda config, device: reward.load_model(config, device)):
+    for read in (tiny.load_lm, tiny.load_reward_model):
         with pytest.raises(InputError, match=f"^attn_implementation={attention} cannot be used for .*model") as refused:
-            read(config_of(sft.SFTConfig, attn_implementation=attention), CPU)
+            read(config_of(sft.SFTConfig, attn_implementation=attention))
         assert "\n" not in str(refused.value)
 
 
 def test_a_revision_that_there_is_not_is_one_line():
-    for read in (language_model.load_lm, lambda config, device: reward.load_model(config, device)):
+    for read in (tiny.load_lm, tiny.load_reward_model):
         with pytest.raises(InputError, match="someone/model.* is neither a local folder with a model nor on the Hub"):
-            read(config_of(sft.SFTConfig, revision="v3"), CPU)
+            read(config_of(sft.SFTConfig, revision="v3"))
     with pytest.raises(InputError, match="its tokenizer cannot be loaded"):
         encode.load_tokenizer(NAME, "v3")
 

@@ -1,4 +1,4 @@
-"""The reward trainer: its data, its loss, and runs that do not depend on how they were split or interrupted."""
+"""The reward trainer: its loss, and runs that do not depend on how they were split or interrupted."""
 
 import dataclasses
 import json
@@ -12,18 +12,14 @@ import torch
 import fused_rl
 from fused_rl.trainers import reward
 from fused_rl.trainers.data import encode, preferences
-from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
+from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import lock
+from fused_rl.trainers.run import folder as run_folder
 from tests.distributed import run_distributed
-from tests.trainers import tiny
+from tests.trainers.reward_runs import comparable, leave_out_figures, make_config, make_model, weights, write_pairs
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>' }}\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
 TRAIN_KEYS = {
     "train/rm/loss",
     "train/rm/accuracy",
@@ -34,72 +30,12 @@ TRAIN_KEYS = {
     "train/rm/mean_reward",
     "train/rm/max_reward",
 }
+
+
 EVAL_KEYS = {key.replace("train", "eval") for key in TRAIN_KEYS}
+
+
 OTHER_KEYS = {"step", "lr", "optim/grad_norm", "perf/tokens_per_second", "time/train", "time/save"}
-
-
-def make_model(folder: Path, *, chat: bool = False, pad_is_eos: bool = False) -> str:
-    """A Llama of two layers and a tokenizer of characters, in the Hub format."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    characters = sorted({*"abcdefghijklmnopqrstuvwxyz0123456789 :=+?!\n<>"})
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>" if pad_is_eos else "<pad>", unk_token="<unk>"
-    )
-    fast.chat_template = TEMPLATE if chat else None
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return str(folder)
-
-
-def write_pairs(path: Path, count: int = 20) -> str:
-    """Chosen answers repeat the question's letter, rejected ones another; of many lengths, some with a margin."""
-    letters = "abcdefghij"
-    rows = []
-    for i in range(count):
-        letter, other = letters[i % 10], letters[(i + 3) % 10]
-        row = {"prompt": letter * (1 + i % 4) + "=", "chosen": letter * (1 + i % 5), "rejected": other * (1 + i % 3)}
-        rows.append({**row, "margin": 0.5} if i % 3 == 0 else row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConfig:
-    settings = {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "pairs.jsonl"),
-        "output_dir": str(folder / name),
-        "eval_size": 4,
-        "steps": 4,
-        "batch_size": 8,
-        "micro_batch_size": 8,
-        "lr": 1e-3,
-        "zero_stage": 0,
-        "dtype": "float32",
-        "eval_every": 2,
-        "save_every": 0,
-        "label_smoothing": 0.05,
-        "centering": 0.01,
-        "normalize_pairs": 6,
-    }
-    return reward.RewardConfig(**tiny.settled(settings | options))
 
 
 @pytest.fixture(scope="module")
@@ -140,167 +76,6 @@ def test_loss_values_and_gradients():
         torch.testing.assert_close(loss.double(), formula, atol=tolerance, rtol=0)
         for a, b in zip(torch.autograd.grad(loss, scores), torch.autograd.grad(formula, exact), strict=True):
             torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=0)
-
-
-# Each form of the Hub: (row, what the model must read as prompt and chosen response, with a chat template or without)
-USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
-OTHER = {"role": "assistant", "content": "no"}
-TURNS = [USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-FORMS = {
-    "text, prompt as text": ({"prompt": "hi", "chosen": "yo", "rejected": "no"}, "hi", "yo<eos>", False),
-    "text, prompt as text, chat": (
-        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "text, prompt as messages": (
-        {"prompt": TURNS, "chosen": "yo", "rejected": "no"},
-        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "text without prompt": (
-        {"chosen": "human: hi assistant: yo", "rejected": "human: hi assistant: no"},
-        "",
-        "human: hi assistant: yo<eos>",
-        False,
-    ),
-    "text without prompt, chat": ({"chosen": "hi yo", "rejected": "hi no"}, "", "hi yo<eos>", True),
-    "text that spells out its EOS": ({"chosen": "hi yo<eos>", "rejected": "hi no<eos>"}, "", "hi yo<eos>", False),
-    "messages, prompt as text": (
-        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "messages, prompt as text, no chat": (
-        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
-        "hi",
-        "yo<eos>",
-        False,
-    ),
-    "messages, prompt as messages": (
-        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "messages without prompt": (
-        {"chosen": [*TURNS, ASSISTANT], "rejected": [*TURNS, OTHER]},
-        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "messages that repeat the prompt": (
-        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-}
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
-    row, prompt, response, chat = FORMS[form]
-    path = tmp_path / f"data.{suffix}"
-    if suffix == "jsonl":
-        path.write_text(json.dumps(row) + "\n\n" + json.dumps({**row, "margin": 2}) + "\n")
-    else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path)
-    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=chat))
-    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
-    assert [p.margin for p in pairs] == [0, 2]
-    assert pairs[1].where == f"{path}, " + ("line 3" if suffix == "jsonl" else "row 2")
-
-    def ids(text):
-        return tokenizer(text, add_special_tokens=False).input_ids
-
-    for pair in pairs:
-        assert pair.chosen == (ids(prompt), ids(response))
-        assert pair.rejected == (ids(prompt), ids(response.replace("yo", "no")))
-        assert pair.chosen[1][-1] == pair.rejected[1][-1] == tokenizer.eos_token_id
-
-
-def test_a_beginning_of_sequence_is_written_once(tmp_path):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model"))
-    tokenizer.add_special_tokens({"bos_token": "<bos>"})
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
-    encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
-    rows = [{"prompt": "hi", "chosen": "yo", "rejected": "no"}, {"chosen": "hi yo", "rejected": "hi no"}]
-    for pair in encoder.pairs(Rows(rows, "x")):
-        whole = [*pair.chosen[0], *pair.chosen[1]]
-        assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
-
-
-BAD_ROWS = {
-    "a missing column": ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing.*--rejected_column"),
-    "a number": ({"prompt": "a", "chosen": 3, "rejected": "b"}, "column 'chosen' must be text, or messages"),
-    "the user's turn last": (
-        {"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT, USER]},
-        "column 'rejected' must be text, or messages that end with the assistant's",
-    ),
-    "a turn without its prompt": ({"chosen": [ASSISTANT], "rejected": [OTHER]}, "column 'prompt' is missing"),
-    "a margin that is none": (
-        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
-        "column 'margin' must be a number, got 'much'",
-    ),
-    "a margin that fp32 does not hold": (
-        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39},
-        "column 'margin' must be a number, got 1e[+]39",
-    ),
-    "a margin that no float holds": (
-        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
-        "column 'margin' must be a number, got 1000",
-    ),
-    "a prompt that has its answer": (
-        {"prompt": [USER, ASSISTANT], "chosen": "b", "rejected": "c"},
-        "column 'prompt' ends with the assistant's turn",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_names_file_line_and_column(case, tmp_path):
-    row, message = BAD_ROWS[case]
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
-    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
-    with pytest.raises(InputError, match=f"data.jsonl, line 2: {message}"):
-        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
-
-
-def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
-    rows = [
-        {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many
-        {"prompt": "a", "chosen": "bcde", "rejected": "c"},  # 5: fits
-        {"prompt": "a", "chosen": "bcdef", "rejected": "bcdeg"},  # cut, its sides are the same
-        {"prompt": "abcdefgh", "chosen": "b", "rejected": "c"},  # the prompt does not fit, and is never cut
-        {"prompt": "a", "chosen": "b", "rejected": "b"},
-    ]
-    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))
-    limits = {"max_prompt_length": 7, "max_response_length": 5}
-
-    def responses(too_long):
-        encoder = preferences.PairEncoder(make_config(tmp_path, too_long=too_long, **limits), tokenizer)
-        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(Rows(rows, "x"))]
-
-    assert responses("drop") == ["bcde<eos>"]
-    told = capsys.readouterr().out
-    assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in told
-    assert "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens" in told
-    assert responses("truncate") == ["bcde<eos>", "bcde<eos>"]
-    told = capsys.readouterr().out
-    assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in told
-    assert "cut 3 of 10 responses to max_response_length" in told
 
 
 def test_more_tokens_than_positions_are_refused(folder):
@@ -434,7 +209,7 @@ def test_a_model_whose_rows_hold_one_response_is_told_and_refused_where_they_mus
     assert told in capsys.readouterr().out
     with pytest.raises(InputError, match="share_prompts: sliding_window=4 is shorter .*; drop --share_prompts"):
         reward.train(make_config(folder, **options, share_prompts=True, overwrite=True))
-    lock.release()
+    run_folder.release()
 
 
 def test_dry_run(folder, capsys):
@@ -449,22 +224,6 @@ def test_dry_run(folder, capsys):
     with pytest.raises(SystemExit):
         reward.main(["--config", str(yaml), "--lerning_rate", "1"])
     assert "lerning_rate" in capsys.readouterr().err
-
-
-def weights(config) -> dict[str, torch.Tensor]:
-    return RewardModel.from_pretrained(Path(config.output_dir) / "model").state_dict()
-
-
-def comparable(config) -> list[dict]:
-    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "perf"))} for line in lines]
-
-
-def leave_out_figures():
-    """Half the time of a run this small goes into drawing."""
-    import matplotlib.figure
-
-    matplotlib.figure.Figure.savefig = lambda self, path, **_: Path(path).touch()
 
 
 def resume_bit_for_bit(rank, world, folder):

@@ -1,25 +1,21 @@
 import pytest
 import torch
 
+from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts import generate
-from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
-from fused_rl.trainers.rollouts.types import Prompt
+from fused_rl.trainers.rollouts.checks import check_responses
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.trainers import tiny
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 def load(folder, **options):
     options = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, **options}
-    return language_model.load_lm(grpo.GRPOConfig(**options), torch.device("cpu"), trainable=False)
+    return tiny.load_lm(grpo.GRPOConfig(**options), trainable=False)
 
 
 def test_a_response_ends_with_its_first_stop_token():
@@ -42,7 +38,7 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
     lm = load(folder, loss_from=loss_from)
     prompts, responses = [[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]]
     batch = make_batch(prompts, responses, 0, "cpu")
-    rows, logits = lm(batch.input_ids, batch.response_mask, 0.7, want_logits=True)
+    rows = lm(batch.input_ids, batch.response_mask, 0.7, want_logits=True)
     for b, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         whole = torch.tensor([prompt + response])  # no padding at all
         expected = (lm.base(input_ids=whole).logits[0].double() / 0.7).log_softmax(-1)
@@ -54,7 +50,7 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
         outside = torch.ones(rows.logprobs.shape[1], dtype=torch.bool)
         outside[list(at)] = False
         assert (rows.logprobs[b][outside] == 0).all()
-    torch.testing.assert_close(logits.softmax(-1).sum(-1), torch.ones(8))
+    torch.testing.assert_close(rows.logits.softmax(-1).sum(-1), torch.ones(8))
 
 
 def test_pads_between_prompt_and_batch_width_change_no_score(folder):
@@ -68,7 +64,7 @@ def test_pads_between_prompt_and_batch_width_change_no_score(folder):
 
 def sample(lm, prompts, *, batch_size=64, **options):
     sampling = Sampling(**({"temperature": 1.0, "max_new_tokens": 6, "stop_ids": (3,)} | options))
-    return generate.generate(lm.lm, prompts, sampling, pad_id=0, batch_size=batch_size)
+    return tiny.generate(lm.lm, prompts, sampling, batch_size=batch_size)
 
 
 def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrower(folder):
@@ -121,7 +117,7 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers(ki
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     assert not generate._keeps_keys_and_values(lm)
     sampling = Sampling(0.0, 4, (3,))
-    (response,) = generate.generate(lm, [[1, 70, 71]], sampling, pad_id=0, batch_size=1)
+    (response,) = tiny.generate(lm, [[1, 70, 71]], sampling, batch_size=1)
     ids = [1, 70, 71]
     for token in response:
         assert lm(input_ids=torch.tensor([ids])).logits[0, -1].argmax() == token
@@ -225,8 +221,8 @@ def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
     linear, logits = (load(str(tmp_path), loss_from=path)(ids, mask, want_logits=True) for path in ("linear", "logits"))
-    torch.testing.assert_close(linear[0].logprobs, logits[0].logprobs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(linear[1], logits[1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(linear.logprobs, logits.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(linear.logits, logits.logits, atol=1e-5, rtol=0)
 
 
 def test_missing_models_and_tokenizers_are_named(tmp_path):
@@ -272,3 +268,68 @@ def test_draws_are_as_frequent_as_they_are_likely():
     found = token.bincount(minlength=5) / len(scores)
     expected = torch.softmax(scores[0] / 0.7, -1)
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
+
+
+# What a sampler may report.
+
+KEPT = [[5, 90], [91], [3, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        (None, "no kept sets, though the sampling truncates"),
+        ([[5, 90], [91]], "2 kept sets for 3 ids"),
+        ([[5, 90], [91, 5, 91], [3]], "support is not a list of different ids .*: row 1 keeps id 91 more than once"),
+        ([[5, 90], [92, 93], [3]], "the kept set of token 1 of 2 ids lacks the token itself, 91"),
+        ([[5, 90], [91], [3, 264]], "the kept set of token 2 has id 264, outside the model's vocabulary of 264"),
+        ([[5, 90], [91, -1], [3]], "support is not a list of different ids .*: row 1 keeps id -1"),
+        ([[5, 90], ["a"], [3]], "support is not a list of different ids"),
+        (7, "support is not a list of different ids"),
+    ],
+)
+def test_a_record_that_is_not_one_names_the_row_and_the_token(support, message):
+    good, bad = (Prompt([1, 70], {"__where__": f"rows.jsonl, line {i}"}) for i in (4, 5))
+    of_good, of_bad = (Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, support))
+    with pytest.raises(InputError, match=f"^the sampler's response to rows.jsonl, line 5: {message}"):
+        check_responses([of_good, of_bad, of_good], [good, bad, good], Sampling(0.7, 8, (3,), top_p=0.9), 264)
+
+
+def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():
+    made = [Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, TokenSupport.from_lists(KEPT))]
+    made += [Response([90, 3], "stop", support=[[], [3]]), Response([], "length"), Response([], "length", support=[])]
+    prompts = [Prompt([1, 70], {})] * 5
+    check_responses(made, prompts, Sampling(0.7, 8, (3,), top_p=0.9), 264)
+    # Of a sampler that reports sets where none was asked for (a ban of its own), they are taken as they are.
+    assert check_responses(made + [Response([8], "length")], prompts + prompts[:1], Sampling(0.7, 8, (3,))) is None
+
+
+class Silent:
+    """A sampler that says nothing of kept sets."""
+
+    def sample(self, prompts, sampling):
+        raise AssertionError("nothing must be drawn")
+
+    def publish(self, step):
+        pass
+
+
+def test_a_sampler_without_a_record_is_refused_before_it_draws():
+    class No(Silent):
+        records_support = False
+
+    for sampler in (Silent(), No()):
+        message = rf"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \({type(sampler).__name__}\): "
+        with pytest.raises(InputError, match=message):
+            roll_out(sampler, [], [Prompt([1], {})], Sampling(0.7, 8, (3,), top_k=5), None, torch.device("cpu"))
+
+
+def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):
+    lm, prompts = load(folder), [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
+    sampler, sampling = generate.TransformersSampler(lm.base, pad_id=0, batch_size=4), Sampling(1.0, 5, (3,))
+    rollout = roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"), copies=3)
+    assert [sample.prompt_ids for sample in rollout.samples] == [[1, 70, 71]] * 3 + [[1, 80]] * 3
+    assert rollout.batch.response_mask.sum() == rollout.lengths.sum() > 0
+    assert rollout.scores == {} and rollout.rewards.tolist() == [0.0] * 6 and not rollout.solved.any()
+    metrics = rollout_metrics(rollout, 3, 1)
+    assert metrics["reward"] == 0 and metrics["completions/mean_length"] == rollout.lengths.double().mean()

@@ -357,7 +357,7 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
 
 def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
     """Negative log-likelihood, and how often the likeliest token is the right one: means over completion tokens."""
-    lm = language_model.load_lm(config, torch.device("cpu"), trainable=False)
+    lm = tiny.load_lm(config, trainable=False)
     _, held_out = load_train_eval(config)
     encoder, losses, hits = encode.Encoder(encode.load_tokenizer(config.model)), [], []
     for i in range(len(held_out)):
@@ -383,7 +383,7 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     assert tokenizer.chat_template == before.chat_template and tokenizer.eos_token_id == before.eos_token_id
     generation = transformers.GenerationConfig.from_pretrained(folder)
     assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
-    lm = language_model.load_lm(sft_config((folder, files[1]), tmp_path / "x"), torch.device("cpu"), trainable=False)
+    lm = tiny.load_lm(sft_config((folder, files[1]), tmp_path / "x"), trainable=False)
     held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
     pairs = sft.encode(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]

@@ -127,7 +127,7 @@ RANK = """
     import datetime, os, sys, time
     import torch
     import torch.distributed as dist
-    from fused_rl.trainers.base import engine
+    from fused_rl.trainers.base import ranks
     from fused_rl.trainers.options.config import InputError
 
     store, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -167,7 +167,7 @@ FATE = """
     import datetime, os, sys
     import torch
     import torch.distributed as dist
-    from fused_rl.trainers.base import engine
+    from fused_rl.trainers.base import ranks
     from fused_rl.trainers.options.config import InputError
 
     port, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]

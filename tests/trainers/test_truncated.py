@@ -11,13 +11,12 @@ import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Drawn
-from fused_rl.trainers.rollouts import generate, types
+from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.rollouts.checks import check_responses
-from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
+from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -29,11 +28,6 @@ FILTERS = {"top_p": TOP_P, "top_k": TOP_K, "min_p": MIN_P, "together": TOP_P | T
 TEMPERATURE, LENGTH = 0.7, 8
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
-
-
 def config_of(folder, **options) -> grpo.GRPOConfig:
     settings = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, "temperature": TEMPERATURE}
     settings |= {"max_new_tokens": LENGTH, "prompts_per_step": 4, "group_size": 4, "micro_batch_size": 8}
@@ -41,7 +35,7 @@ def config_of(folder, **options) -> grpo.GRPOConfig:
 
 
 def load(folder, **options):
-    return language_model.load_lm(config_of(folder, **options), torch.device("cpu"), trainable=False)
+    return tiny.load_lm(config_of(folder, **options), trainable=False)
 
 
 def sampling_of(**filters) -> Sampling:
@@ -73,7 +67,7 @@ def test_the_record_is_what_the_filters_leave_in_their_order(folder, filters):
     torch.manual_seed(0)
     # Rows end at different lengths and leave the batch; two batches, in another order than the prompts'.
     sampling = Sampling(TEMPERATURE, LENGTH, tuple(range(0, 263, 6)), **filters)
-    responses = generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=3)
+    responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 263)
     assert len({len(response.ids) for response in responses}) > 1
     sizes = []
@@ -91,7 +85,7 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     kept = kept_by_definition(logits, **filters)
     torch.manual_seed(0)
     one = Sampling(TEMPERATURE, 1, (3,), **filters)
-    first = [r.ids[0] for r in generate.respond(lm.base, [prompt] * 20000, one, pad_id=0, batch_size=20000)]
+    first = [r.ids[0] for r in tiny.respond(lm.base, [prompt] * 20000, one, batch_size=20000)]
     counts = torch.bincount(torch.tensor(first), minlength=len(logits)).double()
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
@@ -107,7 +101,7 @@ def test_models_that_transformers_samples_from_have_the_same_record(filters):
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     sampling = Sampling(TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters)  # so many that rows are padded
-    responses = generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=3)
+    responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 264)
     assert len({len(response.ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
@@ -121,64 +115,10 @@ def test_greedy_and_the_whole_softmax_have_no_record(folder):
     lm = load(folder).base
     for sampling in (sampling_of(), Sampling(0.0, LENGTH, (3,), **FILTERS["together"])):
         assert not sampling.truncates
-        for response in generate.respond(lm, PROMPTS, sampling, pad_id=0, batch_size=8):
+        for response in tiny.respond(lm, PROMPTS, sampling, batch_size=8):
             assert response.support is None
-    likeliest = generate.generate(lm, PROMPTS, sampling_of(top_k=1), pad_id=0, batch_size=8)
-    assert likeliest == generate.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), pad_id=0, batch_size=8)
-
-
-# What a sampler may report.
-
-KEPT = [[5, 90], [91], [3, 7, 8]]
-
-
-@pytest.mark.parametrize(
-    ("support", "message"),
-    [
-        (None, "no kept sets, though the sampling truncates"),
-        ([[5, 90], [91]], "2 kept sets for 3 ids"),
-        ([[5, 90], [91, 5, 91], [3]], "support is not a list of different ids .*: row 1 keeps id 91 more than once"),
-        ([[5, 90], [92, 93], [3]], "the kept set of token 1 of 2 ids lacks the token itself, 91"),
-        ([[5, 90], [91], [3, 264]], "the kept set of token 2 has id 264, outside the model's vocabulary of 264"),
-        ([[5, 90], [91, -1], [3]], "support is not a list of different ids .*: row 1 keeps id -1"),
-        ([[5, 90], ["a"], [3]], "support is not a list of different ids"),
-        (7, "support is not a list of different ids"),
-    ],
-)
-def test_a_record_that_is_not_one_names_the_row_and_the_token(support, message):
-    good, bad = (Prompt([1, 70], {"__where__": f"rows.jsonl, line {i}"}) for i in (4, 5))
-    of_good, of_bad = (Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, support))
-    with pytest.raises(InputError, match=f"^the sampler's response to rows.jsonl, line 5: {message}"):
-        check_responses([of_good, of_bad, of_good], [good, bad, good], sampling_of(top_p=0.9), 264)
-
-
-def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():
-    made = [Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, TokenSupport.from_lists(KEPT))]
-    made += [Response([90, 3], "stop", support=[[], [3]]), Response([], "length"), Response([], "length", support=[])]
-    prompts = [Prompt([1, 70], {})] * 5
-    check_responses(made, prompts, sampling_of(top_p=0.9), 264)
-    # Of a sampler that reports sets where none was asked for (a ban of its own), they are taken as they are.
-    assert check_responses(made + [Response([8], "length")], prompts + prompts[:1], sampling_of()) is None
-
-
-class Silent:
-    """A sampler that says nothing of kept sets."""
-
-    def sample(self, prompts, sampling):
-        raise AssertionError("nothing must be drawn")
-
-    def publish(self, step):
-        pass
-
-
-def test_a_sampler_without_a_record_is_refused_before_it_draws():
-    class No(Silent):
-        records_support = False
-
-    for sampler in (Silent(), No()):
-        message = rf"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \({type(sampler).__name__}\): "
-        with pytest.raises(InputError, match=message):
-            roll_out(sampler, [], [Prompt([1], {})], sampling_of(top_k=5), None, torch.device("cpu"))
+    likeliest = tiny.generate(lm, PROMPTS, sampling_of(top_k=1), batch_size=8)
+    assert likeliest == tiny.generate(lm, PROMPTS, Sampling(0.0, LENGTH, (3,)), batch_size=8)
 
 
 # The record on its way to the loss.
@@ -261,7 +201,7 @@ class Points:
 
 def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     """The policy of a `folder`, and a reference of other weights; prompts are shared as the config says."""
-    lm, other = language_model.load_lm(config, torch.device("cpu")), load(folder, loss_from=config.loss_from)
+    lm, other = tiny.load_lm(config), load(folder, loss_from=config.loss_from)
     for weight in other.parameters():
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     costs = policy.Costs(token=1.0, pair=0.0) if config.share_prompts else None

@@ -518,7 +518,7 @@ def test_the_ground_truths_column():
     assert answer_of({"answer": "6 * 7\n#### 42"}, None) == "42"
     assert answer_of({"target": "7"}, "target") == "7"
     with pytest.raises(InputError, match="'ground_truth'.*\\['x'\\].*--answer_column"):
-        answer_of({"x": 1, "__line__": 3}, None)
+        answer_of({"x": 1}, None)
     with pytest.raises(InputError, match="d.jsonl, line 3: column 'y'"):
         answer_of({"x": 1, "__where__": "d.jsonl, line 3"}, "y")
     for value in ({"a": 1}, [1], True, float("nan")):

@@ -128,3 +128,33 @@ def weights(folder) -> dict:
     from safetensors.torch import load_file
 
     return load_file(Path(folder) / "model.safetensors")
+
+
+def load_lm(config, **options):
+    """The language model that a run's config names, on the CPU."""
+    import torch
+
+    from fused_rl.trainers.models import language_model
+
+    return language_model.load_lm(config.model, config.revision, config, config, torch.device("cpu"), **options)
+
+
+def load_reward_model(config):
+    """The reward model that a run's config starts from, on the CPU."""
+    import torch
+
+    from fused_rl.trainers.models import reward_model
+
+    return reward_model.load_reward_model(config.model, config.revision, config, config, torch.device("cpu"))
+
+
+def respond(lm, prompts: list[list[int]], sampling, batch_size: int) -> list:
+    """A response of the model to each prompt."""
+    from fused_rl.trainers.rollouts.generate import TransformersSampler
+
+    return TransformersSampler(lm, pad_id=0, batch_size=batch_size).sample(prompts, sampling)
+
+
+def generate(lm, prompts: list[list[int]], sampling, batch_size: int) -> list[list[int]]:
+    """The token ids of these."""
+    return [response.ids for response in respond(lm, prompts, sampling, batch_size)]

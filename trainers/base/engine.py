@@ -23,7 +23,7 @@ from torch import nn
 from fused_rl.trainers.base import launch, optim
 from fused_rl.trainers.base.launch import JOINING, TIMEOUT
 from fused_rl.trainers.base.ranks import agree, barrier, rank, world_size
-from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig, RunConfig
+from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig
 
 
 def quiet() -> None:
@@ -42,47 +42,40 @@ def quiet() -> None:
     datasets.disable_progress_bars()
 
 
-def setup(seed: int) -> torch.device:
-    """Join the process group (of one process, without a launcher), seed this rank, and return its device."""
+def setup(seed: int, *, trains: bool = True) -> torch.device:
+    """Join the process group, seed this rank, and return its device.
+
+    A command that trains nothing goes without DeepSpeed, and alone without a process group.
+    """
     quiet()
-    cuda = torch.cuda.is_available()
-    backend = "nccl" if cuda else "gloo"
     launch.processes()  # refuses what a launcher should not say
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if trains:
+        launched, alone = _with_deepspeed(backend), lambda: _join_alone(backend)
+    else:
+        launched, alone = lambda: dist.init_process_group(backend, timeout=JOINING), lambda: None
+    if not dist.is_initialized():
+        launch.meet(launched, alone)
+        agree(None)  # raises what another rank was refused before it came
+    import transformers
+
+    transformers.set_seed(seed + rank() * 100_003)
+    if backend == "gloo":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _with_deepspeed(backend: str) -> Callable[[], None]:
+    """How processes that were launched together join; DeepSpeed itself is ready for them."""
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
-    _meet(lambda: deepspeed.init_distributed(backend, timeout=JOINING, verbose=False), lambda: _join_alone(backend))
-    return _seeded(seed)
-
-
-def join(seed: int) -> torch.device:
-    """As `setup`, for a command that trains nothing: without DeepSpeed, alone without a process group."""
-    quiet()
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    _meet(lambda: dist.init_process_group(backend, timeout=JOINING), lambda: None)
-    return _seeded(seed)
-
-
-def _meet(launched: Callable[[], None], alone: Callable[[], None]) -> None:
-    """Join the process group; raises what another rank was refused before it came."""
-    if not dist.is_initialized():
-        launch.meet(launched, alone)
-        agree(None)
-
-
-def _seeded(seed: int) -> torch.device:
-    """Seed this rank, and take its device."""
-    import transformers
-
-    transformers.set_seed(seed + rank() * 100_003)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    return lambda: deepspeed.init_distributed(backend, timeout=JOINING, verbose=False)
 
 
 def _join_alone(backend: str) -> None:
@@ -112,16 +105,6 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
     if config.dtype == "bfloat16" and config.zero_stage == 0:
         raise InputError("dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1")
     return getattr(torch, config.dtype)
-
-
-def head_dtype(config: RunConfig) -> torch.dtype | None:
-    """The dtype of logits that `config.head_dtype` stands for; None is what the weights and the device make best."""
-    if config.head_dtype == "bfloat16" and torch_dtype(config) == torch.float32:
-        raise InputError(
-            f"head_dtype=bfloat16 would round the logits of float32 weights (dtype={config.dtype}); leave it out, or "
-            "give --dtype bfloat16 as well"
-        )
-    return None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
 
 
 def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:

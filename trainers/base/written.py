@@ -76,14 +76,9 @@ def has_list(folder: Path) -> bool:
 
 
 def begin(folder: Path) -> None:
-    """Start the list of a folder that is a new run's."""
-    write_atomically(folder / LIST, _as_text(USUAL))
-
-
-def adopt(folder: Path) -> None:
-    """Start the list of a run that goes on and never had one: what stands under a run's names is that run's."""
+    """Start the list of a run that never had one: what stands under a run's names is that run's."""
     names = [f"{name}/{below}" for name in FOLDERS for below in names_below(folder / name)]
-    write_atomically(folder / LIST, _as_text({*USUAL, *names}))
+    _write(folder, {*USUAL, *names})
 
 
 def add(folder: Path, names: Iterable[str]) -> None:
@@ -91,7 +86,7 @@ def add(folder: Path, names: Iterable[str]) -> None:
     listed = _read(folder)
     if listed is not None:
         kept = {name for name in listed if name in USUAL or (folder / name).exists()}
-        write_atomically(folder / LIST, _as_text({*kept, *names}))
+        _write(folder, {*kept, *names})
 
 
 def remove(folder: Path) -> None:
@@ -136,5 +131,5 @@ def _is_listed(name: str, listed: set[str]) -> bool:
     return name in listed or half_written or any(fnmatch.fnmatchcase(name, usual) for usual in USUAL)
 
 
-def _as_text(names: Iterable[str]) -> str:
-    return json.dumps({"written": sorted(names)}, indent=1) + "\n"
+def _write(folder: Path, names: set[str]) -> None:
+    write_atomically(folder / LIST, json.dumps({"written": sorted(names)}, indent=1) + "\n")

@@ -28,6 +28,7 @@ from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summariz
 from fused_rl.trainers.data import encode, fingerprints, sources
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import (
     InputError,
     NonNegativeInt,
@@ -253,7 +254,7 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         _say(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
-    language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
+    check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     return config.sampling(length, stop_ids)
 
@@ -331,7 +332,7 @@ def _progress(what: str, total: int) -> Iterator:
 def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
     check_needs(config, NEEDS)
-    device = engine.join(config.seed)
+    device = engine.setup(config.seed, trains=False)
     fingerprints.check_options(config)
     with ranks.together():
         config = as_its_run(config)

@@ -18,15 +18,17 @@ import fused_rl
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature
+from fused_rl.trainers.models.language_model import LanguageModel, load_to_sample
+from fused_rl.trainers.models.pretrained import check_fits
+from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature, names_of
 from fused_rl.trainers.options.needs import TEMPLATE_NEEDS, Needs, check_needs, without
-from fused_rl.trainers.rollouts.generate import generate
+from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.run import command
 
+PAIR = ("model", "reference", "prompts")  # all of them, or none for the worked example
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
 POLICY = (0.5, -0.3, 0.8, -1.0, 0.2)
 REFERENCE = (0.1, 0.4, -0.2, 0.3, -0.6)
@@ -68,17 +70,13 @@ class KLReportConfig(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        given = {name: getattr(self, name) for name in ("model", "reference", "prompts")}
-        missing = [f"--{name}" for name, value in given.items() if value is None]
-        if missing and len(missing) < len(given):
+        missing = [f"--{name}" for name in PAIR if getattr(self, name) is None]
+        if missing and len(missing) < len(PAIR):
             raise InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
         check_needs(self, NEEDS)
 
 
-OF_MODELS = (
-    *("behaviour", "prompt_column", "raw_prompt", "chat_template_kwargs", "num_prompts", "samples", "max_new_tokens"),
-    *("temperature", "batch_size", "seed"),
-)
+OF_MODELS = [name for name in names_of(KLReportConfig) if name not in PAIR]
 NEEDS = (
     *(Needs(name, lambda config: config.model is not None, without("two models (--model)")) for name in OF_MODELS),
     *(need for need in TEMPLATE_NEEDS if need.option in OF_MODELS),
@@ -146,47 +144,45 @@ def table(rows: list[list[str]]) -> str:
 def collect(config: KLReportConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """All estimates and the exact KL, each (tokens,) fp32 nats; and the responses' lengths."""
     torch.manual_seed(config.seed)
-    load = language_model.load_to_sample
-    policy, reference = load(config.model), load(config.reference, option="reference")
-    behaviour = policy if config.behaviour is None else load(config.behaviour, option="behaviour")
+    policy, reference = load_to_sample(config.model), load_to_sample(config.reference, option="reference")
+    behaviour = policy if config.behaviour is None else load_to_sample(config.behaviour, option="behaviour")
     sizes = {lm.get_output_embeddings().weight.shape[0] for lm in (policy, reference, behaviour)}
     if len(sizes) > 1:
         raise InputError(f"the models must share one vocabulary, got sizes {sorted(sizes)}")
-    tokenizer = encode.load_tokenizer(config.model)
-    rows = load_rows(config.prompts)
+    tokenizer, rows = encode.load_tokenizer(config.model), load_rows(config.prompts)
     encoder = encode.Encoder(tokenizer, raw_prompt=config.raw_prompt, chat_template_kwargs=config.chat_template_kwargs)
-    count = min(config.num_prompts, len(rows))
-    encoded = [encoder.prompt(rows, i, config.prompt_column) for i in range(count)]
+    which = range(min(config.num_prompts, len(rows)))
+    encoded = [encoder.prompt(rows, i, config.prompt_column) for i in which]
     for lm in (policy, reference, behaviour):
-        where = zip(encoded, map(rows.where, range(count)), strict=True)
-        language_model.check_fits(lm, tokenizer, where, config.max_new_tokens, "max_new_tokens")
-    prompts = sum(([ids] * config.samples for ids in encoded), [])
+        where = zip(encoded, map(rows.where, which), strict=True)
+        check_fits(lm, tokenizer, where, config.max_new_tokens, "max_new_tokens")
 
     # Sampled by the behaviour policy, then scored by all three.
+    prompts, pad_id = sum(([ids] * config.samples for ids in encoded), []), tokenizer.pad_token_id
     stop_ids = tuple(encode.stop_ids(tokenizer, behaviour.saved_generation_config))
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids)
-    options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.batch_size}
-    responses = generate(behaviour, prompts, sampling, **options)
-    parts = []
+    sampler = TransformersSampler(behaviour, pad_id=pad_id, batch_size=config.batch_size)
+    drawn = sampler.sample(prompts, Sampling(config.temperature, config.max_new_tokens, stop_ids))
+    responses = [response.ids for response in drawn]
+    scored_by, parts = [LanguageModel(lm, "logits") for lm in (policy, reference, behaviour)], []
     for i in range(0, len(prompts), config.batch_size):
         part = slice(i, i + config.batch_size)
-        batch = make_batch(prompts[part], responses[part], tokenizer.pad_token_id, policy.device)
-        parts.append(estimates(config, batch, policy, reference, behaviour))
+        batch = make_batch(prompts[part], responses[part], pad_id, policy.device)
+        parts.append(estimates(batch, config.temperature, *scored_by))
     merged = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return merged, torch.tensor([len(response) for response in responses])
+    return merged, torch.tensor(list(map(len, responses)))
 
 
-def estimates(config: KLReportConfig, batch, policy, reference, behaviour) -> dict[str, torch.Tensor]:
+def estimates(batch: Batch, temperature: float, policy, reference, behaviour) -> dict[str, torch.Tensor]:
     """Of each response token in the batch, (tokens,)."""
+    mask = batch.response_mask
 
     def score(lm):
-        logits = lm(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][batch.response_mask]
-        targets = batch.input_ids[:, 1:][batch.response_mask]
-        return logits, fused_rl.token_logprobs(logits, targets, temperature=config.temperature).logprobs
+        rows = lm(batch.input_ids, mask, temperature, want_logits=True)
+        return rows.logits, rows.logprobs[mask]
 
     (logits, logprobs), (ref_logits, ref_logprobs) = score(policy), score(reference)
-    old = logprobs if behaviour is policy else score(behaviour)[1]
-    values = {"exact": fused_rl.token_kl(logits, ref_logits, temperature=config.temperature)}
+    old = logprobs if behaviour.lm is policy.lm else score(behaviour)[1]
+    values = {"exact": fused_rl.token_kl(logits, ref_logits, temperature=temperature)}
     return values | {k: fused_rl.kl_estimate(logprobs, ref_logprobs, k, old_logprobs=old) for k in ESTIMATORS}
 
 
@@ -195,17 +191,14 @@ def report(config: KLReportConfig) -> str:
     values, lengths = collect(config)
     tokens, responses = len(values["exact"]), len(lengths)
     sampled_by = config.model if config.behaviour is None else config.behaviour
-    lines = [
-        f"KL({config.model} || {config.reference}) in nats, {tokens} tokens in {responses} responses by {sampled_by}",
-        "",
-    ]
+    drawn = f"{tokens} tokens in {responses} responses by {sampled_by}"
     rows = [["estimator", "mean per token", "standard error", "sum per response", "smallest token", "largest token"]]
     for name, kl in values.items():
         kl = kl.double()
         error = kl.std() / tokens**0.5
         cells = [kl.mean(), error, kl.sum() / responses, kl.min(), kl.max()]
         rows.append([name, *(f"{cell.item():.6f}" for cell in cells)])
-    return "\n".join([*lines, table(rows)])
+    return "\n".join([f"KL({config.model} || {config.reference}) in nats, {drawn}", "", table(rows)])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ import torch
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.options.config import FILES, InputError, RunConfig
+from fused_rl.trainers.options.config import FILES, DataConfig, InputError, StepsConfig
 
 
 class RowOrder:
@@ -52,10 +52,10 @@ class RowOrder:
 
 
 UNKNOWN = "known when the rows are read (num_train_epochs)"
-Config = TypeVar("Config", bound=RunConfig)
+Config = TypeVar("Config", bound=StepsConfig)
 
 
-def in_run(config: RunConfig, per_step: int) -> int | str:
+def in_run(config: StepsConfig, per_step: int) -> int | str:
     """How many of something a run has, of which a step has `per_step`; in words before the rows are read."""
     return UNKNOWN if config.steps is None else config.steps * per_step
 
@@ -78,16 +78,16 @@ def in_steps(config: Config, rows: int) -> Config:
     return resolved
 
 
-def foresee(config: Config) -> tuple[Config, dict[str, str]]:
+def foresee(config: Config, data: DataConfig) -> tuple[Config, dict[str, str]]:
     """What `in_steps` will say, before anything is tokenised, and that as a line of the batch arithmetic.
 
     Rows that are too long are not known yet, and no Hub dataset is read.
     """
-    if config.num_train_epochs is None or Path(config.dataset).suffix not in FILES:
+    if config.num_train_epochs is None or Path(data.dataset).suffix not in FILES:
         return config, {}
-    rows = load_rows(config.dataset)
-    if config.eval_size and config.eval_dataset is None:
-        rows, _ = rows.split(config.eval_size)
+    rows = load_rows(data.dataset)
+    if data.eval_size and data.eval_dataset is None:
+        rows, _ = rows.split(data.eval_size)
     resolved = _resolved(config, len(rows))
     return resolved, {"steps": f"at most {resolved.steps}, fewer where rows are dropped: {_told(resolved, len(rows))}"}
 
@@ -99,7 +99,7 @@ def _resolved(config: Config, rows: int) -> Config:
     return resolved
 
 
-def _told(resolved: RunConfig, rows: int) -> str:
+def _told(resolved: StepsConfig, rows: int) -> str:
     per_step = getattr(resolved, resolved.batch_option)
     return (
         f"num_train_epochs={resolved.num_train_epochs:g} of {rows} rows, {resolved.batch_option}={per_step}: "

@@ -1,6 +1,8 @@
 """Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error names what cannot be read and where."""
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,14 +10,6 @@ from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError
 from fused_rl.trainers.options.text import in_a_line
-
-
-def check_readable(path: Path) -> None:
-    """Refuse a file that this process may not read."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -69,9 +63,9 @@ def _only_configuration(name: str, known: list[str]) -> str:
     return (usual or known)[0]
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """Each with the line that it stands on, as `__line__`."""
-    rows = []
+def read_jsonl(path: Path) -> tuple[list[dict], list[int]]:
+    """Rows, and the line that each stands on."""
+    rows, lines = [], []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         where = f"{path}, line {number}"
         try:
@@ -79,8 +73,9 @@ def read_jsonl(path: Path) -> list[dict]:
         except UnicodeDecodeError as error:
             raise InputError(f"{where}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
         if text.strip():
-            rows.append({**_read_object(text, where), "__line__": number})
-    return rows
+            rows.append(_read_object(text, where))
+            lines.append(number)
+    return rows, lines
 
 
 def _read_object(text: str, where: str) -> dict:
@@ -120,7 +115,8 @@ class Rows:
 
     rows: list[dict]
     source: str
-    first: int = 0
+    numbers: Sequence[int] | None = None
+    """Of each the line or row that it is there, counted from 1; None where none is left out."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -128,17 +124,16 @@ class Rows:
     def where(self, i: int) -> str:
         """`file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
         unit = "line" if self.source.endswith(".jsonl") else "row"
-        return f"{self.source}, {unit} {self.rows[i].get('__line__', self.first + i + 1)}"
+        return f"{self.source}, {unit} {i + 1 if self.numbers is None else self.numbers[i]}"
 
     def get(self, i: int, column: str, option: str | None = None):
         """One cell; an error names file, line, column, and the option that names another column."""
         row = self.rows[i]
         if row.get(column) is None:
             remedy = f"; name the right column with --{option}" if option else ""
-            present = sorted(key for key in row if key != "__line__")
-            if column in present:
+            if column in row:
                 raise InputError(f"{self.where(i)}: column {column!r} is null; mend or remove the row")
-            raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {present}{remedy}")
+            raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {sorted(row)}{remedy}")
         return row[column]
 
     def split(self, last: int) -> tuple["Rows", "Rows"]:
@@ -146,25 +141,29 @@ class Rows:
         cut = len(self) - last
         if cut <= 0:
             raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
-        before = Rows(self.rows[:cut], self.source, self.first)
-        return before, Rows(self.rows[cut:], self.source, self.first + cut)
+        numbers = range(1, len(self) + 1) if self.numbers is None else self.numbers
+        before = Rows(self.rows[:cut], self.source, numbers[:cut])
+        return before, Rows(self.rows[cut:], self.source, numbers[cut:])
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
     """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
-    path = Path(name)
+    path, numbers = Path(name), None
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
-        check_readable(path)
-        rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
+        rows, numbers = read_jsonl(path) if path.suffix == ".jsonl" else (read_parquet(path), None)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
     else:
         rows = read_dataset(name, config_name, split)
     if not rows:
         raise InputError(f"dataset {name} has no rows")
-    return Rows(rows, name)
+    return Rows(rows, name, numbers)
 
 
 def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
@@ -180,7 +179,7 @@ def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
     held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
     if len(held_out) < config.eval_size and rank() == 0:
         tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
-    return train, Rows(held_out.rows[: config.eval_size], held_out.source)
+    return train, dataclasses.replace(held_out, rows=held_out.rows[: config.eval_size])
 
 
 def tell_dropped(rows: Rows, kept: int, reason: str) -> None:

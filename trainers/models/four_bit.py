@@ -8,21 +8,20 @@ import importlib.util
 import torch
 from torch import nn
 
-from fused_rl.trainers.base.engine import torch_dtype
-from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
 
-def check(config: RunConfig, *, adapters: bool) -> None:
+def check(options: ModelConfig, held: EngineConfig, *, adapters: bool) -> None:
     """Refuse 4 bits where nothing is trained above them, or where they cannot be split or saved."""
-    if not config.load_in_4bit:
+    if not options.load_in_4bit:
         return
     if not adapters:
         raise InputError("load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank")
-    if config.zero_stage == 3:
+    if held.zero_stage == 3:
         raise InputError(
             "load_in_4bit: ZeRO 3 would split the weights, and those of 4 bits cannot be; use zero_stage 2"
         )
-    if config.save_merged:
+    if options.save_merged:
         raise InputError(
             "save_merged: weights of 4 bits are not what the adapters were made for; save the adapters, and merge "
             "them into the model as it was read"
@@ -31,9 +30,9 @@ def check(config: RunConfig, *, adapters: bool) -> None:
         raise InputError("load_in_4bit needs bitsandbytes: pip install 'fused-rl[bnb]'")
 
 
-def reading_options(config: RunConfig, device: torch.device) -> dict[str, object]:
+def reading_options(options: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
     """What `from_pretrained` must be told; nothing where the weights stay as they are."""
-    if not config.load_in_4bit:
+    if not options.load_in_4bit:
         return {}
     from transformers import BitsAndBytesConfig
 
@@ -41,7 +40,7 @@ def reading_options(config: RunConfig, device: torch.device) -> dict[str, object
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch_dtype(config),
+        bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
 

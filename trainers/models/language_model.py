@@ -1,28 +1,43 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 import fused_rl
 from fused_rl import tiles
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.written import listed_folder
+from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.sources import find_adapters
 from fused_rl.trainers.models import four_bit, lora
-from fused_rl.trainers.models.packing import inputs_of
-from fused_rl.trainers.options.config import InputError, RunConfig
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.models.pretrained import check_causal, check_weights, readable, save, switch_off_dropout
+from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
-NOT_A_MODEL = "neither a local folder with a model nor on the Hub, or it is damaged"
+
+class Scored(NamedTuple):
+    """What a model makes of tokens: (B, T - 1) fp32 in nats, 0 where masked; None is what nobody asked for.
+
+    Logits and hidden states are of the N = mask.sum() tokens that count, in the order of the mask.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    loss: torch.Tensor | None = None
+    """() the sum of `token_loss`; beside it the two above have no gradient."""
+    logits: torch.Tensor | None = None
+    """(N, V) of the whole vocabulary, at temperature 1."""
+    hidden: torch.Tensor | None = None
+    """(N, H) that the head meets: with those of another model the arguments of `fused_rl.linear_token_kl`."""
+    values: torch.Tensor | None = None
+    """Of a value head beside the language model's."""
 
 
 class LanguageModel(nn.Module):
     """A causal LM whose forward scores its own input; the root module given to DeepSpeed.
 
     The head's weight is read inside this forward, so that ZeRO 3 gathers it there and again in the backward pass.
+    Outside of it (`head`, for the hidden states of two models) `engine.whole` does.
     """
 
     def __init__(self, lm: nn.Module, loss_from: str, *, lora: bool = False, head_dtype: torch.dtype | None = None):
@@ -31,15 +46,19 @@ class LanguageModel(nn.Module):
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
             _check_plain_head(self.base)
-            head = self.base.get_output_embeddings()
-            of_logits = head_dtype or tiles.default_logits_dtype(head.weight.dtype, head.weight.device)
-            if of_logits != head.weight.dtype:  # what is drawn, and measured from whole logits, is what is trained
-                self.base.set_output_embeddings(WideHead(head))
+            of_logits = head_dtype or tiles.default_logits_dtype(self.head.weight.dtype, self.head.weight.device)
+            if of_logits != self.head.weight.dtype:  # what is drawn, and measured from whole logits, is what is trained
+                self.base.set_output_embeddings(WideHead(self.head))
 
     @property
     def base(self) -> nn.Module:
         """The transformers model, without the wrapper that LoRA puts around it."""
         return self.lm.get_base_model() if self.lora else self.lm
+
+    @property
+    def head(self) -> nn.Linear:
+        """From hidden states to logits."""
+        return self.base.get_output_embeddings()
 
     @property
     def head_options(self) -> dict[str, object]:
@@ -51,71 +70,73 @@ class LanguageModel(nn.Module):
         input_ids,
         mask,
         temperature=1.0,
+        *,
+        packed=None,
+        support=None,
         token_loss=None,
         per_token=(),
         want_logits=False,
-        packed=None,
-        support=None,
-    ):
+        want_hidden=False,
+    ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
         Args:
             input_ids: (B, T) int64, padded on the right: a causal model never sees a pad, so there is no other mask.
             mask: (B, T - 1) bool, True where token t + 1 counts.
             temperature: of the softmax.
-            token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it.
-            per_token: (B, T - 1) tensors that `token_loss` takes.
-            want_logits: also return the logits (mask.sum(), V) of the rows that count.
             packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
-            support: what each of the mask.sum() tokens was drawn from; all that is returned is over these sets, but
-                for the logits.
-
-        Returns:
-            (logprobs, entropy, lse), each (B, T - 1) fp32; with `token_loss` (its sum, logprobs, entropy), the last two
-            without gradient; with `want_logits` the pair of the first and the logits.
+            support: what each of the mask.sum() tokens was drawn from: the distribution is one over these sets.
+            token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it: asks for `loss`.
+            per_token: (B, T - 1) tensors that `token_loss` takes.
+            want_logits, want_hidden: ask for `logits`, for `hidden`.
         """
         if self.loss_from == "logits":
-            rows, logits = self._from_logits(input_ids, mask, temperature, packed, support, want_logits)
-            if token_loss is not None:
-                return _summed(token_loss, per_token, rows, mask)
-            return (rows, logits) if want_logits else rows
+            if want_hidden:
+                raise ValueError("hidden states are read with loss_from=linear alone")
+            scored = self._from_logits(input_ids, mask, temperature, packed, support, want_logits)
+            return scored if token_loss is None else _summed(scored, token_loss, per_token, mask)
 
         # From hidden states: those that predict a token that counts, and only they, meet the head.
         hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, mask, packed)
-        head, targets = self.base.get_output_embeddings(), input_ids[:, 1:][mask]
+        head, targets = self.head, input_ids[:, 1:][mask]
         options = {"temperature": temperature, "bias": head.bias, **self.head_options}
         if token_loss is not None and support is None:
             per_token = [tensor[mask] for tensor in per_token]
-            found = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
-            return found._replace(logprobs=_at(mask, found.logprobs), entropy=_at(mask, found.entropy))
-        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
-        rows = fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows))
-        if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
-            return _summed(token_loss, per_token, rows, mask)
-        if not want_logits:
-            return rows
-        logits = head(hidden)
-        return rows, logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            rows = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
+            scored = Scored(_at(mask, rows.logprobs), _at(mask, rows.entropy), rows.loss)
+        else:
+            rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
+            scored = Scored(_at(mask, rows.logprobs), _at(mask, rows.entropy))
+            if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
+                scored = _summed(scored, token_loss, per_token, mask)
 
-    def _from_logits(self, input_ids, mask, temperature, packed, support, want_logits):
-        """(logprobs, entropy, lse), each (B, T - 1), and the logits of the rows that count if they are wanted."""
+        # What else was asked for.
+        logits = self._logits(hidden) if want_logits else None
+        return scored._replace(logits=logits, hidden=hidden if want_hidden else None)
+
+    def _logits(self, hidden):
+        """(N, H) -> (N, V), soft-capped, where the model is so."""
+        logits = self.head(hidden)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _from_logits(self, input_ids, mask, temperature, packed, support, want_logits) -> Scored:
+        """From the model's own logits, whole, or with shared prompts those of the rows that count."""
         if packed is None:
             logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
             options = {"temperature": temperature, "mask": mask}
             if support is not None:  # a row for every target, the first of each sequence too
                 options["support"] = support.spread(nn.functional.pad(mask, (1, 0)))
             rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
-            return rows, logits[:, :-1][mask] if want_logits else None
+            return Scored(rows.logprobs, rows.entropy, logits=logits[:, :-1][mask] if want_logits else None)
         logits = self._states(self.base, "logits", input_ids, mask, packed)
         rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature, support=support)
-        return fused_rl.TokenLogprobs(*(_at(mask, values) for values in rows)), logits
+        return Scored(_at(mask, rows.logprobs), _at(mask, rows.entropy), logits=logits if want_logits else None)
 
     def _states(self, module, output: str, input_ids, mask, packed):
         """(N, ·): what `module` puts out at the positions that predict the tokens that count."""
         if packed is None:
             return module(input_ids=input_ids, use_cache=False)[output][:, :-1][mask]
-        found = module(**inputs_of(self.base, packed), use_cache=False)[output]
-        return found.flatten(0, 1)[packed.states]
+        return packed.states_of(self.base, module, output)
 
 
 class WideHead(nn.Linear):
@@ -139,10 +160,10 @@ def _at(mask, values):
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def _summed(token_loss, per_token, rows, mask):
-    """What `linear_token_loss` returns, from log-probabilities (B, T - 1) that carry a gradient."""
-    loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
-    return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach())
+def _summed(scored: Scored, token_loss, per_token, mask) -> Scored:
+    """With the sum of `token_loss`, from log-probabilities (B, T - 1) that carry a gradient."""
+    loss = fused_rl.masked_sum(token_loss(scored.logprobs, scored.entropy, *per_token), mask)
+    return scored._replace(loss=loss, logprobs=scored.logprobs.detach(), entropy=scored.entropy.detach())
 
 
 def _check_plain_head(lm) -> None:
@@ -157,120 +178,75 @@ def _check_plain_head(lm) -> None:
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
 
-def read_whole(auto_class, name: str, *, option: str = "model", **options) -> nn.Module:
-    """The model that `name` holds, every weight read and finite; refuses what transformers would draw at random.
-
-    Args:
-        auto_class: of transformers.
-        name: a Hub name or a local folder.
-        option: which option named it, for errors.
-        **options: of `from_pretrained`.
-    """
-    try:
-        reading = {"output_loading_info": True, "trust_remote_code": False, **options}
-        model, report = auto_class.from_pretrained(name, **reading)
-    except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
-        raise unreadable(f"{option}={name!r}", error, options.get("attn_implementation")) from error
-    kind = type(model).__name__
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[what]:
-            keys = sorted(map(str, report[what]))
-            shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
-            raise InputError(
-                f"{option}={name!r} has {len(keys)} {what.replace('_keys', '')} weights for {kind}: {shown}"
-            )
-    check_weights(model, name, option)
-    return model
-
-
-def unreadable(what: str, error: Exception, attention: str | None) -> InputError:
-    """What to tell of a model that transformers does not read: it checks the attention that was asked for as well."""
-    if attention is not None and (isinstance(error, ImportError) or "attn_implementation" in str(error)):
-        return InputError(f"attn_implementation={attention} cannot be used for {what}: {in_a_line(error)}")
-    return InputError(f"{what} is {NOT_A_MODEL}: {in_a_line(error)}")
-
-
-def check_weights(model: nn.Module, name: str, option: str = "model") -> None:
-    """Refuse weights that are not finite."""
-    broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
-    if broken:
-        shown = ", ".join(broken[:5])
-        raise InputError(f"{option}={name!r}: {len(broken)} weights hold NaN or infinite values, among them {shown}")
-
-
-@torch.no_grad()
-def check_causal(lm: nn.Module, name: str, option: str = "model") -> None:
-    """Refuse a model in which a token sees its successors: its log-probabilities are not those of generation."""
-    if lm.config.is_encoder_decoder:
-        raise InputError(f"{option}={name!r} is an encoder-decoder ({lm.config.model_type}); a causal LM is needed")
-    training, ids = lm.training, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]) % lm.config.get_text_config().vocab_size
-    logits = lm.eval()(input_ids=ids.to(lm.device), use_cache=False).logits[:, :3].float()
-    lm.train(training)
-    if (logits[0] - logits[1]).abs().max() > 0.02 * logits.std():  # rounding moves them less, a token seen far more
-        what = f"({lm.config.model_type}) is not causal: a token's logits change with the tokens after it"
-        raise InputError(f"{option}={name!r} {what}")
-
-
-def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], more: int, remedy: str) -> None:
-    """Refuse token ids that have no embedding, and sequences longer than the model has positions.
-
-    Args:
-        lm: a transformers causal LM.
-        tokenizer: what made the token ids.
-        rows: (token ids, where they are from) of everything that the run reads.
-        more: how many tokens may follow each.
-        remedy: the options that make sequences shorter.
-    """
-    embedded = lm.get_input_embeddings().num_embeddings
-    limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    if tokenizer.vocab_size > embedded:
-        raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds {embedded}: they do not belong "
-            "together, or model.resize_token_embeddings was forgotten"
-        )
-    for ids, where in rows:
-        if max(ids) >= embedded:
-            token = tokenizer.convert_ids_to_tokens(max(ids))
-            raise InputError(
-                f"{where}: token {token!r} has id {max(ids)}, but the model embeds ids 0 to {embedded - 1}; after "
-                "adding tokens use model.resize_token_embeddings"
-            )
-        if limit is not None and len(ids) + more > limit:
-            tokens = f"up to {len(ids) + more}" if more else len(ids)
-            raise InputError(f"{where}: {tokens} tokens, but the model has {limit} positions; lower {remedy}")
-
-
-def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
-    """The causal LM that `config.model` names, without dropout; frozen, and without its adapters, unless trainable."""
+def _read_lm(name: str, revision: str | None, what: str, **options) -> nn.Module:
+    """A causal LM without its own sampling defaults; refuses what transformers would draw at random."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    # Its weights: where `model` holds adapters, those that they belong to.
-    head_dtype = engine.head_dtype(config)
-    adapters = find_adapters(config.model, config.revision)
-    lora.check_options(config, adapters)
-    four_bit.check(config, adapters=adapters is not None or config.lora_rank > 0)
-    name, revision = (config.model, config.revision) if adapters is None else adapters.base
-    options = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
-    options |= four_bit.reading_options(config, device)
-    lm = read_whole(AutoModelForCausalLM, name, revision=revision, **options)
-    if config.load_in_4bit:
+    # All of its weights.
+    reading = {"output_loading_info": True, "trust_remote_code": False, **options}
+    with readable(what, options["attn_implementation"]):
+        lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            keys = sorted(map(str, report[kind]))
+            shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
+            described = f"{len(keys)} {kind.removesuffix('_keys')} weights for {type(lm).__name__}"
+            raise InputError(f"{what} has {described}: {shown}")
+    check_weights(lm, what)
+    if "quantization_config" in options:
         four_bit.keep_trainable(lm)
-    check_causal(lm, name)
-    lm = lm.to(device)
+    check_causal(lm, what)
 
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    return lm
+
+
+def head_dtype(options: ModelConfig, held: EngineConfig) -> torch.dtype | None:
+    """The dtype of logits that the option stands for; None is what the weights and the device make best."""
+    if options.head_dtype == "bfloat16" and engine.torch_dtype(held) == torch.float32:
+        raise InputError(
+            f"head_dtype=bfloat16 would round the logits of float32 weights (dtype={held.dtype}); leave it out, or "
+            "give --dtype bfloat16 as well"
+        )
+    return None if options.head_dtype == "auto" else getattr(torch, options.head_dtype)
+
+
+def load_lm(
+    name: str,
+    revision: str | None,
+    options: ModelConfig,
+    held: EngineConfig,
+    device: torch.device,
+    *,
+    option: str = "model",
+    trainable: bool = True,
+) -> LanguageModel:
+    """A causal LM without dropout; frozen, and without its adapters, unless trainable.
+
+    The name and revision need not be those in `options`, which say how it is read and what of it is trained; `option`
+    named it, for errors.
+    """
+    # Its weights: where `name` holds adapters, those that they belong to.
+    of_logits, adapters = head_dtype(options, held), find_adapters(name, revision)
+    with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
+    reading = {"dtype": engine.torch_dtype(held), "attn_implementation": options.attn_implementation}
+    if trainable:
+        lora.check_options(options, adapters)
+        four_bit.check(options, held, adapters=with_adapters)
+        reading |= four_bit.reading_options(options, reading["dtype"], device)
+    base = (name, revision) if adapters is None else adapters.base
+    lm = _read_lm(*base, f"{option}={base[0]!r}", **reading).to(device)
 
     # What of it is trained.
-    with_adapters = trainable and (adapters is not None or config.lora_rank > 0)
     if not trainable:
         lm.requires_grad_(False).eval()
     elif with_adapters:
-        lm = lora.adapted(lm, config) if adapters is None else lora.continued(lm, adapters)
+        lm = lora.adapted(lm, options) if adapters is None else lora.continued(lm, adapters)
     switch_off_dropout(lm)
-    if trainable and config.gradient_checkpointing:
+    if trainable and options.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return LanguageModel(lm, config.loss_from, lora=with_adapters, head_dtype=head_dtype)
+    return LanguageModel(lm, options.loss_from, lora=with_adapters, head_dtype=of_logits)
 
 
 def load_to_sample(
@@ -280,65 +256,40 @@ def load_to_sample(
     revision: str | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
-    **options,
+    attn_implementation: str | None = None,
 ) -> nn.Module:
     """A transformers causal LM to sample from and score with, without its own sampling defaults; adapters merged in.
 
-    Args:
-        name: a Hub name or a local folder.
-        option: which option named it, for errors.
-        device: None is the GPU where there is one.
-        dtype: None is bf16 on a GPU, fp32 on a CPU.
-        revision: of `name` on the Hub.
-        **options: of `from_pretrained`: attn_implementation.
+    Where none is named, the device is the GPU where there is one, and the dtype bf16 there and fp32 on a CPU; `option`
+    is what named it, for errors.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    # Whole weights, or those that adapters belong to.
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     adapters = find_adapters(name, revision)
-    base, of_base = (name, revision) if adapters is None else adapters.base
-    lm = read_whole(AutoModelForCausalLM, base, option=option, dtype=dtype, revision=of_base, **options)
-    check_causal(lm, base, option)
+    base = (name, revision) if adapters is None else adapters.base
+    lm = _read_lm(*base, f"{option}={base[0]!r}", dtype=dtype, attn_implementation=attn_implementation)
     lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
-
-    # The Hub's sampling defaults stand aside: a caller may want its stop tokens.
-    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
     return lm.to(device).eval()
 
 
-def switch_off_dropout(model: nn.Module) -> None:
-    """Set every dropout and layer-drop probability in a model to 0."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
-                setattr(module, name, 0.0)
-
-
 def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
-    """Write model, tokenizer, chat template and generation config in the Hub format; complete or not at all.
+    """`save` a `LanguageModel` and its generation config in the Hub format.
 
-    Args:
-        trained: the engine around a `LanguageModel`.
-        tokenizer: written beside it.
-        folder: where to.
-        merged: write whole weights where there are adapters, instead of the adapters alone.
+    Where there are adapters, these alone are written, or `merged` the whole weights.
     """
-    state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
-    if ranks.rank() == 0:
-        lm = trained.module.lm
-        base = trained.module.base
+    model = trained.module
+
+    def write(unfinished: Path, state: dict | None) -> None:
+        lm, base = model.lm, model.base
         if state is not None:
             # Without what a trainer has added to the language model, such as a value head.
             state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
-        if merged and trained.module.lora:
+        if merged and model.lora:
             whole = lm.state_dict() if state is None else state
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
             lm, state = base, lora.merged(whole, base)
         training_config, base.generation_config = base.generation_config, base.saved_generation_config
-        with listed_folder(folder) as unfinished:
-            lm.save_pretrained(unfinished, state_dict=state)
-            tokenizer.save_pretrained(unfinished)
+        lm.save_pretrained(unfinished, state_dict=state)
         base.generation_config = training_config
-    ranks.barrier()
+
+    save(trained, tokenizer, folder, write)

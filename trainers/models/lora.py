@@ -9,12 +9,12 @@ from fused_rl.trainers.options.text import in_a_line
 ALL_LINEAR = "all-linear"
 
 
-def check_options(config: ModelConfig, adapters: Adapters | None) -> None:
+def check_options(options: ModelConfig, adapters: Adapters | None) -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
-    trained = adapters is not None or config.lora_rank > 0
+    trained = adapters is not None or options.lora_rank > 0
     default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR}
-    needing = {name: getattr(config, name) != default[name] for name in ("lora_alpha", "lora_targets")}
-    needing["save_merged"] = config.save_merged
+    needing = {name: getattr(options, name) != default[name] for name in ("lora_alpha", "lora_targets")}
+    needing["save_merged"] = options.save_merged
     idle = [name for name, given in needing.items() if given and not trained]
     if idle:
         raise InputError(f"{', '.join(idle)} says how adapters are made or saved, but there are none: give --lora_rank")
@@ -22,7 +22,7 @@ def check_options(config: ModelConfig, adapters: Adapters | None) -> None:
         return
     there = {"lora_rank": adapters.config.r, "lora_alpha": adapters.config.lora_alpha, "lora_targets": None}
     for option, value in there.items():
-        given = getattr(config, option)
+        given = getattr(options, option)
         if given not in (value, default[option]):
             raise InputError(
                 f"model={adapters.name!r} holds adapters of rank {adapters.config.r} and alpha "
@@ -41,11 +41,11 @@ def continued(lm: nn.Module, adapters: Adapters) -> nn.Module:
         raise InputError(f"the adapters in {adapters.name!r} do not fit {base!r}: {in_a_line(error)}") from error
 
 
-def adapted(lm: nn.Module, config: ModelConfig) -> nn.Module:
+def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:
     """`lm` with new adapters, which change nothing at first."""
     import peft
 
-    chosen = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": config.lora_targets}
+    chosen = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
     return peft.get_peft_model(lm, _new(lm, lm.get_output_embeddings(), "CAUSAL_LM", **chosen))
 
 
@@ -93,12 +93,7 @@ def _check_targets(model: nn.Module, targets: list[str], head: nn.Module) -> Non
 
 
 def merged(state: dict, model: nn.Module) -> dict:
-    """The state of the plain model: each adapted weight W becomes W + scale * B A.
-
-    Args:
-        state: of `model`, whole, whether its own weights are partitioned or not.
-        model: with adapters in it.
-    """
+    """Of the whole `state` of a model with adapters that of the plain one: each weight W becomes W + scale * B A."""
     plain = {}
     for key, value in state.items():
         if ".lora_" in key:

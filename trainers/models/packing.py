@@ -8,7 +8,6 @@ the one against the other.
 """
 
 import bisect
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +36,11 @@ class Packed(NamedTuple):
     states: torch.Tensor
     """(N,) int64 in [0, g * L): the tokens that are read: those that predict each response token, in the order of the
     batch's mask, or the last one of each sequence."""
+
+    def states_of(self, lm: nn.Module, module: nn.Module, output: str) -> torch.Tensor:
+        """(N, ·): what `module` of a transformers model puts out at `states`."""
+        found = module(**inputs_of(lm, self), use_cache=False)[output]
+        return found.flatten(0, 1)[self.states]
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,25 @@ def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> 
     return min(range(1, copies + 1), key=cost)
 
 
+def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: torch.Tensor) -> Packed:
+    """Rows of that shape with tokens of `batch` in them.
+
+    `placed` is (4, n) int64: of each token its sequence, its position there, its place in the flattened rows, and its
+    segment. A token sees those of its own segment and of segment 0, the row's prompt; padding is of segment -1.
+    """
+    sequence, token, place, segment = placed
+    input_ids, positions, segments = torch.zeros(3, *shape, dtype=torch.int64, device=states.device)
+    segments -= 1
+    input_ids.view(-1)[place] = batch.input_ids[sequence, token]
+    positions.view(-1)[place] = token
+    segments.view(-1)[place] = segment
+
+    # No token sees those after it.
+    seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    before = torch.ones(shape[1], shape[1], dtype=torch.bool, device=states.device).tril()
+    return Packed(input_ids, positions, (seen & before)[:, None], states)
+
+
 def pack(batch: Batch, in_row: int) -> Packed:
     """The sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
     # What is put where: row of each sequence, and where in the row its response begins.
@@ -90,48 +113,22 @@ def pack(batch: Batch, in_row: int) -> Packed:
     start = prompt + before - before[first][row]
     width = int((start + fed).max())
 
-    # Prompts, once per row; their segment is 0, and padding's is -1.
-    shape = (int(row[-1]) + 1, width)
-    input_ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    segments = torch.full(shape, -1, device=device)
-    positions = torch.zeros(shape, dtype=torch.int64, device=device)
-    column = torch.arange(width, device=device).expand(shape)
-    in_prompt = column < prompt[first][:, None]
-    own = torch.arange(batch.input_ids.shape[1], device=device) < prompt[first][:, None]
-    input_ids[in_prompt] = batch.input_ids[first][own]
-    positions[in_prompt] = column[in_prompt]
-    segments[in_prompt] = 0
-
-    # Responses, one after the other, without their last tokens.
+    # Prompts, once per row, and responses one after the other, without their last tokens.
+    own = torch.arange(batch.input_ids.shape[1], device=device) < prompt[:, None]
+    of_prompt, at = (own & first[:, None]).nonzero(as_tuple=True)
+    prompts = torch.stack([of_prompt, at, row[of_prompt] * width + at, torch.zeros_like(at)])
     sequence, token = mask.nonzero(as_tuple=True)  # (N,) each; `token` is the position that predicts
     step = token - (prompt - 1)[sequence]  # 0 for a response's first token
     place = row[sequence] * width + torch.where(step == 0, prompt[sequence], start[sequence] + step) - 1
     later = step > 0
-    flat = place[later]
-    input_ids.view(-1)[flat] = batch.input_ids[sequence[later], token[later]]
-    segments.view(-1)[flat] = sequence[later] + 1
-    positions.view(-1)[flat] = token[later]
-
-    seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
-    return Packed(input_ids, positions, _causal(seen), place)
-
-
-def _causal(seen: torch.Tensor) -> torch.Tensor:
-    """(g, L, L) bool, which segments see which, as (g, 1, L, L): and no token sees those after it."""
-    width = seen.shape[1]
-    return (seen & torch.ones(width, width, dtype=torch.bool, device=seen.device).tril())[:, None]
+    responses = torch.stack([sequence, token, place, sequence + 1])[:, later]
+    return _packed(batch, (int(row[-1]) + 1, width), torch.cat([prompts, responses], 1), place)
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
-    """Each two neighbours in a row, what they begin with once; the last token of each sequence is read.
+    """Each two of 2 b neighbours in a row, what they begin with once; the last token of each is read.
 
-    Args:
-        sequences: of 2 b sequences the token ids.
-        costs: of the model.
-        device: of the tensors.
-
-    Returns:
-        `states` is (2 b,); None where a row for each sequence costs no more.
+    None where a row for each sequence costs no more.
     """
     # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
@@ -156,8 +153,7 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
 
 def _in_common(a: list[int], b: list[int]) -> int:
     """How many tokens two sequences begin with alike."""
-    equal = (x == y for x, y in zip(a, b, strict=False))
-    return sum(1 for _ in itertools.takewhile(bool, equal))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
@@ -201,21 +197,11 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
         row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
     width = int((start + lengths).max())
     begin = row * width + start
-
-    # Tokens, positions, and of which sequence each is; -1 is padding.
-    shape = (len(rows), width)
-    input_ids, positions = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-    segments = torch.full(shape, -1, device=device)
     own = torch.arange(batch.input_ids.shape[1], device=device) < lengths[:, None]
     sequence, token = own.nonzero(as_tuple=True)
-    place = begin[sequence] + token
-    input_ids.view(-1)[place] = batch.input_ids[own]
-    positions.view(-1)[place] = token
-    segments.view(-1)[place] = sequence
-
+    placed = torch.stack([sequence, token, begin[sequence] + token, sequence + 1])
     sequence, token = batch.response_mask.nonzero(as_tuple=True)  # (N,) each; `token` is the position that predicts
-    seen = segments[:, :, None] == segments[:, None, :]
-    return Packed(input_ids, positions, _causal(seen), begin[sequence] + token)
+    return _packed(batch, (len(rows), width), placed, begin[sequence] + token)
 
 
 def fed_tokens(batch: Batch) -> torch.Tensor:
@@ -243,12 +229,11 @@ def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
 
 @torch.no_grad()
 def why_not(lm: nn.Module, longest: int) -> str | None:
-    """Why a model's rows cannot hold several responses: a reason to print, or None where they can.
+    """Why rows of a causal LM, or of a classifier on one, cannot hold several responses: a reason to print, or None.
 
-    Args:
-        lm: a transformers causal LM, or a classifier on one.
-        longest: tokens of the longest sequence.
+    The longest sequence has `longest` tokens.
     """
+    # What its config says.
     text = lm.config.get_text_config()
     if lm.config._attn_implementation not in MASKED:
         return f"attn_implementation={lm.config._attn_implementation} takes no mask of its own; {MASKED} do"
@@ -257,17 +242,14 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
         return f"{windows[0]}={getattr(text, windows[0])} is shorter than a prompt with its response ({longest})"
 
     # Two responses to one prompt, in a row each and in one row.
-    ids = torch.arange(1, 14, device=lm.device) % text.vocab_size
-    sequences = torch.stack([torch.cat([ids[:5], ids[5:9]]), torch.cat([ids[:5], ids[9:13]])])
-    mask = torch.arange(8, device=lm.device).expand(2, 8) >= 4
-    lengths = torch.full((2,), 5, device=lm.device)
-    batch = Batch(sequences, mask, ("", ""), prompts=torch.zeros_like(lengths), prompt_lengths=lengths)
+    ids = [i % text.vocab_size for i in range(1, 14)]
+    batch = make_batch([ids[:5], ids[:5]], [ids[5:9], ids[9:]], 0, lm.device)
     packed, training = pack(batch, 2), lm.training
     lm.eval()
     try:
-        alone = lm.base_model(input_ids=sequences, use_cache=False).last_hidden_state[:, :-1][mask].float()
-        found = lm.base_model(**inputs_of(lm, packed), use_cache=False).last_hidden_state
-        together = found.flatten(0, 1)[packed.states].float()
+        alone = lm.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1]
+        alone = alone[batch.response_mask].float()
+        together = packed.states_of(lm, lm.base_model, "last_hidden_state").float()
     except Exception as error:  # a model without position_ids, or with a mask of another form: each says so its own way
         return f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
     finally:
@@ -283,15 +265,7 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
 def agreed_costs(lm: nn.Module, longest: int, wanted: bool | None, *, option: str, otherwise: str) -> Costs | None:
     """The costs by which sequences are put in rows; None, and a line that says why, where a row holds but one.
 
-    Args:
-        lm: a transformers model.
-        longest: tokens of the longest sequence.
-        wanted: what the option says; None is wherever the model can.
-        option: its name.
-        otherwise: what happens where the model cannot, for the line.
-
-    Raises:
-        InputError: it is wanted, and the model cannot.
+    The option says whether that is `wanted` (None: wherever the model can); `otherwise` is what happens if not.
     """
     if wanted is False:
         return None

@@ -9,17 +9,18 @@ Left out: encoders, bidirectional models, heads of more than one layer or label.
 """
 
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.data.sources import base_of, find_adapters
 from fused_rl.trainers.models import lora
-from fused_rl.trainers.models.language_model import NOT_A_MODEL, check_weights, switch_off_dropout, unreadable
-from fused_rl.trainers.models.packing import Packed, inputs_of
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.models.packing import Packed
+from fused_rl.trainers.models.pretrained import check_weights, readable, save, switch_off_dropout
+from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
 
 class RewardModel(nn.Module):
@@ -56,49 +57,39 @@ class RewardModel(nn.Module):
         Args:
             name: a Hub name or a local folder.
             dtype: of weights and activations; scores are fp32 in any case.
-            lora_rank: train low-rank adapters of this rank, and the head; 0 for all weights.
-            lora_alpha: scale of the adapters: alpha / rank.
-            lora_targets: names of linear layers that get adapters, with commas between, or all-linear.
+            lora_rank, lora_alpha, lora_targets: train low-rank adapters, as `ModelConfig` says, and the head.
             **options: revision and attn_implementation, as transformers takes them.
 
         Raises:
-            InputError (a ValueError): num_labels is not 1, weights are missing, it is not a causal LM, or it holds
-                adapters alone.
+            InputError (a ValueError): several labels, weights that are missing, no causal LM, or adapters alone.
         """
         from transformers import AutoConfig
 
-        name = str(name)
-        revision = options.get("revision")
+        # What it is, and the class that holds its weights.
+        name, revision = str(name), options.get("revision")
         if find_adapters(name, revision) is not None:
             raise InputError(
                 f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
                 "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER or --critic shared)"
             )
-        try:
+        with readable(repr(name)):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        except Exception as error:  # OSError, ValueError, JSON errors
-            raise InputError(f"{name!r} is {NOT_A_MODEL}: {in_a_line(error)}") from error
         trained = has_score_head(config)
         if trained:
             _check_scalar(config, name)
         config.num_labels = 1
+
+        # Its weights; the head may be new.
         reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False, **options}
-        try:
+        with readable(repr(name), options.get("attn_implementation")):
             classifier, report = _classifier_class(config).from_pretrained(name, config=config, dtype=dtype, **reading)
-        except InputError:
-            raise
-        except Exception as error:  # damaged safetensors, unknown attention, …
-            raise unreadable(repr(name), error, options.get("attn_implementation")) from error
-        check_weights(classifier, name)
-        model = cls(classifier)
+        check_weights(classifier, f"model={name!r}")
+        model, lacking = cls(classifier), set(report["missing_keys"])
         if report["mismatched_keys"]:  # a head of several labels whose config does not say so
             raise InputError(_several_labels(name, f"weights of other shapes: {sorted(report['mismatched_keys'])}"))
-        lacking = set(report["missing_keys"]) - {"score.weight"}
-        if lacking or (trained and report["missing_keys"]):
-            raise InputError(
-                f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(report['missing_keys'])[:5]}"
-            )
-        if "score.weight" in report["missing_keys"]:
+        if lacking - {"score.weight"} or (trained and lacking):
+            raise InputError(f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(lacking)[:5]}")
+        if lacking:
             model.reset_head()
         if lora_rank:
             lora.adapt_in_place(classifier, rank=lora_rank, alpha=lora_alpha, targets=lora_targets)
@@ -107,17 +98,9 @@ class RewardModel(nn.Module):
     @torch.no_grad()
     def reset_head(self) -> None:
         """Draw the head from N(0, 1 / sqrt(h + 1)) (arXiv:2009.01325, appendix B), partitioned by ZeRO 3 or not."""
-        from transformers.integrations import is_deepspeed_zero3_enabled
-
         head = self.classifier.score
-        std = 1 / math.sqrt(head.in_features + 1)
-        if not is_deepspeed_zero3_enabled():
-            head.weight.normal_(std=std)
-            return
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(head.weight, modifier_rank=0):
-            head.weight.normal_(std=std)
+        with engine.whole(head.weight, written=True):
+            head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
 
     def forward(
         self,
@@ -142,9 +125,7 @@ class RewardModel(nn.Module):
         if packed is None:
             last = self._last_states(input_ids, attention_mask)
         else:
-            inputs = inputs_of(self.classifier, packed)
-            hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
-            last = hidden.flatten(0, 1)[packed.states]
+            last = packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
         # Row by row, not as a matrix product, whose order of summation depends on the batch.
         raw = (last.float() * self.classifier.score.weight.float()).sum(1)
         return (raw - self.score_mean) / self.score_std
@@ -190,12 +171,10 @@ class RewardModel(nn.Module):
         """Score (raw - mean) / std from now on."""
         self.classifier.config.score_mean, self.classifier.config.score_std = mean, std
 
-    def save_pretrained(self, folder: str, state_dict: dict | None = None) -> None:
+    def save_pretrained(self, folder: Path | str, state_dict: dict | None = None) -> None:
         """Write config and weights so that `AutoModelForSequenceClassification` opens them; adapters are merged.
 
-        Args:
-            folder: where to.
-            state_dict: this module's, where its own weights are partitioned.
+        The state is this module's own, or where that is partitioned the one given.
         """
         state = self.state_dict() if state_dict is None else state_dict
         state = {key.removeprefix("classifier."): value for key, value in state.items()}
@@ -206,6 +185,38 @@ def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Ten
     """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     attended = [[1] * len(sequence) for sequence in sequences]
     return pad(sequences, 0).to(device), pad(attended, 0).to(device)
+
+
+def load_reward_model(
+    name: str,
+    revision: str | None,
+    options: ModelConfig,
+    held: EngineConfig,
+    device: torch.device,
+    *,
+    kind: type[RewardModel] = RewardModel,
+) -> RewardModel:
+    """A reward model, or another of its kind, that is trained as `options` says and held as `held` does."""
+    model = kind.from_pretrained(
+        name,
+        dtype=engine.torch_dtype(held),
+        lora_rank=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_targets=options.lora_targets,
+        revision=revision,
+        attn_implementation=options.attn_implementation,
+    ).to(device)
+    if options.gradient_checkpointing:
+        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def save_reward_model(trained, tokenizer, folder: Path) -> None:
+    """Write the reward model in an engine and its tokenizer, complete or not at all; for all ranks at once."""
+    config = trained.module.classifier.config
+    if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
+        config.pad_token_id = tokenizer.pad_token_id
+    save(trained, tokenizer, folder, trained.module.save_pretrained)
 
 
 def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
@@ -226,39 +237,36 @@ def check_reads_policy(
 ) -> None:
     """Refuse a reward model or critic that reads other words in the policy's token ids, or has no row for them.
 
-    Args:
-        what: "reward model" or "critic", for the error.
-        name: its folder or Hub name, where its tokenizer is too.
-        model: it, loaded.
-        tokenizer: the policy's.
-        policy: the policy's folder or Hub name.
-        revision: of the policy.
+    Its tokenizer lies beside its weights, in `name`; `tokenizer` and `revision` are the policy's.
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    # Its words.
+    it, remedy = f"{what} {name!r}", f"fused-rl reward --model {policy}"
     try:
         theirs = AutoTokenizer.from_pretrained(name).get_vocab()
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{what} {name!r} has no tokenizer to compare with that of the policy {policy!r}: save the one it was "
-            f"trained with beside its weights ({type(error).__name__}: {error})"
+            f"{it} has no tokenizer to compare with that of the policy {policy!r}: save the one it was trained with "
+            f"beside its weights ({type(error).__name__}: {error})"
         ) from error
-    ours = tokenizer.get_vocab()
-    if theirs != ours:
-        differing = sorted(ours.items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
+    differing = sorted(tokenizer.get_vocab().items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
+    if differing:
         examples = ", ".join(f"{token!r} = {i}" for token, i in differing[:4])
         raise InputError(
-            f"{what} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
-            f"{examples}), so it would read other words in the policy's token ids; train it from a model with the "
-            f"policy's tokenizer: fused-rl reward --model {policy}"
+            f"{it} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: {examples}), so "
+            "it would read other words in the policy's token ids; train it from a model with the policy's tokenizer: "
+            + remedy
         )
+
+    # The rows of its embedding: a policy can sample ids beyond its tokenizer's.
     weights, revision = base_of(policy, revision)
     needed = AutoConfig.from_pretrained(weights, revision=revision).get_text_config().vocab_size
     there = model.classifier.get_input_embeddings().num_embeddings
     if there < needed:
         raise InputError(
-            f"{what} {name!r} has {there} token embeddings, the policy {policy!r} samples from {needed} tokens; train "
-            f"it from a model of the policy's vocabulary: fused-rl reward --model {policy}"
+            f"{it} has {there} token embeddings, the policy {policy!r} samples from {needed} tokens; train it from a "
+            f"model of the policy's vocabulary: {remedy}"
         )
 
 

@@ -2,8 +2,6 @@
 
 Options stand in groups (`OptimConfig`, `EngineConfig`, …), and a run's config is all of them: a room that needs the
 optimizer's options takes an `OptimConfig`, and so works for a policy and a critic alike.
-
-Left out: subcommands inside YAML, environment variables, configs that include configs.
 """
 
 import dataclasses
@@ -12,13 +10,11 @@ import math
 import operator
 import os
 import re
-import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
-import jsonargparse
 import yaml
 from jsonargparse.typing import (
     ClosedUnitInterval,
@@ -29,11 +25,8 @@ from jsonargparse.typing import (
 )
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from fused_rl.trainers.options.names import unknown
 from fused_rl.trainers.options.source import Source
-from fused_rl.trainers.options.text import shown
 
-Config = TypeVar("Config", bound="Options")
 FILES = (".jsonl", ".parquet")  # a dataset that ends so is a file, any other a name
 
 
@@ -108,7 +101,7 @@ def _checked(name: str, value, kind):
     kind, optional = _without_none(kind)
     if value is None and optional:
         return None
-    refusal = InputError(f"{name}={value!r}: expected {_described(kind)}")
+    refusal = InputError(f"{name}={value!r}: expected {in_words(kind)}")
     if typing.get_origin(kind) is Literal:
         if value not in typing.get_args(kind):
             raise refusal
@@ -148,7 +141,7 @@ def _text(value, kind, refusal: InputError):
     return value
 
 
-def _described(kind) -> str:
+def in_words(kind) -> str:
     """What an option of this type takes, in words."""
     kind, _ = _without_none(kind)
     if typing.get_origin(kind) is Literal:
@@ -278,24 +271,11 @@ class EngineConfig(Options):
 
 
 @dataclass(kw_only=True)
-class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help lists the last group first
-    """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
-
-    command: ClassVar[str]
-    """The trainer's name: `fused-rl <command>`."""
-    batch_option: ClassVar[str]
-    """The option that says how many rows a step takes."""
+class OutputConfig(Options):
+    """What a run leaves behind and where, and whether it goes on with what is there."""
 
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
-    steps: PositiveInt | None = None
-    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or what num_train_epochs comes to."""
-    num_train_epochs: Positive | None = None
-    """Instead of steps: passes over the rows to train on, such as 1.5."""
-    seed: Seed = 1
-    """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
-    eval_every: PositiveInt = 50
-    """Steps between evaluations; there is always one before and one after."""
     save_every: NonNegativeInt = 100
     """Steps between checkpoints; 0 saves one only when the run is interrupted."""
     keep_checkpoints: PositiveInt = 2
@@ -319,14 +299,28 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
     """Where to: owner/name, or a name of yours; None is the name of `output_dir`."""
     hub_private_repo: bool = False
     """Make that repository a private one; one that is public already is refused."""
-    dry_run: bool = False
-    """Print the resolved configuration and the batch arithmetic, then stop."""
 
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
         if isinstance(self.accept_changes, str):
             self.accept_changes = [name.strip() for name in self.accept_changes.split(",")]
+
+
+@dataclass(kw_only=True)
+class StepsConfig(Options):
+    """How long a run is."""
+
+    batch_option: ClassVar[str]
+    """The option that says how many rows a step takes."""
+
+    steps: PositiveInt | None = None
+    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or what num_train_epochs comes to."""
+    num_train_epochs: Positive | None = None
+    """Instead of steps: passes over the rows to train on, such as 1.5."""
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.num_train_epochs is None:
             self.steps = 100 if self.steps is None else self.steps
         elif self.steps is not None:
@@ -336,13 +330,23 @@ class RunConfig(EngineConfig, OptimConfig, DataConfig, ModelConfig):  # --help l
             )
 
 
-ACTIONS = (
-    "resume",
-    "resume_from",
-    "accept_changes",
-    "overwrite",
-    "dry_run",
-)  # what is done with a run, not what the run is
+@dataclass(kw_only=True)  # --help lists the last group first
+class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
+    """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
+
+    command: ClassVar[str]
+    """The trainer's name: `fused-rl <command>`."""
+
+    seed: Seed = 1
+    """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
+    eval_every: PositiveInt = 50
+    """Steps between evaluations; there is always one before and one after."""
+    dry_run: bool = False
+    """Print the resolved configuration and the batch arithmetic, then stop."""
+
+
+# What is done with a run, not what the run is.
+ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
 
 
 def to_yaml(config: Options) -> str:
@@ -358,108 +362,3 @@ def divide_over(name: str, count: int, world: int) -> int:
     if count % world:
         raise InputError(f"{name}={count} does not divide over {world} processes")
     return count // world
-
-
-class Refused(SystemExit):
-    """A command line that was refused, after its one line was printed."""
-
-    def __init__(self, line: str):
-        super().__init__(2)
-        self.line = line
-
-
-class _Parser(jsonargparse.ArgumentParser):
-    """Errors in one line, without the usage of 40 options before them."""
-
-    def error(self, message, ex=None):
-        line = self._in_a_line(message)
-        self._print_message(f"{self.prog}: error: {shown(line)}\n", sys.stderr)
-        raise Refused(line)
-
-    def _in_a_line(self, message: str) -> str:
-        found = re.match(r'Parser key "([\w.]+)":', message)
-        if found is None or found[1] not in names_of(self.config_class):
-            return " ".join(message.split())
-        kind = typing.get_type_hints(self.config_class)[found[1]]
-        value = re.search(r"Given value: (.*)|: (\S+) does not conform|'([^']*)'$|Got value: (.*)", message)
-        came = "" if value is None else f", got {next(v for v in value.groups() if v is not None)}"
-        return f"{found[1]}: expected {_described(kind)}{came}"
-
-
-def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
-    """The config from `--config file.yaml` and `--key value`, later ones first; exits with a line on a bad key."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    description = (config_class.__doc__ or "").strip()
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
-    parser.config_class = config_class
-    parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
-    parser.add_class_arguments(config_class)
-    argv = _spell_out_flags(config_class, argv)
-    try:
-        _check_names(config_class, argv)
-        for path in config_files(argv):
-            _check_file(path, names_of(config_class))
-    except InputError as error:
-        parser.error(str(error))
-    values = parser.parse_args(argv).as_dict()
-    values.pop("config")
-    try:
-        return config_class(**values)
-    except ValueError as error:  # from __post_init__
-        parser.error(str(error))
-
-
-def _spell_out_flags(config_class: type[Options], argv: list[str]) -> list[str]:
-    """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead.
-
-    After `--accept_changes` there may be several words.
-    """
-    flags = {f"--{f.name}" for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}
-    spelled = []
-    for i, word in enumerate(argv):
-        if word.startswith("--local_rank"):
-            continue
-        if spelled[-2:-1] == ["--accept_changes"] and not word.startswith("--"):
-            spelled[-1] += f",{word}"
-            continue
-        spelled.append(word)
-        if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
-            spelled.append("true")
-    return spelled
-
-
-def _check_names(config_class: type[Options], argv: list[str]) -> None:
-    """Refuse an unknown option, with the nearest one that there is."""
-    known = {"config", "help", "print_config", *names_of(config_class)}
-    for word in argv:
-        name = word[2:].split("=")[0]
-        if not word.startswith("--") or not name or name in known:
-            continue
-        raise InputError(unknown(name, known))
-
-
-def config_files(argv: list[str]) -> list[Path]:
-    """The files that `--config` names and that exist; the parser speaks of the others."""
-    after = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
-    joined = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    return [Path(name) for name in after + joined if Path(name).is_file()]
-
-
-def _check_file(path: Path, known: list[str]) -> None:
-    """Refuse what is no YAML of the known options: the parser takes the last of two equal keys without a word."""
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if node is not None and not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{path}: expected lines of `option: value`")
-    seen = {}
-    for key, _ in [] if node is None else node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise InputError(f"{path}, line {line}: expected the name of an option before the colon")
-        if key.value in seen:
-            raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
-        seen[key.value] = line
-        if key.value not in known:
-            raise InputError(f"{path}, line {line}: {unknown(key.value, known)}")

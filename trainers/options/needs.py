@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_rl.trainers.options.config import FILES, InputError, Options, RunConfig
+from fused_rl.trainers.options.config import FILES, DataConfig, InputError, Options
 
 MAY_BE_EMPTY = {"system_prompt"}  # a message without text
 
@@ -62,7 +62,7 @@ TEMPLATE_NEEDS = (
 )
 
 
-def _evaluates(config: RunConfig) -> bool:
+def _evaluates(config: DataConfig) -> bool:
     return config.eval_size > 0
 
 

@@ -7,7 +7,6 @@ Left out: heads of more than one layer, distributions over values, saving a shar
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -16,9 +15,12 @@ from torch import nn
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.base.written import listed_folder
-from fused_rl.trainers.models.language_model import LanguageModel
-from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
+from fused_rl.trainers.models.language_model import LanguageModel, Scored
+from fused_rl.trainers.models.reward_model import (
+    RewardModel,
+    check_reads_policy,
+    load_reward_model,
+)
 from fused_rl.trainers.options.config import (
     Decay,
     InputError,
@@ -152,7 +154,7 @@ class PolicyWithValues(LanguageModel):
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
 
     def forward(self, input_ids, mask, temperature=1.0, *, support=None, want_values=False, **options):
-        """As `LanguageModel`; with `want_values` also the values, as `Critic` returns them."""
+        """As `LanguageModel`; with `want_values` also `values`, as `Critic` returns them."""
         if not want_values:
             return super().forward(input_ids, mask, temperature, support=support, **options)
         lm = self.base
@@ -162,7 +164,7 @@ class PolicyWithValues(LanguageModel):
         if support is not None:
             options["support"] = support.spread(mask)
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
-        return rows, torch.where(mask, self.value_head(hidden), 0)
+        return Scored(rows.logprobs, rows.entropy, values=torch.where(mask, self.value_head(hidden), 0))
 
 
 def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -173,30 +175,11 @@ def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
     """The critic of its own in an engine for `updates` optimizer steps; refuses one that reads tokens otherwise."""
     name = config.critic or config.model
-    critic = Critic.from_pretrained(
-        name,
-        dtype=engine.torch_dtype(config),
-        lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_targets=config.lora_targets,
-        revision=config.revision if config.critic is None else None,
-        attn_implementation=config.attn_implementation,
-    )
+    revision = config.revision if config.critic is None else None
+    critic = load_reward_model(name, revision, config, config, device, kind=Critic)
     if config.critic is not None:
         check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
-    if config.gradient_checkpointing:
-        critic.classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    return engine.initialize(critic.to(device), optim_of(config), config, updates)
-
-
-def save_critic(trained, tokenizer, folder: Path) -> None:
-    """Write critic and tokenizer in the Hub format, complete or not at all."""
-    state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
-    if ranks.rank() == 0:
-        with listed_folder(folder) as unfinished:
-            trained.module.save_pretrained(str(unfinished), state)
-            tokenizer.save_pretrained(unfinished)
-    ranks.barrier()
+    return engine.initialize(critic, optim_of(config), config, updates)
 
 
 class Watch:

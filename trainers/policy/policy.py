@@ -17,6 +17,7 @@ from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.policy.stuck import Stuck
 from fused_rl.trainers.rollouts.generate import TransformersSampler
@@ -87,13 +88,14 @@ def load_policy(
         share_prompts: compute a prompt once for several responses; None where the model can.
         needs_reference: whether anything is measured against the starting model.
     """
-    lm = extend(language_model.load_lm(config, device))
+    lm = extend(language_model.load_lm(config.model, config.revision, config, config, device))
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
     costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
     reference = None
     if needs_reference and not lm.lora:
-        reference = engine.initialize_frozen(language_model.load_lm(config, device, trainable=False), config)
+        frozen = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
+        reference = engine.initialize_frozen(frozen, config)
     model = engine.initialize(lm, config, config, updates)
     sampler = TransformersSampler(
         lm.base,
@@ -137,7 +139,7 @@ def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
     """Refuse prompts whose responses would run past the model's positions, and a tokenizer that is not the model's."""
     rows = ((prompt.ids, prompt.row["__where__"]) for prompt in prompts)
     remedy = "max_new_tokens or max_prompt_length"
-    language_model.check_fits(policy.model.module.base, policy.tokenizer, rows, policy.config.max_new_tokens, remedy)
+    check_fits(policy.model.module.base, policy.tokenizer, rows, policy.config.max_new_tokens, remedy)
 
 
 @dataclass
@@ -176,24 +178,18 @@ def measure(
         part = batch.rows(index)
         inputs, width = policy.inputs(part), part.response_mask.shape[1]
         if exact_kl or number >= skipped:
-            rows, logits = _scored(policy.model, inputs, want_logits=exact_kl)
+            rows = policy.model(**inputs, want_logits=exact_kl)
             old_logprobs[index, :width], entropy[index, :width] = rows.logprobs, rows.entropy
         if policy.has_reference:
             with _as_reference(policy) as model:
-                ref_rows, ref_logits = _scored(model, inputs, want_logits=exact_kl)
+                ref_rows = model(**inputs, want_logits=exact_kl)
             ref_logprobs[index, :width] = ref_rows.logprobs
         if exact_kl:
-            for of_model in (logits, ref_logits):
-                _keep_only(of_model, part.support)
-            divergence = fused_rl.token_kl(logits, ref_logits, temperature=policy.config.temperature)
+            for scored in (rows, ref_rows):
+                _keep_only(scored.logits, part.support)
+            divergence = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=policy.config.temperature)
             kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
     return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
-
-
-def _scored(model, inputs: dict[str, object], *, want_logits: bool):
-    """The rows of `inputs`, and their logits if they are wanted."""
-    found = model(**inputs, want_logits=want_logits)
-    return found if want_logits else (found, None)
 
 
 def _keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:

@@ -1,19 +1,16 @@
 """What samplers and scorers promise, held to at every step."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 
 import torch
 
+from fused_rl import TokenSupport
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.sampling import Sampling, first_broken
-from fused_rl.trainers.rollouts.types import (
-    Prompt,
-    Response,
-    Sample,
-    shortened,
-    where,
-)
+from fused_rl.trainers.rollouts.sampling import Sampling, joined, of_response
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, shortened, where
 
 
 def check_responses(
@@ -26,18 +23,24 @@ def check_responses(
             f"the sampler returned {came} responses to {len(prompts)} prompts; it must return one for each"
         )
     for response, prompt in zip(responses, prompts, strict=True):
-        problem = _broken_promise(response, sampling)
+        problem = _broken_promise(response, sampling) or _broken_record(response, sampling.truncates)
         if problem is not None:
-            raise InputError(f"the sampler's response to {place_of(prompt)}: {problem}")
-    supports, ids = [response.support for response in responses], [response.ids for response in responses]
-    broken = first_broken(supports, ids, vocab, needed=sampling.truncates)
+            raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
+
+    # What is in the kept sets, of all responses at once: one by one it would take longer than all else.
+    lengths = [len(response.ids) for response in responses]
+    support = joined([response.support for response in responses], lengths)
+    if support is None:
+        return
+    tokens = torch.tensor(list(chain.from_iterable(response.ids for response in responses)), dtype=torch.int64)
+    broken = _broken_row(support, tokens, vocab)
     if broken is not None:
-        number, problem = broken
-        raise InputError(f"the sampler's response to {place_of(prompts[number])}: {problem}")
-
-
-def place_of(prompt: Prompt) -> str:
-    return prompt.row.get("__where__", "a row")
+        row, problem = broken
+        ends = list(accumulate(lengths))
+        number = bisect_right(ends, row)
+        token = row - ends[number] + lengths[number]
+        place = where(prompts[number])
+        raise InputError(f"the sampler's response to {place}: the kept set of token {token} {problem}")
 
 
 def _broken_promise(response: Response, sampling: Sampling) -> str | None:
@@ -60,6 +63,32 @@ def _broken_promise(response: Response, sampling: Sampling) -> str | None:
     return None
 
 
+def _broken_record(response: Response, needed: bool) -> str | None:
+    """What is wrong with the form of a record of kept sets."""
+    if response.support is None:
+        return "no kept sets, though the sampling truncates" if needed and response.ids else None
+    try:
+        count = len(of_response(response.support))
+    except (TypeError, ValueError) as error:
+        return f"support is not a list of different ids for each token: {error}"
+    return None if count == len(response.ids) else f"{count} kept sets for {len(response.ids)} ids"
+
+
+def _broken_row(support: TokenSupport, tokens: torch.Tensor, vocab: int | None) -> tuple[int, str] | None:
+    """The first row of N whose set has an id outside the vocabulary, or lacks its token (N,) int64; and which."""
+    lengths, ids = support.offsets.diff(), support.ids
+    row = torch.repeat_interleave(lengths)
+    if vocab is not None and bool((ids >= vocab).any()):
+        at = int((ids >= vocab).nonzero()[0])
+        return int(row[at]), f"has id {int(ids[at])}, outside the model's vocabulary of {vocab}"
+    found = lengths == 0  # the whole vocabulary
+    found[row[ids == tokens[row]]] = True
+    if bool(found.all()):
+        return None
+    missing = int((~found).nonzero()[0])
+    return missing, f"of {int(lengths[missing])} ids lacks the token itself, {int(tokens[missing])}"
+
+
 def without_stop(response: Response) -> list[int]:
     return response.ids[:-1] if response.finish == "stop" else response.ids
 
@@ -67,10 +96,7 @@ def without_stop(response: Response) -> list[int]:
 def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample]) -> torch.Tensor:
     """The scores as (B,) fp32, NaN for None; an error names the scorer, and the row of a score that is no number.
 
-    Args:
-        name: the scorer's.
-        scores: what it returned: a list, tuple, array or tensor of one number or None for each sample.
-        samples: what it was called with.
+    They come as a list, tuple, array or tensor of one number or None for each sample.
     """
     no_list = isinstance(scores, (str, bytes, dict, set)) or not isinstance(scores, Iterable)
     if no_list or getattr(scores, "ndim", 1) == 0:  # a tensor or an array of one number

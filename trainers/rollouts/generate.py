@@ -5,7 +5,7 @@ Where a model keeps its past in another form than keys and values, transformers'
 
 import inspect
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 import torch.distributed as dist
@@ -37,57 +37,35 @@ class TransformersSampler:
         self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
         self.step: int | None = None
 
+    @torch.no_grad()
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
-        """One response per prompt, in their order."""
+        """One response per prompt, in their order; neighbours that are equal are computed once.
+
+        Raises:
+            NoDistribution: logits that are NaN or infinite, when the batch has been drawn.
+        """
+        # Those of similar length together.
+        runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
+        runs.sort(key=lambda run: len(prompts[run[0]]))
+        by_length = list(chain.from_iterable(runs))
+
         self.lm.eval()
-        options = {"pad_id": self.pad_id, "batch_size": self.batch_size, "synced_gpus": self.synced_gpus}
-        try:
-            return respond(self.lm, prompts, sampling, **options)
-        except NoDistribution as error:
-            raise NoDistribution(error.responses, self.step) from error
+        draw = _decode if _keeps_keys_and_values(self.lm) else _transformers_generate
+        responses = {}
+        for start in range(0, len(by_length), self.batch_size):
+            indices = by_length[start : start + self.batch_size]
+            ids_of = [prompts[i] for i in indices]
+            drawn, supports, broken = draw(self.lm, ids_of, sampling, self.pad_id, self.synced_gpus)
+            if broken.any():
+                raise NoDistribution([indices[number] for number in broken.nonzero()[:, 0].tolist()], self.step)
+            for i, ids, support in zip(indices, drawn, supports or [None] * len(drawn), strict=True):
+                finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
+                responses[i] = Response(ids, finish, support=support)
+        return [responses[i] for i in range(len(prompts))]
 
     def publish(self, step: int) -> None:
         """The weights are the policy's: only their step is noted, for errors."""
         self.step = step
-
-
-def generate(
-    lm, prompts: list[list[int]], sampling: Sampling, *, pad_id: int, batch_size: int, synced_gpus: bool = False
-) -> list[list[int]]:
-    """Token ids of one response per prompt, in their order, its stop token included; the arguments of `respond`."""
-    options = {"pad_id": pad_id, "batch_size": batch_size, "synced_gpus": synced_gpus}
-    return [response.ids for response in respond(lm, prompts, sampling, **options)]
-
-
-@torch.no_grad()
-def respond(
-    lm, prompts: list[list[int]], sampling: Sampling, *, pad_id: int, batch_size: int, synced_gpus: bool = False
-) -> list[Response]:
-    """One response per prompt, in their order, with what its tokens were drawn from where that is truncated.
-
-    Args:
-        lm: a transformers causal LM.
-        prompts: token ids; those of neighbours that are equal are computed once.
-        sampling: the softmax at a temperature, truncated or whole; or greedy at 0.
-        pad_id, batch_size, synced_gpus: as `TransformersSampler`.
-
-    Raises:
-        NoDistribution: logits that are NaN or infinite, when the batch has been drawn.
-    """
-    runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
-    runs.sort(key=lambda run: len(prompts[run[0]]))
-    by_length = [i for run in runs for i in run]
-    draw = _decode if _keeps_keys_and_values(lm) else _transformers_generate
-    responses = {}
-    for start in range(0, len(by_length), batch_size):
-        indices = by_length[start : start + batch_size]
-        drawn, supports, broken = draw(lm, [prompts[i] for i in indices], sampling, pad_id, synced_gpus)
-        if broken.any():
-            raise NoDistribution([indices[number] for number in broken.nonzero()[:, 0].tolist()])
-        for i, ids, support in zip(indices, drawn, supports or [None] * len(drawn), strict=True):
-            finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
-            responses[i] = Response(ids, finish, support=support)
-    return [responses[i] for i in range(len(prompts))]
 
 
 def _keeps_keys_and_values(lm) -> bool:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -16,18 +17,9 @@ from fused_rl.trainers.base.guests import own_generators
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.checks import check_responses, check_scores, place_of, without_stop
+from fused_rl.trainers.rollouts.checks import check_responses, check_scores, without_stop
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling, check_sampler, joined
-from fused_rl.trainers.rollouts.types import (
-    Prompt,
-    Response,
-    Rollout,
-    Sample,
-    Sampler,
-    Scorer,
-    Watched,
-    where,
-)
+from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample, Sampler, Scorer, Watched, where
 
 
 @torch.no_grad()
@@ -50,7 +42,7 @@ def roll_out(
     began = time.monotonic()
     check_sampler(sampler, sampling)
     with ranks.together():
-        prompts = [prompt for prompt in prompts for _ in range(copies)]
+        prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
         responses = _sampled(sampler, prompts, sampling)
         check_responses(responses, prompts, sampling, vocab)
         sampled = time.monotonic()
@@ -67,7 +59,8 @@ def roll_out(
     scored = time.monotonic()
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    return Rollout(samples, batch, scores, rewards, _solved(scorers, scores), seconds, incidents)
+    solved = _solved(scorers, scores, len(samples))
+    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents)
 
 
 def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> list[Response]:
@@ -75,7 +68,7 @@ def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> lis
     try:
         return sampler.sample([prompt.ids for prompt in prompts], sampling)
     except NoDistribution as error:
-        rows = ", ".join(dict.fromkeys(place_of(prompts[number]) for number in error.responses))
+        rows = ", ".join(dict.fromkeys(where(prompts[number]) for number in error.responses))
         raise InputError(
             f"sampling{error.after}: the model's logits are NaN or infinite; their rows: {rows}"
         ) from error
@@ -112,19 +105,20 @@ def _report_incidents(scorers: Sequence[Scorer], count: int) -> dict[str, float]
 
 
 def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], samples: Sequence[Sample]) -> torch.Tensor:
-    """(B,) the weighted sums; refuses one that fp32 cannot hold."""
+    """(B,) the weighted sums, 0 without a scorer; refuses one that fp32 cannot hold."""
     weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
-    rewards = torch.stack(weighted).sum(0)
+    rewards = torch.stack(weighted).sum(0) if weighted else torch.zeros(len(samples))
     for reward, sample in zip(rewards.tolist(), samples, strict=True):
         if not math.isfinite(reward):
             raise InputError(f"the reward of {where(sample)} is {reward}: the weighted sum of its scores is too large")
     return rewards
 
 
-def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor]) -> torch.Tensor:
+def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """(B,) bool: where a judge applies, and each that applies says right."""
     judges = [scorer for scorer in scorers if scorer.solved_at is not None]
     if not judges:
-        return torch.zeros(len(next(iter(scores.values()))), dtype=torch.bool)
+        return torch.zeros(count, dtype=torch.bool)
     right = [(scores[judge.name] >= judge.solved_at) | scores[judge.name].isnan() for judge in judges]
     applies = [~scores[judge.name].isnan() for judge in judges]
     return torch.stack(right).all(0) & torch.stack(applies).any(0)

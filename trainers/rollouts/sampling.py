@@ -4,11 +4,8 @@ The kept sets are recorded where tokens are drawn. Computed again from probabili
 order of the filters differ between implementations, and rounding moves the border of a set.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -48,18 +45,12 @@ class Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-@runtime_checkable
-class RecordsSupport(Protocol):
-    """What a sampler says of itself where it can truncate."""
-
-    records_support: bool
-    """Whether its responses have their `support`."""
-
-
 def check_sampler(sampler: object, sampling: Sampling) -> None:
-    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from."""
-    records = isinstance(sampler, RecordsSupport) and sampler.records_support
-    if sampling.truncates and not records:
+    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from.
+
+    One that does says so by `records_support = True`.
+    """
+    if sampling.truncates and not getattr(sampler, "records_support", False):
         raise InputError(
             f"top_p={sampling.top_p:g} top_k={sampling.top_k} min_p={sampling.min_p:g} with a sampler that reports no "
             f"kept sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the "
@@ -123,11 +114,9 @@ def of_response(support: TokenSupport | list[list[int]]) -> TokenSupport:
 
 
 def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]) -> TokenSupport | None:
-    """The sets of all tokens of several responses, one after the other; None where no sampler told any.
+    """The sets of all tokens of responses of these lengths, one after the other; None where no sampler told any.
 
-    Args:
-        supports: of each response; None is the whole vocabulary for all of its tokens.
-        lengths: tokens of each response.
+    That of a response may be None, for the whole vocabulary.
     """
     if all(support is None for support in supports):
         return None
@@ -135,62 +124,3 @@ def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: S
     for support, length in zip(supports, lengths, strict=True):
         parts.append(TokenSupport.from_lists([None] * length) if support is None else of_response(support))
     return TokenSupport.cat(parts)
-
-
-def first_broken(
-    supports: Sequence[TokenSupport | list[list[int]] | None],
-    responses: Sequence[list[int]],
-    vocab: int | None,
-    *,
-    needed: bool,
-) -> tuple[int, str] | None:
-    """The first response whose record is not one of its tokens, and why; None where all are well.
-
-    Args:
-        supports: the record of each response.
-        responses: token ids of each.
-        vocab: the size of the model's vocabulary; None where it is not known.
-        needed: a response must have a record.
-    """
-    for number, (support, ids) in enumerate(zip(supports, responses, strict=True)):
-        problem = _broken_form(support, len(ids), needed)
-        if problem is not None:
-            return number, problem
-
-    # What is in the sets, of all responses at once: one by one it would take longer than all else.
-    lengths = [len(ids) for ids in responses]
-    support = joined(supports, lengths)
-    broken = None
-    if support is not None:
-        broken = _broken_row(support, torch.tensor(list(chain.from_iterable(responses)), dtype=torch.int64), vocab)
-    if broken is None:
-        return None
-    row, problem = broken
-    ends = list(accumulate(lengths))
-    number = bisect_right(ends, row)
-    return number, f"the kept set of token {row - ends[number] + lengths[number]} {problem}"
-
-
-def _broken_form(support, length: int, needed: bool) -> str | None:
-    if support is None:
-        return "no kept sets, though the sampling truncates" if needed and length else None
-    try:
-        count = len(of_response(support))
-    except (TypeError, ValueError) as error:
-        return f"support is not a list of different ids for each token: {error}"
-    return None if count == length else f"{count} kept sets for {length} ids"
-
-
-def _broken_row(support: TokenSupport, tokens: torch.Tensor, vocab: int | None) -> tuple[int, str] | None:
-    """The first row of N whose set has an id outside the vocabulary, or lacks its token (N,) int64; and which."""
-    lengths, ids = support.offsets.diff(), support.ids
-    row = torch.repeat_interleave(lengths)
-    if vocab is not None and bool((ids >= vocab).any()):
-        at = int((ids >= vocab).nonzero()[0])
-        return int(row[at]), f"has id {int(ids[at])}, outside the model's vocabulary of {vocab}"
-    found = lengths == 0  # the whole vocabulary
-    found[row[ids == tokens[row]]] = True
-    if bool(found.all()):
-        return None
-    missing = int((~found).nonzero()[0])
-    return missing, f"of {int(lengths[missing])} ids lacks the token itself, {int(tokens[missing])}"

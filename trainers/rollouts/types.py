@@ -130,9 +130,9 @@ class Rollout:
         return made
 
 
-def where(sample: Sample) -> str:
-    """`rows.jsonl, line 3`, as far as the row knows."""
-    return sample.row.get("__where__", "a row")
+def where(of: Prompt | Sample) -> str:
+    """`rows.jsonl, line 3`, as far as its row knows."""
+    return of.row.get("__where__", "a row")
 
 
 def shortened(value) -> str:

@@ -6,19 +6,13 @@ Left out: pushing checkpoints, model cards, pull requests.
 
 from pathlib import Path
 
-from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options.config import InputError, OutputConfig
 from fused_rl.trainers.options.text import in_a_line
 
 
-def check(config: RunConfig) -> None:
-    """Refuse a run that is to push its model and could not: as far as that can be known before there is one."""
-    if config.push_to_hub:
-        ranks.on_first_rank(lambda: _check(config))
-
-
-def _check(config: RunConfig) -> None:
+def check(config: OutputConfig) -> None:
+    """Refuse a run that could not push its model: as far as that can be known before there is one. On one rank."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -50,29 +44,24 @@ def _check(config: RunConfig) -> None:
     _refuse_public(api, repository, config)
 
 
-def _repository(config: RunConfig, user: str) -> str:
+def _repository(config: OutputConfig, user: str) -> str:
     """`owner/name`; without a name given, that of the output folder."""
     name = config.hub_model_id or Path(config.output_dir).resolve().name
     return name if "/" in name else f"{user}/{name}"
 
 
-def _refuse_public(api, repository: str, config: RunConfig) -> None:
+def _refuse_public(api, repository: str, config: OutputConfig) -> None:
     """What is meant to be private must not go where it can be read already."""
     if config.hub_private_repo and api.repo_exists(repository) and not api.model_info(repository).private:
         raise InputError(f"hub_private_repo: {repository} is on the Hub already, and public; name another repository")
 
 
-def push(config: RunConfig, model: Path, step: int) -> None:
-    """Upload the folder of the trained model; returns or raises on every rank at once.
+def push(config: OutputConfig, model: Path, message: str) -> None:
+    """Upload the folder of the trained model, under a commit's message. On one rank.
 
     Raises:
         InputError: it could not be pushed; the line says where it is, and how to push it.
     """
-    if config.push_to_hub:
-        ranks.on_first_rank_at_length(lambda: _push(config, model, step))
-
-
-def _push(config: RunConfig, model: Path, step: int) -> None:
     import huggingface_hub
 
     api, repository = huggingface_hub.HfApi(), config.hub_model_id or "REPOSITORY"
@@ -80,7 +69,6 @@ def _push(config: RunConfig, model: Path, step: int) -> None:
         repository = _repository(config, "") if "/" in repository else _repository(config, api.whoami()["name"])
         _refuse_public(api, repository, config)
         api.create_repo(repository, private=config.hub_private_repo or None, exist_ok=True)
-        message = f"fused-rl {config.command}, step {step}"
         found = api.upload_folder(repo_id=repository, folder_path=str(model), commit_message=message)
     except Exception as error:  # network, disk quota, a token that has expired meanwhile
         private = " --private" if config.hub_private_repo else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options.config import InputError, OutputConfig, RunConfig
 from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run.curves import Curves, draw_curves
 from fused_rl.trainers.run.metrics import KEYS, PREFIXES
@@ -34,7 +34,7 @@ class Logger:
         _kept(self.folder / "samples.jsonl", start)
         self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
-        self.trackers = _trackers(config)
+        self.trackers = _trackers(config, asdict(config))
         self.progress = _progress_bar(columns, self.steps, start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -107,7 +107,7 @@ def evaluation(what: str, *keys: str):
         def evaluate(*args):
             began = time.monotonic()
             found = function(*args)
-            metrics = next(part for part in (found if isinstance(found, tuple) else (found,)) if isinstance(part, dict))
+            metrics = next(part for part in (found, *found) if isinstance(part, dict))
             if rank() == 0:
                 values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
                 tell(f"{what} ({time.monotonic() - began:.1f} s): {values}")
@@ -163,7 +163,7 @@ def _progress_bar(columns, steps: int, start: int):
     return bar
 
 
-def require_trackers(config: RunConfig) -> None:
+def require_trackers(config: OutputConfig) -> None:
     """Refuse to log to Weights & Biases or trackio where they are not installed."""
     for package in ("wandb", "trackio"):
         project = getattr(config, f"{package}_project")
@@ -171,13 +171,13 @@ def require_trackers(config: RunConfig) -> None:
             raise InputError(f"{package}_project is set, but {package} is not installed: pip install {package}")
 
 
-def _trackers(config: RunConfig) -> list:
-    """A run of each tracker that the config names: they have `log(metrics, step)` and `finish()`."""
+def _trackers(config: OutputConfig, told: dict[str, object]) -> list:
+    """A run of each tracker that the config names, told all options: it has `log(metrics, step)` and `finish()`."""
     runs = []
     if config.wandb_project is not None:
         import wandb
 
-        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=asdict(config)))
+        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=told))
     if config.trackio_project is not None:
         import trackio
 
@@ -185,5 +185,5 @@ def _trackers(config: RunConfig) -> list:
         name, resume = Path(config.output_dir).resolve().name, "allow" if config.resume else "never"
         options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
         project = config.trackio_project
-        runs.append(trackio.init(project=project, name=name, config=asdict(config), resume=resume, **options))
+        runs.append(trackio.init(project=project, name=name, config=told, resume=resume, **options))
     return runs

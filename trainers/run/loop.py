@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 
 from fused_rl.trainers.base.files import storing
-from fused_rl.trainers.base.ranks import global_sum, rank
+from fused_rl.trainers.base.ranks import global_sum, on_first_rank_at_length, rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
-from fused_rl.trainers.run import checkpoint, hub, lock
+from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.curves import Curves
+from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.logger import Logger, phase
 
 
@@ -69,12 +70,10 @@ class Loop:
     """An iterator over (step, indices of the step's rows).
 
     Args:
-        config: of the run.
-        run: the run as it began (`beginning.begin`), which has read all its rows (`has_read`).
+        config, run: of the run (`beginning.begin`), which has read all its rows (`has_read`).
         engines: DeepSpeed engines by name, for the checkpoints.
         order: which rows come next; its position is in the checkpoints.
-        columns: {header: key} of the progress bar.
-        curves: the panels of curves.png.
+        columns, curves: {header: key} of the progress bar, panels of curves.png.
         state: returns what else the trainer needs to continue, JSON.
     """
 
@@ -88,18 +87,18 @@ class Loop:
         curves: Curves,
         state: Callable[[], dict] = dict,
     ):
-        if not run.complete:
+        if not run.made_of:
             raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
-        folder = run.folder
-        self.config, self.folder, self.engines, self.made_of = config, folder, engines, run.made_of
+        self.config, self.folder, self.engines, self.made_of = config, run.folder, engines, run.made_of
+        output = Folder(config)
+        self.checkpoints = output.checkpoints
         self.order, self.curves, self.state = order, curves, state
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
         if config.resume:
-            self.restored = checkpoint.load(engines, config, folder)
+            self.restored = self.checkpoints.load(engines)
             self.step, order.position = self.restored["step"], self.restored["position"]
-            checkpoint.refuse_fewer_steps(config, self.step)
-        checkpoint.claim(config, folder, self.step)
-        with storing("metrics.jsonl", folder):
+        output.claim(self.step)
+        with storing("metrics.jsonl", run.folder):
             self.logger = Logger(config, columns, self.step)
         self.interruption = Interruption()
 
@@ -144,34 +143,34 @@ class Loop:
             began = time.monotonic()
             told = {"rows": self.order.size, "made_of": self.made_of}
             state = {"position": self.order.position, **told, **self.state()}
-            checkpoint.save(self.engines, self.config, self.folder, self.step, state)
+            self.checkpoints.save(self.engines, self.step, state)
             self.save_seconds = time.monotonic() - began
         if stop:
             with storing("curves.png", self.folder):
                 self.logger.close(self.curves)
-            lock.release()
+            release()
             if rank() == 0:
                 tell(f"stopped after step {self.step}; continue with --resume")
             raise Stopped
 
     def finish(self, save: Callable[[Path], None]) -> str:
-        """Draw the curves, save the trained model with `save(folder)`, say where everything is; returns where.
-
-        Then the model goes to the Hub, if it is to go there.
-        """
+        """Draw the curves, save the trained model with `save(folder)`, push it where that is asked; returns where."""
+        model = self.folder / "model"
         try:
             with storing("curves.png", self.folder):
                 self.logger.close(self.curves)
             with storing("model", self.folder), phase("saved the model"):
-                save(self.folder / "model")
+                save(model)
             if not self.config.save_every:  # there was one only until the model was safe
-                checkpoint.remove_unscheduled(self.folder)
+                self.checkpoints.remove_unscheduled()
         finally:
             self.interruption.end()
-            lock.release()
+            release()
         if rank() == 0:
-            kept = self.folder / "checkpoints"
-            checkpoints = f", checkpoints: {kept}" if kept.exists() else ""
-            tell(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}")
-        hub.push(self.config, self.folder / "model", self.step)
-        return str(self.folder / "model")
+            kept = self.checkpoints.folder
+            told = f", checkpoints: {kept}" if kept.exists() else ""
+            tell(f"model: {model}, curves: {self.folder / 'curves.png'}{told}")
+        if self.config.push_to_hub:
+            message = f"fused-rl {self.config.command}, step {self.step}"
+            on_first_rank_at_length(lambda: hub.push(self.config, model, message))
+        return str(model)

@@ -1,0 +1,50 @@
+"""Two tensors of logits, their divergence in fp64, and how far an op may be from it."""
+
+import torch
+
+from fused_rl import reference
+
+DIRECTIONS = ("reverse", "forward", "jensen-shannon")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pair(*shape, dtype=torch.float32, spread=3.0, distance=0.5, seed=0, device="cpu"):
+    """Logits and reference logits that differ by noise of the given standard deviation, before rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    x = spread * torch.randn(*shape, generator=generator)
+    y = x + distance * torch.randn(*shape, generator=generator)
+    return x.to(device, dtype), y.to(device, dtype)
+
+
+def exact(x, y, direction, temperature=1.0):
+    """fp64, by sums whose terms are >= 0, so that close distributions keep their digits."""
+    logp, logq = (torch.log_softmax(z.double() / temperature, -1) for z in (x, y))
+    none = logp.isinf() & logq.isinf()
+    logp, logq = logp.masked_fill(none, -1e4), logq.masked_fill(none, -1e4)
+    if direction == "forward":
+        logp, logq = logq, logp
+    if direction == "jensen-shannon":
+        r = torch.tanh((logp - logq) / 2)
+        j = ((1 + r) * torch.log1p(r) + (1 - r) * torch.log1p(-r)) / 2
+        j = torch.where(r.abs() < 1e-2, r**2 / 2 + r**4 / 12 + r**6 / 30, j)
+        return (j * (logp.exp() + logq.exp()) / 2).sum(-1)
+    d = logp - logq
+    excess = torch.expm1(-d) + d
+    excess = torch.where(d.abs() < 1e-3, d**2 / 2 - d**3 / 6 + d**4 / 24, excess)
+    return (logp.exp() * excess).sum(-1)
+
+
+def both_gradients(op, x, y, upstream, **options):
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    value = op(x, y, **options)
+    return value.detach(), *torch.autograd.grad(value, (x, y), upstream.to(value.dtype))
+
+
+def assert_as_good_as_reference(got, x, y, upstream, floor=1e-6, **options):
+    """Each of value, dlogits, dref: error against fp64 at most twice that of the reference in the inputs' dtype."""
+    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream, **options)
+    plain = both_gradients(reference.token_kl, x, y, upstream, **options)
+    for name, ours, best, theirs in zip(("value", "dlogits", "dref"), got, want, plain, strict=True):
+        assert torch.isfinite(ours).all(), name
+        allowed = 2 * (theirs - best).abs().max() + floor * best.abs().max()
+        assert (ours - best).abs().max() <= allowed, (name, (ours - best).abs().max(), allowed)

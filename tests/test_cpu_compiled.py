@@ -1,0 +1,121 @@
+"""token_logprobs on the CPU path: in chunks, compiled where that is worth it, in huge pages, without copies."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl import reference, token_logprobs
+from fused_rl.cpu import compiled
+from fused_rl.cpu import logprob as cpu
+from tests.logits import (
+    FLOATS,
+    VIEWS,
+    assert_gradient_close,
+    assert_outputs_close,
+    exact,
+    random_rows,
+    run,
+    upstream_of,
+)
+
+
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "columns apart"])
+def test_strided_rows_are_not_copied(monkeypatch, name):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    logits, targets = random_rows(8, 600, torch.float32, "cpu")
+    logits = VIEWS[name](logits.view(2, 4, 600))
+    seen, forward, backward = [], cpu.logprob_fwd, cpu.logprob_bwd
+    monkeypatch.setattr(cpu, "logprob_fwd", lambda x, *a: seen.append(x) or forward(x, *a))
+    monkeypatch.setattr(cpu, "logprob_bwd", lambda *a, out: seen.append(a[3]) or backward(*a, out=out))
+    run(token_logprobs, logits, targets.view(2, 4)[:, :3], upstream_of((2, 3), "cpu"))
+    assert {x.untyped_storage().data_ptr() for x in seen} == {logits.untyped_storage().data_ptr()}
+
+
+def test_bits_do_not_depend_on_chunks_or_threads(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    logits, targets = random_rows(40, 40000, torch.float32, "cpu")
+    upstream = upstream_of(targets.shape, "cpu")
+    expected = run(token_logprobs, logits, targets, upstream)
+    threads = torch.get_num_threads()
+    try:
+        for chunk, count in ((1, 1), (1 << 17, 2), (1 << 20, 2)):
+            monkeypatch.setattr(compiled, "CHUNK", chunk)
+            torch.set_num_threads(count)
+            outputs, gradient = run(token_logprobs, logits, targets, upstream)
+            assert all(map(torch.equal, outputs, expected[0])) and torch.equal(gradient, expected[1])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_small_inputs_never_compile(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(compiled, "by_inductor", lambda function: pytest.fail("compiled"))
+    logits, targets = random_rows(100, 10000, torch.bfloat16, "cpu")
+    run(token_logprobs, logits, targets, upstream_of((100,), "cpu"))
+
+
+def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(compiled, "by_inductor", lambda function: pytest.fail("compiled"))
+    compiled.compiler_found.cache_clear()
+    logits, targets = random_rows(10, 2000, torch.bfloat16, "cpu")
+    with caplog.at_level(logging.INFO, "fused_rl.cpu"):
+        for _ in range(2):
+            token_logprobs(logits, targets)
+    compiled.compiler_found.cache_clear()
+    assert [r.message for r in caplog.records] == ["large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_compiled_cpu_path(monkeypatch, dtype):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    if not compiled.compiler_found():
+        pytest.skip("no C++ compiler")
+    logits, targets = random_rows(9, 20001, dtype, "cpu")
+    logits[2], logits[3, :9000], logits[4, 77] = -torch.inf, -torch.inf, torch.nan
+    mask = torch.arange(9) % 4 != 0
+    upstream = upstream_of((9,), "cpu")
+    options = {"mask": mask, "temperature": 0.7}
+    outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
+    expected, expected_gradient = exact(logits, targets, upstream, **options)
+    _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
+    assert_outputs_close(outputs, expected)
+    assert_gradient_close(gradient, expected_gradient, naive)
+    part = slice(1, 8)
+    again, gradient_again = run(
+        token_logprobs, logits[part], targets[part], {k: u[part] for k, u in upstream.items()}, temperature=0.7
+    )
+    kept = mask[part]
+    assert all(torch.equal(a[kept], o[part][kept]) for a, o in zip(again, outputs, strict=True))
+    assert torch.equal(gradient_again[kept], gradient[part][kept])
+    _, inplace = run(
+        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k), logits, targets, upstream, **options
+    )
+    assert torch.equal(inplace, gradient)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
+def test_large_gradients_ask_for_huge_pages():
+    """The kernel's flags of the mapping that holds them; small ones share theirs with everything else."""
+
+    def flags(tensor):
+        inside = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                middle = tensor.data_ptr() + tensor.nbytes // 2
+                inside = int(span[1], 16) <= middle < int(span[2], 16)
+            elif inside and line.startswith("VmFlags"):
+                return line.split()[1:]
+        raise AssertionError("no mapping")
+
+    large, small = torch.empty(1 << 24), torch.empty(1 << 10)
+    assert "hg" not in flags(large)
+    assert compiled.in_huge_pages(large) is large and "hg" in flags(large)
+    assert "hg" not in flags(compiled.in_huge_pages(small))

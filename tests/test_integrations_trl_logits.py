@@ -1,0 +1,166 @@
+"""TRL's functions of logits, ours in their place, and the hard cases where TRL's lose their digits."""
+
+import math
+
+import pytest
+import torch
+
+from tests.integrations import formulas
+from tests.integrations.trl_heads import assert_near_the_host, backward_of, error
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+pytestmark = pytest.mark.usefixtures("cpu")
+
+import trl.trainer.utils as trl_utils  # noqa: E402
+
+from bench.repro import integrations_trl as hard  # noqa: E402
+from fused_rl.integrations import trl as integration  # noqa: E402
+
+
+def make_logits(dtype, banned=False):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 7, 131, generator=generator) * torch.linspace(0.3, 4, 7)[:, None] + 20
+    logits[..., [3, 77]] += -torch.inf if banned else 0.0
+    return logits.to(dtype)
+
+
+def from_logits(module, logits, index, temperature, row_mask, several):
+    """log-probabilities, and of one target per row entropies; the gradient of both."""
+    logits = logits.detach().clone().requires_grad_()
+    taken = logits[:, :-1]  # as trainers do: rows that do not merge
+    found = [module.selective_log_softmax(taken, index, temperature, row_mask)]
+    if not several:
+        found += module.selective_log_softmax_and_entropy(taken, index, True, temperature, row_mask)
+        if temperature == 1 and row_mask is None:
+            found.append(module.entropy_from_logits(taken))
+    backward_of(found)
+    return [*found, logits.grad]
+
+
+class Exact:
+    """TRL's functions in fp64."""
+
+    @staticmethod
+    def selective_log_softmax(logits, index, temperature, row_mask):
+        logp = (logits / temperature).log_softmax(-1)
+        one = index.dim() < logits.dim()
+        found = logp.gather(-1, index[..., None])[..., 0] if one else logp.gather(-1, index)
+        return found if row_mask is None else found.masked_fill(row_mask == 0, 0)
+
+    @staticmethod
+    def entropy_from_logits(logits):
+        return formulas.entropy(logits.log_softmax(-1))
+
+    @staticmethod
+    def selective_log_softmax_and_entropy(logits, index, entropy_requires_grad, temperature, row_mask):
+        found = formulas.entropy((logits / temperature).log_softmax(-1))
+        found = found if row_mask is None else found.masked_fill(row_mask == 0, 0)
+        return [Exact.selective_log_softmax(logits, index, temperature, row_mask), found]
+
+
+def logits_on_both(dtype, temperature, masked, several, device="cpu"):
+    """Ours, theirs, exact: outputs and gradient; and the mask."""
+    logits = make_logits(dtype)
+    generator = torch.Generator().manual_seed(4)
+    index = torch.randint(4, 77, (3, 6, 5) if several else (3, 6), generator=generator)
+    if several:
+        index[..., 1] = index[..., 0]  # an id twice
+    row_mask = None if masked is None else (torch.rand(index.shape, generator=generator) < 0.6).to(masked)
+    exact = from_logits(Exact, logits.double(), index, temperature, row_mask, several)
+    theirs = from_logits(trl_utils, logits, index, temperature, row_mask, several)
+    there = [x if x is None else x.to(device) for x in (logits, index, row_mask)]
+    ours = from_logits(integration, *there[:2], temperature, there[2], several)
+    return [x.cpu() for x in ours], theirs, exact, row_mask
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("masked", [None, torch.bool, torch.int64])
+@pytest.mark.parametrize("several", [False, True])
+def test_logits(dtype, temperature, masked, several):
+    """At most TRL's error, and fp32 where it returns 16 bits; from fp64 logits fp64."""
+    ours, theirs, exact, row_mask = logits_on_both(dtype, temperature, masked, several)
+    for i, (one, other, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert one.dtype == (dtype if i == len(ours) - 1 else FP64 if dtype == FP64 else FP32)
+        allowed = 1e-12 if dtype == FP64 else error(other, truth) + 2**-22 * truth.abs().max().item()
+        assert error(one, truth) <= allowed
+        if dtype == FP32:
+            assert_near_the_host("", one, other, truth)
+    if row_mask is not None:
+        assert (ours[0][row_mask == 0] == 0).all()
+    if row_mask is not None and not several:
+        assert (ours[-1][:, :-1][row_mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_logits_by_the_kernels(several, backend):
+    ours, theirs, exact, _ = logits_on_both(BF16, 0.7, torch.bool, several, backend)
+    for one, other, truth in zip(ours, theirs, exact, strict=True):
+        assert error(one, truth) <= error(other, truth)
+
+
+def test_entropy_without_gradient():
+    logits = make_logits(FP32).requires_grad_()
+    index = torch.zeros(3, 7, dtype=torch.long)
+    logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index, entropy_requires_grad=False)
+    assert logprobs.requires_grad and not entropy.requires_grad
+    torch.testing.assert_close(entropy, trl_utils.entropy_from_logits(logits).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_banned_tokens(dtype):
+    """Finite where TRL's entropy is NaN; log-probability -inf of a banned target."""
+    logits = make_logits(dtype, banned=True).requires_grad_()
+    index = torch.full((3, 7), 5)
+    index[0, 0] = 3
+    logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index)
+    assert logprobs[0, 0] == -torch.inf
+    (logprobs.flatten()[1:].sum() + entropy.sum()).backward()
+    truth = formulas.entropy(logits.detach().double().log_softmax(-1))
+    torch.testing.assert_close(entropy.detach().double(), truth, rtol=1e-6, atol=1e-6)
+    assert logits.grad.isfinite().all() and trl_utils.entropy_from_logits(logits).isnan().all()
+    several = integration.selective_log_softmax(logits, index[..., None].expand(3, 7, 2))
+    assert several[0, 0].eq(-torch.inf).all() and several.flatten()[2:].isfinite().all()
+
+
+def test_logits_without_rows():
+    logits = torch.zeros(0, 4, 9, requires_grad=True)
+    index = torch.zeros(0, 4, dtype=torch.long)
+    outputs = integration.selective_log_softmax_and_entropy(logits, index)
+    assert [x.shape for x in outputs] == [(0, 4)] * 2
+    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (0, 4, 2)
+    sum(x.sum() for x in outputs).backward()
+
+
+@pytest.mark.parametrize("function", ["selective_log_softmax", "selective_log_softmax_and_entropy"])
+def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        getattr(integration, function)(torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0)
+
+
+# Where TRL's lose their digits: bench/repro/integrations_trl.py.
+
+
+@pytest.fixture(scope="module")
+def hard_rows():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "0")
+        return {row["case"]: row for row in hard.hard_cases()}
+
+
+def test_hard_cases(hard_rows):
+    """The faults are still TRL's, and not ours."""
+    worst = hard_rows["fp32 head, entropy, peak of 27 nats"]
+    assert worst["TRL"] < -1e-5 and worst["exact"] > 1e-6
+    assert hard_rows["bf16 logits at 100, log-prob's error"]["TRL"] > 0.25
+    for source in ("head", "logits"):
+        assert math.isnan(hard_rows[f"fp32 {source}, entropy, -inf columns"]["TRL"])
+    for case, row in hard_rows.items():
+        if "entropy" in case:
+            assert row["patched"] == pytest.approx(row["exact"], rel=2e-6), case
+        elif "error" in case:
+            assert row["patched"] < 2e-6, case
+        else:
+            assert row["patched"] == pytest.approx(row["exact"], rel=5e-6), case

@@ -1,0 +1,138 @@
+"""The patch that exchanges TRL's primitives for ours: whole, undone, refused, pickled, documented."""
+
+import copy
+import importlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integrations.trl_heads import leaves_of, make_head, make_targets, run_head
+from tests.trainers import tiny
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+pytestmark = pytest.mark.usefixtures("cpu")
+
+import trl.trainer.utils as trl_utils  # noqa: E402
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
+
+from fused_rl.integrations import patching, trl_head  # noqa: E402
+from fused_rl.integrations import trl as integration  # noqa: E402
+
+
+def test_the_documented_example_runs(tmp_path, monkeypatch):
+    """docs/integrations.md, its TRL section: trains, on our functions, and leaves TRL as it was."""
+    text = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
+    section = text.split("## TRL\n")[1].split("\n## ")[0]
+    example = section.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    tiny.model_folder(tmp_path / "model", chat=False)
+    calls = []
+    apply = trl_head.HeadLogprobs.apply
+    monkeypatch.setattr(trl_head.HeadLogprobs, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
+    exec(compile(example, "docs/integrations.md", "exec"), {})
+    assert len(example.strip().splitlines()) <= 10 and len(calls) >= 2
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+# What imports the primitives by name, in TRL and in its experimental trainers.
+USERS = ("trainer.distillation_trainer", "trainer.grpo_trainer", "trainer.sft_trainer", "trainer.dpo_trainer")
+USERS += ("experimental.orpo.orpo_trainer", "experimental.cpo.cpo_trainer", "experimental.tpo.tpo_trainer")
+USERS += ("experimental.sdft.loss_utils", "experimental.sdpo.loss_utils", "experimental.a2po.a2po_trainer")
+OURS = ("ChunkedLogProbFunction", "ChunkedDivergenceFunction", "selective_log_softmax", "entropy_from_logits")
+OURS += ("selective_log_softmax_and_entropy",)
+
+
+@pytest.fixture(scope="module")
+def host_modules():
+    for name in USERS:
+        importlib.import_module(f"trl.{name}")
+
+
+def attributes():
+    """Every attribute of every imported module of TRL."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trl" and module is not None:
+            found |= {(name, attribute): value for attribute, value in vars(module).items()}
+    return found
+
+
+def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
+    before = attributes()
+    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [ChunkedLogProbFunction, ChunkedDivergenceFunction]
+    copies = {place for place, value in before.items() if any(value is original for original in originals)}
+    integration.patch()
+    try:
+        patched = attributes()
+        changed = {place for place in before if patched[place] is not before[place]}
+        assert changed == copies and len(copies) >= 14
+        assert {patched[place] for place in changed} == {getattr(integration, name) for name in OURS}
+    finally:
+        integration.unpatch()
+    after = attributes()
+    assert after.keys() == before.keys() and all(after[place] is before[place] for place in before)
+
+
+def test_a_with_that_raises_restores(host_modules):
+    before = attributes()
+    with pytest.raises(KeyError), integration.patch():
+        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
+        raise KeyError("in the middle of training")
+    assert all(value is before[place] for place, value in attributes().items())
+
+
+def test_patching_twice_is_patching_once():
+    original = trl_utils.entropy_from_logits
+    with integration.patch():
+        with integration.patch():
+            pass
+        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
+        assert integration.selective_log_softmax(*in_fp64()).dtype == FP64  # TRL's own is still found
+    assert trl_utils.entropy_from_logits is original
+
+
+def in_fp64():
+    return torch.zeros(2, 9, dtype=FP64), torch.zeros(2, dtype=torch.long)
+
+
+def test_the_hosts_own_function_is_reached_while_patched():
+    head = make_head(FP64)
+    targets = make_targets(head, (1.0, None, 1.0))
+    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
+    with integration.patch():
+        ours = run_head(trl_utils._ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0.0"])
+def test_an_unknown_version_is_refused(version, monkeypatch):
+    before = attributes()
+    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"trl {version} is not .*<1\.17,>=1\.16"):
+        integration.patch()
+    assert all(value is before[place] for place, value in attributes().items())
+
+
+def test_a_patched_host_pickles(tmp_path):
+    """Functions and configs under the patch, read with it and without it."""
+    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_length=17)
+    with integration.patch():
+        replaced = [trl_utils.selective_log_softmax, trl_utils._ChunkedLogProbFunction]
+        dumped = pickle.dumps([replaced, config])
+        assert pickle.loads(dumped)[0] == replaced
+    functions, again = pickle.loads(dumped)
+    assert functions == replaced and again.max_length == 17
+    assert copy.deepcopy(functions) == functions
+
+
+def test_the_integration_imports_torch_alone():
+    code = "import sys, fused_rl.integrations.trl; print({'trl', 'transformers', 'accelerate'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,215 @@
+"""linear_token_logprobs and linear_token_loss in autograd's corners, and their work and memory, counted."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fused_rl
+from fused_rl import reference
+from tests.heads import (
+    BF16,
+    FP32,
+    FP64,
+    MORE_ROWS,
+    MORE_TOKENS,
+    ONE_TILE,
+    Work,
+    assert_as_good,
+    call,
+    compare,
+    in_dtype,
+    logprobs_and_gradients,
+    loss_and_gradients,
+    make,
+    peak_bytes,
+    per_token,
+    token_loss,
+    upstream_of,
+)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("run", ["logprobs", "loss"])
+def test_retained_graph(run):
+    """The second and third use give the first one's gradients, scaled by their own factor, and leave those alone."""
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
+    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
+    if run == "loss":
+        total = call(fused_rl.linear_token_loss, leaves, targets, token_loss, *per_token(targets), **options).loss
+    else:
+        total = sum(o.square().sum() for o in call(fused_rl.linear_token_logprobs, leaves, targets, **options))
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for factor in (2.0, 0.25):
+        again = torch.autograd.grad(factor * total, leaves, retain_graph=True)
+        for a, b, c in zip(again, first, kept, strict=True):
+            torch.testing.assert_close(b, c, rtol=0, atol=0)
+            torch.testing.assert_close(a, factor * c, rtol=1e-5, atol=1e-6 * factor * c.abs().max().item())
+    total.backward(retain_graph=True)
+    total.backward()  # accumulates into what the one before handed over
+    for leaf, gradient in zip(leaves, kept, strict=True):
+        torch.testing.assert_close(leaf.grad, 2 * gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+
+
+@pytest.mark.usefixtures("cpu")
+def test_loss_without_entropy_or_gradient():
+    """A loss that ignores entropy, or is constant, or is only evaluated."""
+    leaves, targets, _ = make(ONE_TILE[0], FP32)
+    loss = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs).loss
+    exact = in_dtype(leaves, FP64)
+    truth = -call(reference.linear_token_logprobs, exact, targets).logprobs.sum()
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
+    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-6 * b.abs().max().item())
+    constant = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: torch.ones(len(logprobs)))
+    assert constant.loss == 22
+    assert all((g == 0).all() for g in torch.autograd.grad(constant.loss, leaves))
+    with torch.no_grad(), Work() as work:
+        evaluated = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs)
+    assert evaluated.loss == loss and not evaluated.loss.requires_grad
+    assert work.flop == 2 * 22 * 16 * 131
+    assert not evaluated.logprobs.requires_grad and not evaluated.entropy.requires_grad
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS, MORE_ROWS], ids=["one", "more tokens", "more rows"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_work(workspace, dtype):
+    """6 H FLOP per logit in one pass, 8 H with recomputing, of the rows that count, in the inputs' dtype."""
+    (n, width, vocab), workspace_mb = workspace
+    workspace_mb *= 0.4  # the rows that count are fewer, and would fit
+    leaves, targets, mask = make((n, width, vocab), dtype)
+    unit = 2 * int(mask.sum()) * width * vocab
+    with Work() as work:
+        logprobs_and_gradients(fused_rl, leaves, targets, upstream_of(targets), mask=mask, workspace_mb=workspace_mb)
+    assert work.flop == 4 * unit and work.dtypes == {dtype}
+    with Work() as work:
+        loss_and_gradients(fused_rl, leaves, targets, mask=mask, workspace_mb=workspace_mb)
+    # a bf16 sum over several blocks of so few rows is what recomputing saves
+    assert work.flop == (4 if dtype == BF16 and workspace is not ONE_TILE else 3) * unit
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+def test_frozen(run, frozen):
+    """What needs no gradient costs no product, and the other gradients stay the same."""
+    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
+    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    complete = run(fused_rl, leaves, targets, *args, workspace_mb=MORE_TOKENS[1])
+    which = ["hidden", "weight", "bias"].index(frozen)
+    leaves[which].requires_grad_(False)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    with Work() as work:
+        if run is logprobs_and_gradients:
+            outputs = call(fused_rl.linear_token_logprobs, leaves, targets, workspace_mb=MORE_TOKENS[1])
+            grads = torch.autograd.grad(outputs, trained, args[0])
+        else:
+            values = per_token(targets)
+            loss = call(
+                fused_rl.linear_token_loss, leaves, targets, token_loss, *values, workspace_mb=MORE_TOKENS[1]
+            ).loss
+            grads = torch.autograd.grad(0.37 * loss, trained)
+    expected = [g for i, g in enumerate(complete[-3:]) if i != which]
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+    products = (4 if run is logprobs_and_gradients else 3) - (frozen != "bias")
+    assert work.flop == products * 2 * 22 * 16 * 131
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(("workspace_mb", "masked"), [(32, False), (48, True)])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+def test_memory(run, dtype, masked, workspace_mb):
+    """Outputs, gradients, workspace + 10 %, where logits would take 40 or 80 MB."""
+    shape = (1024, 64, 20480)
+    leaves, targets, mask = make(shape, dtype, bias=False)
+    options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}
+    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    run(fused_rl, leaves, targets, *args, **options)  # a compiled row function allocates while it is compiled
+    most = peak_bytes(lambda: run(fused_rl, leaves, targets, *args, **options))
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    assert most <= 1.1 * workspace_mb * 2**20 + gradients
+    assert most >= 0.5 * min(workspace_mb * 2**20, shape[0] * shape[2] * leaves[0].element_size())  # it was counted
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+@pytest.mark.parametrize("parameters", [FP32, BF16])
+def test_autocast(run, parameters):
+    """fp32 states and weights take bf16 products, as torch.nn.functional.linear does; gradients come back as fp32."""
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
+    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    leaves = [leaves[0], *in_dtype(leaves[1:], parameters)]
+
+    def under_autocast(module, leaves, targets, *args, **options):
+        context = contextlib.nullcontext() if leaves[0].dtype == FP64 else torch.autocast("cpu", BF16)
+        with context:
+            return run(module, leaves, targets, *args, **options)
+
+    with Work() as work:
+        results = under_autocast(fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1])
+    assert work.dtypes == {BF16}
+    assert [r.dtype for r in results[-3:]] == [leaf.dtype for leaf in leaves]
+    exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, mask=mask)
+    same = under_autocast(reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask)
+    assert_as_good(results, exact, same)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("run", ["logprobs", "loss"])
+def test_checkpoint(run, reentrant):
+    """Gradient checkpointing around the op changes nothing, and what is below it gets its gradient."""
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
+    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
+
+    def block(hidden):
+        inputs = [hidden.tanh(), *leaves[1:]]
+        if run == "loss":
+            return call(fused_rl.linear_token_loss, inputs, targets, token_loss, *per_token(targets), **options).loss
+        logprobs, entropy, lse = call(fused_rl.linear_token_logprobs, inputs, targets, **options)
+        return (logprobs * entropy).sum() + lse.square().sum()
+
+    def gradients(function):
+        for leaf in leaves:
+            leaf.grad = None
+        (3 * function(leaves[0])).backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients(block)
+    results = gradients(lambda hidden: checkpoint(block, hidden, use_reentrant=reentrant))
+    for a, b in zip(results, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 * b.abs().max().item())
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("run", ["logprobs", "loss"])
+def test_tied_weight(run):
+    """The embedding is the head: one gradient, the sum of both uses."""
+    (_, weight, bias), targets, mask = make(MORE_TOKENS[0], FP32)
+    tokens = torch.arange(22) * 5
+
+    def total(module, weight, bias, targets):
+        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
+        if run == "loss":
+            values = [v.to(weight.dtype) for v in per_token(targets)]
+            return module.linear_token_loss(hidden, weight, targets, token_loss, *values, bias=bias, mask=mask).loss
+        return sum((o.square()).sum() for o in module.linear_token_logprobs(hidden, weight, targets, bias=bias))
+
+    def gradients(module, leaves, targets):
+        return torch.autograd.grad(total(module, *leaves, targets), leaves)
+
+    compare(gradients, [weight, bias], targets)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_weight_that_is_not_contiguous():
+    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
+    transposed = [leaves[0], leaves[1].detach().t().contiguous().t().requires_grad_(), leaves[2]]
+    compare(logprobs_and_gradients, transposed, targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
+    strided = leaves[0].detach().repeat_interleave(2, 0)[::2].requires_grad_()
+    compare(logprobs_and_gradients, [strided, *leaves[1:]], targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])

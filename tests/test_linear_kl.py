@@ -1,0 +1,96 @@
+"""linear_token_kl: values, every gradient, work and memory."""
+
+import pytest
+import torch
+
+import fused_rl
+from tests.heads import (
+    BF16,
+    CUTS,
+    FP32,
+    MORE_TOKENS,
+    ONE_TILE,
+    Work,
+    compare,
+    kl_and_gradients,
+    make,
+    peak_bytes,
+    reference_head,
+)
+
+
+@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS], ids=["one", "more tokens"])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_kl_on_both_backends(backend, direction, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, BF16, backend)
+    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    compare(kl_and_gradients, leaves, targets, reference_head(shape, BF16, backend), **options)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_kl(direction, dtype, workspace):
+    shape, workspace_mb = workspace
+    leaves, targets, mask = make(shape, dtype)
+    ref = reference_head(shape, dtype)
+    temperature = torch.linspace(0.5, 2, shape[0])
+    options = {"direction": direction, "temperature": temperature, "mask": mask}
+    # logits of 20 are rounded by 1e-6, and a KL of 20 nats multiplies that: whose rounding is luckier is chance
+    compare(
+        kl_and_gradients,
+        leaves,
+        targets,
+        ref,
+        atol=1e-6 if direction == "jensen-shannon" else 1e-5,
+        **options,
+        workspace_mb=workspace_mb,
+    )
+    spoilt = ref | {"ref_hidden": ref["ref_hidden"].masked_fill(~mask[:, None], torch.nan)}
+    clean, again = (kl_and_gradients(fused_rl, leaves, targets, r, **options) for r in (ref, spoilt))
+    for a, b in zip(again, clean, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert (clean[0][~mask] == 0).all() and (clean[1][~mask] == 0).all()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_kl_retained_frozen_empty_and_errors():
+    shape, workspace_mb = MORE_TOKENS
+    leaves, targets, mask = make(shape, FP32)
+    ref = reference_head(shape, FP32)
+    options = {"bias": leaves[2], "workspace_mb": workspace_mb, **ref}
+    kl = fused_rl.linear_token_kl(*leaves[:2], **options)
+    assert torch.equal(
+        *(torch.autograd.grad(kl.square().sum(), leaves[1], retain_graph=keep)[0] for keep in (True, False))
+    )
+    with Work() as work:  # policy, reference, both again, the hidden states' gradient; none of the weight's
+        fused_rl.linear_token_kl(leaves[0], leaves[1].detach(), **ref, workspace_mb=workspace_mb).sum().backward()
+    assert work.flop == 2 * 22 * 131 * (3 * 16 + 2 * 24)
+    none = fused_rl.linear_token_kl(*leaves[:2], **options, mask=torch.zeros_like(mask))
+    assert (none == 0).all() and all((g == 0).all() for g in torch.autograd.grad(none.sum(), leaves))
+    # the reference is a constant, whatever it requires: a teacher's head that nobody froze
+    live = {name: x.clone().requires_grad_() for name, x in ref.items()}
+    trained = fused_rl.linear_token_kl(*leaves[:2], **(options | live))
+    trained.sum().backward()
+    assert torch.equal(trained, kl) and all(x.grad is None for x in live.values())
+    assert not fused_rl.linear_token_kl(*(x.detach() for x in leaves[:2]), **live).requires_grad
+    for changes, message in (
+        ({"direction": "both"}, "direction must be one of"),
+        ({"ref_hidden": ref["ref_hidden"][:21]}, "the same tokens and vocabulary"),
+        ({n: x.detach().bfloat16() for n, x in ref.items()}, "one dtype and device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_rl.linear_token_kl(*leaves[:2], **(options | changes))
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_kl_memory(dtype):
+    shape = (1024, 64, 20480)
+    leaves, targets, _ = make(shape, dtype)
+    ref = reference_head(shape, dtype)
+    kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=48)
+    most = peak_bytes(lambda: kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=48))
+    assert 12 * 2**20 < most <= 1.1 * 48 * 2**20 + sum(leaf.nbytes for leaf in leaves)

@@ -1,0 +1,129 @@
+"""Both ops in the forward of a module whose weights are sharded: ZeRO 0 to 3 and FSDP2."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import reference
+from tests.distributed import run_distributed
+from tests.heads import MORE_TOKENS, token_loss
+
+
+class Policy(torch.nn.Module):
+    """Embedding, one layer and the head, with both ops in the forward of the module that is sharded."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = torch.nn.Embedding(131, 16), torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 131, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, module, tokens, advantages):
+        hidden = self.layer(self.embed(tokens[:, :-1])).tanh()
+        options = {"bias": self.head.bias, "mask": tokens[:, 1:] % 3 > 0, "workspace_mb": MORE_TOKENS[1]}
+        weights = torch.stack([advantages, advantages.square()], -1)
+        args = hidden, self.head.weight, tokens[:, 1:]
+        loss = module.linear_token_loss(*args, token_loss, advantages, weights, **options).loss
+        logprobs, entropy, _ = module.linear_token_logprobs(*args, **options)
+        return loss - (logprobs * advantages + 0.1 * entropy.square()).sum()
+
+
+def batches(world):
+    """Three micro-batches for each of `world` ranks, of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [[12, 7, 9], [5, 12, 8]]
+    return [
+        [
+            (torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator))
+            for n in lengths[rank]
+        ]
+        for rank in range(world)
+    ]
+
+
+def plain_training(tied):
+    """Two steps on the whole batch with the reference."""
+    model = Policy(tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in (b for rank in batches(2) for b in rank):
+            (model(reference, *batch) / 50).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def zero_training(rank, world, cases):
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
+    deepspeed.init_distributed("gloo")
+    trained = []
+    for stage, tied in cases:
+        model = Policy(tied)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "managed_gradient_accumulation": False,
+                "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            },
+        )
+        assert stage < 3 or model.head.weight.numel() == 0  # else nothing is sharded, and nothing tested
+        for _ in range(2):
+            for batch in batches(world)[rank]:
+                engine.backward(engine(fused_rl, *batch) / 50 * world)
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            trained.append({name: p.detach().clone().numpy() for name, p in model.named_parameters()})
+    return trained
+
+
+def fsdp_training(rank, world, cases):
+    from torch.distributed.fsdp import fully_shard
+
+    trained = []
+    for head_alone, tied in cases:
+        model = Policy(tied)
+        if head_alone:  # its own group: inside the root's forward the weight is still a shard
+            fully_shard(model.head)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for batch in batches(world)[rank]:
+                (model(fused_rl, *batch) / 50 * world).backward()
+            optimizer.step()
+        trained.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})
+    return trained
+
+
+def assert_trained_alike(results, cases):
+    start = dict(Policy(False).named_parameters())
+    for rank in results:
+        for (_, tied), trained in zip(cases, rank, strict=True):
+            expected = plain_training(tied)
+            assert trained.keys() == expected.keys()
+            for name, p in expected.items():
+                assert (p - start[name]).abs().max() > 1e-2
+                torch.testing.assert_close(torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_deepspeed_zero():
+    """ZeRO 0 to 3 over two processes train as one process does on the whole batch, loss scaled after the op."""
+    cases = [(0, False), (1, False), (2, False), (3, False), (3, True)]
+    assert_trained_alike(run_distributed(zero_training, 2, cases), cases)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_fsdp():
+    """FSDP2 over two processes, the head in the root's group and in one of its own."""
+    cases = [(False, False), (True, False), (False, True)]
+    assert_trained_alike(run_distributed(fsdp_training, 2, cases), cases)

@@ -1,0 +1,167 @@
+"""token_logprobs in autograd, in place, under torch.compile and torch.func, and as a registered operator."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fused_rl import token_logprobs
+from tests.logits import FLOATS, OUTPUTS, exact, random_rows, run, upstream_of
+
+
+def test_stride_0_and_missing_upstream_gradients(backend):
+    logits, targets = random_rows(5, 300, torch.float32, backend)
+    for name in OUTPUTS:
+        x = logits.clone().requires_grad_()
+        getattr(token_logprobs(x, targets), name).sum().backward()  # expands a single 1
+        _, expected = exact(logits, targets, {name: torch.ones(5, device=backend)})
+        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_retained_graph_yields_the_same_gradient_twice(backend):
+    logits, targets = random_rows(5, 300, torch.float32, backend)
+    logits.requires_grad_()
+    loss = token_logprobs(logits, targets).entropy.sum()
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.any()
+
+
+def test_saved_state_is_linear_in_the_rows(backend):
+    logits, targets = random_rows(6, 5000, torch.bfloat16, backend)
+    logits.requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        token_logprobs(logits, targets, mask=targets > 100)
+    kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    kept.pop(logits.untyped_storage().data_ptr())
+    assert sum(kept.values()) <= 6 * 40
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype):
+    leaf, targets = random_rows(6, 1100, dtype, backend)
+    mask = torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool, device=backend)
+    upstream = upstream_of((6,), backend)
+    expected, expected_gradient = run(token_logprobs, leaf, targets, upstream, mask=mask)
+    leaf.requires_grad_()
+    logits = leaf * 1
+    logits.register_hook(lambda g: seen.append(g.data_ptr()))
+    seen = []
+    outputs = token_logprobs(logits, targets, mask=mask, inplace=True)
+    assert all(map(torch.equal, outputs, expected))
+    sum((getattr(outputs, name) * g).sum() for name, g in upstream.items()).backward()
+    assert torch.equal(leaf.grad, expected_gradient) and seen == [logits.data_ptr()]
+    assert torch.equal(logits.detach(), expected_gradient)
+
+
+@pytest.mark.parametrize("cut", [lambda x: x[:, :-1], lambda x: x.transpose(0, 1)], ids=["cut off", "transposed"])
+def test_inplace_over_rows_that_do_not_merge(backend, cut):
+    leaf, targets = random_rows(12, 130, torch.float32, backend)
+    leaf, targets = leaf.view(3, 4, 130), cut(targets.view(3, 4))
+    upstream = upstream_of(targets.shape, backend)
+    _, expected = run(lambda x, y: token_logprobs(cut(x), y), leaf, targets, upstream)
+    _, gradient = run(lambda x, y: token_logprobs(cut(x * 1), y, inplace=True), leaf, targets, upstream)
+    assert torch.equal(gradient, expected)
+
+
+def test_inplace_shift(backend):
+    leaf, targets = random_rows(12, 130, torch.float32, backend)
+    leaf, targets = leaf.view(3, 4, 130), targets.view(3, 4)
+    upstream = upstream_of((3, 3), backend)
+    _, expected = run(token_logprobs, leaf, targets, upstream, shift=True)
+    _, gradient = run(lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=True), leaf, targets, upstream)
+    assert torch.equal(gradient, expected)
+
+
+def test_inplace_makes_every_later_use_raise(backend):
+    leaf, targets = random_rows(4, 60, torch.float32, backend)
+    leaf.requires_grad_()
+    logits = leaf * 1
+    first, second, square = (
+        token_logprobs(logits, targets, inplace=True).entropy.sum(),
+        token_logprobs(logits, targets).entropy.sum(),
+        logits.square().sum(),
+    )
+    first.backward(retain_graph=True)
+    for loss in (first, second, square):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(retain_graph=True)
+
+
+def test_inplace_without_a_gradient_leaves_the_logits_alone(backend):
+    logits, targets = random_rows(4, 60, torch.float32, backend)
+    before = logits.clone()
+    token_logprobs(logits, targets, inplace=True)  # nothing requires a gradient: a leaf may come
+    with torch.no_grad():
+        token_logprobs(logits.requires_grad_(), targets, inplace=True)
+    assert torch.equal(logits.detach(), before)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_second_derivative_raises(backend, inplace):
+    logits, targets = random_rows(4, 60, torch.float32, backend)
+    logits.requires_grad_()
+    loss = token_logprobs(logits * 1, targets, inplace=inplace).entropy.sum()
+    with pytest.raises(RuntimeError, match="second derivatives|create_graph"):
+        torch.autograd.grad(loss, logits, create_graph=True)[0].square().sum().backward()
+
+
+def test_function_transforms_raise(backend):
+    logits, targets = random_rows(4, 60, torch.float32, backend)
+
+    def entropy(x):
+        return token_logprobs(x, targets).entropy.sum()
+
+    for transformed in (
+        lambda: torch.func.grad(entropy)(logits),
+        lambda: torch.func.jacrev(entropy)(logits),
+        lambda: torch.func.jvp(entropy, (logits,), (logits,)),
+        lambda: torch.func.vmap(lambda x, y: token_logprobs(x, y).entropy)(logits, targets),
+    ):
+        with pytest.raises(RuntimeError, match=r"torch\.func"):
+            transformed()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        entropy(torch.autograd.forward_ad.make_dual(logits, logits))
+
+
+def test_operators_pass_opcheck(backend):
+    logits, targets = random_rows(6, 40, torch.float32, backend)
+    logits, targets = logits.view(2, 3, 40).requires_grad_(), targets.view(2, 3)
+    per_row = 0.5 + torch.rand(2, 3, device=backend)
+    forward = torch.ops.fused_rl.token_logprobs.default
+    torch.library.opcheck(forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0))
+    logprobs, entropy, lse, m, rest = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
+    arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
+    torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
+
+
+def test_one_graph_for_all_lengths_and_temperatures(backend, request):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(logits, targets, mask, temperature):
+        outputs = token_logprobs(logits, targets, mask=mask, temperature=temperature, shift=True)
+        return (outputs.logprobs - 0.1 * outputs.entropy).sum()
+
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    lengths = range(3, 7) if request.node.callspec.id == "kernel" else range(3, 23)  # the interpreter is slow
+    for i, length in enumerate(lengths):
+        logits, targets = random_rows(2 * length, 64, torch.float32, backend)
+        logits, targets = logits.view(2, length, 64).requires_grad_(), targets.view(2, length)
+        arguments = (logits, targets, targets[:, 1:] > 5, 0.5 + 0.2 * (i % 5))
+        (gradient,) = torch.autograd.grad(compiled(*arguments), logits)
+        (expected,) = torch.autograd.grad(loss(*arguments), logits)
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+    assert counter.frame_count <= 2  # the first length, and all others
+
+
+def test_inplace_under_compile_raises(backend):
+    logits, targets = random_rows(4, 60, torch.float32, backend)
+    compiled = torch.compile(lambda x: token_logprobs(x, targets, inplace=True).lse, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"inplace=True is not supported under torch\.compile"):
+        compiled(logits)
+
+
+def test_autocast_changes_nothing(backend):
+    logits, targets = random_rows(4, 60, torch.float32, backend)
+    expected = token_logprobs(logits, targets)
+    with torch.autocast(backend, dtype=torch.bfloat16):
+        assert all(map(torch.equal, token_logprobs(logits, targets), expected))

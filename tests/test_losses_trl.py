@@ -1,0 +1,117 @@
+"""Policy losses against TRL's, in every feature of its trainer; docs/losses.md lists where they differ."""
+
+import itertools
+
+import pytest
+import torch
+
+import fused_rl
+from tests.papers import F64, B, T, batch
+
+
+def trl_loss(lp, old, advantages, mask, loss_type, level, o):
+    """TRL 1.16's GRPO losses, transcribed from its trainer: mask float, `o` its config and per-token inputs."""
+    a, mask = advantages[:, None], mask.to(lp.dtype)
+    log_w = lp - old
+    if level == "sequence":
+        log_w = (log_w * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    w = log_w.exp()
+    if loss_type == "cispo":
+        losses = -w.clamp(max=o["epsilon_high"]).detach() * a * lp
+    elif loss_type == "sapo":
+        tau = torch.where(a > 0, torch.tensor(1.0, dtype=F64), torch.tensor(1.05, dtype=F64))
+        losses = -torch.sigmoid(tau * (w - 1)) * 4 / tau * a
+    elif loss_type == "vespo":
+        log_sum = ((lp - old).detach() * mask).sum(1, keepdim=True)
+        k, rate = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
+        losses = -torch.exp(rate + k * log_sum - rate * log_sum.exp()) * a * lp
+    else:
+        capped = w if o.get("delta") is None else w.clamp(max=o["delta"])
+        losses = -torch.min(capped * a, w.clamp(1 - o["epsilon"], 1 + o["epsilon_high"]) * a)
+    if "off_policy_threshold" in o:
+        gap = (o.get("rollout", old) - lp.detach()) * mask
+        gap = gap.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        losses = losses * ((a >= 0) | (gap <= o["off_policy_threshold"]))
+    if "top_entropy" in o:
+        losses = losses * (o["entropy"] >= torch.quantile(o["entropy"][mask.bool()], 1 - o["top_entropy"]))
+    losses = losses * o.get("importance", 1)
+    if "beta" in o:
+        kl = torch.exp(o["ref"] - lp) - (o["ref"] - lp) - 1
+        losses = losses + o["beta"] * kl * (w if o.get("use_bias_correction_kl") else 1)
+    if loss_type in ("grpo", "sapo"):
+        return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    if loss_type == "luspo":
+        return (losses * mask).sum(1).mean()
+    if loss_type == "dr_grpo":
+        return (losses * mask).sum() / (len(mask) * o["max_completion_length"])
+    items = o["num_items_in_batch"] if loss_type in ("dapo", "cispo", "vespo") else mask.sum().clamp(min=1)
+    return (losses * mask).sum() / items
+
+
+def trl_feature(feature, old, generator):
+    """(TRL's inputs, ours) of one feature."""
+    if feature == "delta":
+        return {"delta": 1.5}, {"delta": 1.5}
+    if feature in ("k3", "rk3"):
+        ref = old + 0.3 * torch.randn(B, T, generator=generator, dtype=F64)
+        ours = {"kl_coef": 0.2, "kl_estimator": feature, "ref_logprobs": ref}
+        return {"beta": 0.2, "ref": ref, "use_bias_correction_kl": feature == "rk3"}, ours
+    if feature == "off-policy":
+        return {"off_policy_threshold": 0.05}, {"off_policy_threshold": 0.05}
+    if feature == "top-entropy":
+        entropy = torch.rand(B, T, generator=generator, dtype=F64)
+        return {"top_entropy": 0.4, "entropy": entropy}, {"top_entropy": 0.4, "entropy": entropy}
+    rollout = old + 0.5 * torch.randn(B, T, generator=generator, dtype=F64)
+    if feature == "off-policy-sampler":  # half a nat a token from the trainer's policy, either way
+        rollout = old + torch.randn(B, 1, generator=generator, dtype=F64).sign() / 2
+        given = {"off_policy_threshold": 0.05}
+        return given | {"rollout": rollout}, given | {"rollout_logprobs": rollout, "rollout_correction": None}
+    ours = {"rollout_logprobs": rollout, "rollout_correction": feature, "rollout_high": 1.3, "rollout_low": 0.6}
+    return {"rollout": rollout, "correction": feature}, ours
+
+
+def trl_importance(old, rollout, mask, correction):
+    level, how = correction.split("-")
+    difference = (old - rollout) * mask
+    ratio = (difference.sum(1, keepdim=True) if level == "sequence" else difference).exp()
+    return ratio.clamp(0.6, 1.3) if how == "truncate" else ratio.masked_fill((ratio < 0.6) | (ratio > 1.3), 0.0)
+
+
+TRL = {"grpo": "token", "bnpo": "token", "dr_grpo": "token", "dapo": "token", "gspo": "sequence", "cispo": "token"}
+TRL |= {"sapo": "token", "luspo": "sequence", "vespo": "token"}
+FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "off-policy-sampler", "top-entropy")
+FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
+
+
+# TRL weights a token's KL by the sequence's ratio, and multiplies the rollout weights into VESPO's W
+NOT_TRL = {(p, "rk3") for p in ("gspo", "luspo")} | {("vespo", f) for f in FEATURES if f[-4:] in ("cate", "mask")}
+
+
+@pytest.mark.parametrize(("preset", "feature"), [c for c in itertools.product(TRL, FEATURES) if c not in NOT_TRL])
+def test_trl(preset, feature):
+    """Where ours must be TRL's; docs/losses.md lists where it is not, and why."""
+    if feature == "delta" and preset in ("cispo", "sapo", "vespo"):
+        with pytest.raises(ValueError, match="delta belongs to the surrogate"):
+            fused_rl.policy_loss(*torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5)
+        return
+    generator = torch.Generator().manual_seed(7)
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, generator=generator, dtype=F64).sub(3).requires_grad_()
+    old = logprobs.detach() + drift[0]
+    theirs, ours = trl_feature(feature, old, generator) if feature != "none" else ({}, {})
+    if "correction" in theirs:
+        theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
+    clip = fused_rl.PRESETS[preset].options
+    theirs |= {"epsilon": clip.get("clip_low", 0.2), "epsilon_high": clip.get("clip_high", 0.2)}
+    theirs |= {"epsilon_high": 5.0} if preset == "cispo" else {}  # TRL's is the bound itself, ours the offset from 1
+    theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
+    loss_type = "grpo" if preset == "gspo" else preset
+    want = trl_loss(logprobs, old, advantages, mask, loss_type, TRL[preset], theirs)
+    num_tokens = 40 if preset in ("dapo", "cispo", "vespo") else None
+    loss, _ = fused_rl.policy_loss(
+        logprobs, old, advantages, mask, preset=preset, num_tokens=num_tokens, max_length=9, **ours
+    )
+    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
+    upstream = torch.randn((), generator=generator, dtype=F64)
+    grads = [torch.autograd.grad(x, logprobs, upstream)[0] for x in (loss, want)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,275 @@
+"""Kept sets from hidden states: values, every gradient, bits, bytes, and a real sampler."""
+
+import pytest
+import torch
+
+import fused_rl
+from bench import interpreter
+from fused_rl import TokenSupport, reference
+from fused_rl.kernels.states import KeptSets
+from tests.heads import Work, assert_as_good, in_dtype, peak_bytes
+from tests.kept_sets import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    OPTIONS,
+    assert_same_bits,
+    outputs_and_gradient,
+    random_logits,
+    run_on,
+    upstream_of,
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
+def test_bytes_and_bounds():
+    """K reads of the logits per row forward; V zeros and K values backward; no program in another's elements."""
+    vocab, sizes = 4099, [1, 8, 120, 0]
+    logits = random_logits(4, vocab).to(BF16)
+    ids = torch.cat(
+        [torch.randperm(vocab, generator=torch.Generator().manual_seed(i))[:n] for i, n in enumerate(sizes)]
+    )
+    support = TokenSupport(ids, torch.tensor([0, 1, 9, 129, 129]))
+    targets, mask = ids[[0, 1, 9, 0]], torch.tensor([True, True, True, False])
+    upstream = upstream_of(targets)
+    with interpreter.count_traffic() as launches, interpreter.check_memory():
+        outputs_and_gradient(fused_rl, logits, targets, upstream, support=support, mask=mask)
+    whole_fwd, fwd, whole_bwd, bwd = launches
+    assert whole_fwd.bytes("x_ptr") == (0, 0)
+    assert fwd.bytes("logits_ptr") == (2 * 129, 0) and fwd.bytes("x_ptr")[1] == 4 * 129
+    assert whole_bwd.bytes("x_ptr")[0] == 0 and whole_bwd.bytes("dx_ptr")[1] == 2 * 4 * vocab
+    assert bwd.bytes("dx_ptr") == (0, 2 * 129) and "logits_ptr" not in bwd.read
+
+    # from hidden states: K rows of the head forward and K backward, and of its gradient each touched row once
+    width = 48
+    hidden = random_logits(4, width).requires_grad_()
+    weight = random_logits(vocab, width, seed=1).requires_grad_()
+    with interpreter.count_traffic() as launches, interpreter.check_memory():
+        out = fused_rl.linear_token_logprobs(hidden, weight, targets, support=support, mask=mask)
+        torch.autograd.grad(out, (hidden, weight), upstream)
+    dot, _, _, dhidden, head = launches
+    rows = 129 * width * 4
+    assert dot.bytes("weight_ptr") == dhidden.bytes("weight_ptr") == (rows, 0)
+    assert dhidden.bytes("dhidden_ptr") == (0, 3 * width * 4)
+    assert head.bytes("hidden_ptr")[0] == rows and head.bytes("dweight_ptr") == (0, len(ids.unique()) * width * 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch of a GPU, in the interpreter")
+def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
+    """What CPU tensors are checked for beforehand: an id outside the vocabulary, a target outside its set."""
+    pytest.importorskip("triton")
+    from fused_rl.kernels import support as kernels
+
+    logits, x = random_logits(3, 40), torch.zeros(6)
+    kept = KeptSets(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
+    targets = torch.tensor([1, 7, 5])
+    with interpreter.check_memory():
+        out = kernels.kept_fwd(x, kept, targets, None, 1.0, None, logits=logits)
+        assert out.logprobs.isnan().all() and out.entropy.isnan().tolist() == [True, False, True]
+        hidden, weight = random_logits(3, 16), random_logits(40, 16)
+        kernels.kept_dot(x, hidden, weight, None, kept)
+        kernels.kept_hidden(x, weight, kept)
+        entries = torch.ones(3), torch.tensor([0, 0, 1]), torch.tensor([-1, 3, 40]), torch.arange(1, 4)
+        dweight, _ = kernels.kept_head(*entries, hidden, 40, None, None, (True, False))
+    assert x.isnan().tolist() == [False, True, False, False, False, True]
+    assert dweight.any(1).nonzero()[:, 0].tolist() == [3]
+
+
+def make_head(n, width, vocab, dtype, device, bias=True):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
+    weight, offsets = torch.randn(vocab, width, generator=generator), torch.randn(vocab, generator=generator)
+    leaves = [hidden, weight, offsets] if bias else [hidden, weight]
+    return [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
+
+
+def linear(module, leaves, targets, upstream, **options):
+    outputs = module.linear_token_logprobs(
+        leaves[0], leaves[1], targets, bias=leaves[2] if len(leaves) > 2 else None, **options
+    )
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    grads = torch.autograd.grad(outputs, wanted, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
+    return [*(o.detach() for o in outputs), *grads]
+
+
+# sets of all sizes with whole rows among them, so that some go through tiles; none of these
+MIXED, SHORT = [1, 0, 2, 3, 8, 64, 65, 700, 1, 0, 300, 701], [1, 2, 3, 8, 64, 1, 1, 5, 1, 17, 2, 9]
+
+
+def sets_of(sizes, vocab=701):
+    generator = torch.Generator().manual_seed(0)
+    lists = [torch.randperm(vocab, generator=generator)[:size] for size in sizes]
+    targets = [row[len(row) // 2] if len(row) else torch.tensor(vocab // 3) for row in lists]
+    return TokenSupport.from_lists(lists), torch.stack(targets)
+
+
+@pytest.mark.parametrize("sizes", [MIXED, SHORT], ids=["mixed", "short"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)])
+def test_linear_values_and_gradients(backend, dtype, name, sizes):
+    support, targets = sets_of(sizes)
+    options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
+    options["support"] = support.to(backend)
+    leaves, targets = make_head(12, 33, 701, dtype, backend), targets.to(backend)
+    upstream = [u.to(backend) for u in upstream_of(targets)]
+    found = linear(fused_rl, leaves, targets, upstream, workspace_mb=0.01, **options)
+    exact = linear(reference, in_dtype(leaves, FP64), targets, upstream, **options)
+    same = linear(reference, in_dtype(leaves, dtype), targets, upstream, **options)
+    assert_as_good(found, exact, same, atol=2e-6)
+    if sizes is SHORT and name == "plain":
+        certain = torch.tensor(sizes, device=backend) == 1
+        assert not found[0][certain].any() and not found[1][certain].any()
+        outside = exact[4].abs().sum(1) == 0
+        assert outside.any() and not found[4][outside].any() and not found[5][outside].any()
+
+
+def test_linear_singletons_give_no_gradient(backend):
+    leaves = make_head(3, 16, 97, BF16, backend)
+    targets = torch.tensor([5, 96, 5], device=backend)
+    support = TokenSupport(targets, torch.arange(4, device=backend))
+    one = torch.ones(3, device=backend)
+    found = linear(fused_rl, leaves, targets, (one, one, 0 * one), support=support)
+    assert not any(found[i].any() for i in (0, 1, 3, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype):
+    """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""
+    n, vocab = 24, 97
+    generator = torch.Generator().manual_seed(0)
+    leaves = make_head(n, 24, vocab, dtype, backend)
+    targets = torch.randint(5, (n,), generator=generator)
+    lists = [torch.cat([t[None], 5 + torch.randperm(8, generator=generator)[:5]]) for t in targets]
+    support = TokenSupport.from_lists(lists).to(backend)
+    upstream = torch.randn(3, n, generator=generator)
+    upstream[:, ::4] = upstream[:, :1]
+    leaves[0].data[:8] = leaves[0].data[8:16]
+    targets, upstream = run_on(backend, targets, upstream)
+    for head in (leaves[1:], [torch.zeros_like(leaf).requires_grad_() for leaf in leaves[1:]]):
+        expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
+        for seed in range(2):
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(backend)
+            moved = [leaves[0].detach()[order].requires_grad_(), *head]
+            found = linear(fused_rl, moved, targets[order], upstream[:, order], support=support.select(order))
+            assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
+
+
+def test_whole_rows_go_through_tiles_with_their_bits(backend):
+    """What they get with `support` is what they get without, as a batch of their own."""
+    support, targets = sets_of([1, 0, 2, 0, 0, 8])
+    leaves, targets = make_head(6, 33, 701, BF16, backend), targets.to(backend)
+    whole = torch.tensor([1, 3, 4], device=backend)
+    upstream = torch.stack(upstream_of(targets)).to(backend)
+    found = linear(fused_rl, leaves, targets, upstream, support=support.to(backend))
+    alone = [leaves[0].detach()[whole].requires_grad_(), *leaves[1:]]
+    plain = linear(fused_rl, alone, targets[whole], upstream[:, whole])
+    assert_same_bits([x[whole] for x in found[:4]], plain[:4])
+    none = TokenSupport.from_lists([[]] * 6).to(backend)
+    expected = linear(fused_rl, leaves, targets, upstream)
+    assert_same_bits(linear(fused_rl, leaves, targets, upstream, support=none), expected)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("frozen", range(3))
+def test_frozen_leaves_and_a_retained_graph(frozen):
+    support, targets = sets_of(MIXED)
+    leaves = make_head(12, 33, 701, FP32, "cpu")
+    every = linear(fused_rl, leaves, targets, upstream_of(targets), support=support)[3:]
+    leaves[frozen].requires_grad_(False)
+    some = linear(fused_rl, leaves, targets, upstream_of(targets), support=support)[3:]
+    del every[frozen]
+    assert_same_bits(some, every)
+
+    out = fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], support=support)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    first = torch.autograd.grad(out, wanted, upstream_of(targets), retain_graph=True)
+    assert_same_bits(torch.autograd.grad(out, wanted, upstream_of(targets)), first)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_weight_that_is_not_contiguous_and_autocast():
+    support, targets = sets_of(SHORT)
+    hidden, weight = make_head(12, 33, 701, FP32, "cpu", bias=False)
+    expected = linear(fused_rl, [hidden, weight], targets, upstream_of(targets), support=support)
+    turned = weight.detach().t().contiguous().t().requires_grad_()
+    found = linear(fused_rl, [hidden, turned], targets, upstream_of(targets), support=support)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    with torch.autocast("cpu", BF16):
+        cast = linear(fused_rl, [hidden, weight], targets, upstream_of(targets), support=support)
+    low = linear(fused_rl, in_dtype([hidden, weight], BF16), targets, upstream_of(targets), support=support)
+    assert_same_bits(cast, [*low[:3], *(x.float() for x in low[3:])])
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_linear_needs_neither_logits_nor_a_gemm(dtype):
+    """N V would be 160 MB and more; beside gradients there are a few MB of gathered rows."""
+    n, width, vocab = 1024, 64, 40960
+    hidden, weight = make_head(n, width, vocab, dtype, "cpu", bias=False)
+    ids = torch.stack([torch.randperm(vocab)[:8] for _ in range(n)])
+    support = TokenSupport(ids.reshape(-1), torch.arange(0, 8 * n + 1, 8))
+    args = [hidden, weight], ids[:, 3], upstream_of(ids[:, 3])
+    with Work() as work:
+        linear(fused_rl, *args, support=support)
+    assert work.flop == 0
+    most = peak_bytes(lambda: linear(fused_rl, *args, support=support))
+    assert most <= hidden.nbytes + weight.nbytes + 12 * 2**20
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_no_set_touches_of_a_large_gradient_is_never_written():
+    """Zeros of a mapping that was not touched: an ordinary tensor to read, add to and free, without its memory."""
+    from fused_rl.cpu.support import zeros_for_rows
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    zeros = zeros_for_rows(1 << 17, 256, FP32, touched=8)  # 128 MB
+    zeros[[5, 1 << 16]] = 1.0
+    assert resident() - before < 16 * 2**20
+    assert zeros.sum() == 512 and zeros.count_nonzero() == 512
+    kept = zeros.clone()
+    del zeros
+    assert kept.add_(1).sum() == 512 + kept.numel()
+    assert not zeros_for_rows(1 << 17, 256, FP32, touched=1 << 16).any()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_generate_sampled_is_replayed():
+    """Ratio 1 on the first step with the sets that top-p, top-k and min-p left; without them it is far from it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Qwen2Config(vocab_size=517, num_key_value_heads=2, **sizes)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    model.lm_head.weight.data.normal_(0, 0.6)
+    prompt = torch.randint(517, (6, 5))
+    sampling = {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "temperature": 0.7}
+    sampled = model.generate(
+        prompt, max_new_tokens=24, do_sample=True, output_scores=True, return_dict_in_generate=True, eos_token_id=None,
+        pad_token_id=0, **sampling,
+    )  # fmt: skip
+    targets = sampled.sequences[:, 5:]
+    scores = torch.stack(sampled.scores, 1)
+    rollout = scores.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    support = TokenSupport.from_scores(sampled.scores)
+    sizes = support.offsets.diff()
+    assert 1 < sizes.float().mean() < 20 and (sizes == 1).any() and sizes.max() <= 20
+
+    with torch.no_grad():
+        hidden = model.model(sampled.sequences).last_hidden_state[:, 4:-1]
+        logits = model.lm_head(hidden)
+    replayed = fused_rl.token_logprobs(logits, targets, temperature=0.7, support=support).logprobs
+    from_hidden = fused_rl.linear_token_logprobs(
+        hidden, model.lm_head.weight, targets, temperature=0.7, support=support
+    ).logprobs
+    for found in (replayed, from_hidden):
+        torch.testing.assert_close(found, rollout, rtol=0, atol=1e-5)
+        torch.testing.assert_close((found - rollout).exp(), torch.ones_like(found), rtol=0, atol=1e-5)
+    everything = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
+    off = rollout - everything  # -ln of the mass that was kept: top-p keeps 0.8 and more, top-k and min-p less
+    assert (off >= -1e-5).all() and off.mean() > 0.15 and ((-off).exp() < 0.9).float().mean() > 0.5

@@ -1,0 +1,133 @@
+"""Kept sets in several processes: sharded weights, a sharded vocabulary."""
+
+import os
+
+import pytest
+import torch
+
+import fused_rl
+from bench import interpreter
+from fused_rl import TokenSupport, reference
+from tests.distributed import run_distributed
+from tests.kept_sets import OPTIONS, outputs_and_gradient, random_logits, some_rows, upstream_of
+
+
+class Head(torch.nn.Module):
+    """A layer and the head, with the op in the forward of the module that is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = torch.nn.Embedding(131, 16), torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 131)
+
+    def forward(self, module, tokens, advantages):
+        hidden = self.layer(self.embed(tokens[:, :-1])).tanh()
+        targets = tokens[:, 1:]
+        near = (targets[..., None] + 17 * torch.arange(4)) % 131
+        lists = [row[: len(row) if i % 3 else 0] for i, row in enumerate(near.flatten(0, 1).tolist())]
+        options = {"bias": self.head.bias, "mask": targets % 3 > 0, "support": TokenSupport.from_lists(lists)}
+        logprobs, entropy, _ = module.linear_token_logprobs(hidden, self.head.weight, targets, **options)
+        return -(logprobs * advantages + 0.1 * entropy.square()).sum()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(12, 9), (5, 8)]
+    return [
+        [(torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator)) for n in lengths]
+        for lengths in sizes
+    ]
+
+
+def trained(model, optimizer, mine, module, world, backward):
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in mine:
+            backward(model(module, *batch) / 20 * world)
+        optimizer.step()
+
+
+def sharded_training(rank, world):
+    import deepspeed
+    import deepspeed.ops
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ["TRITON_INTERPRET"] = "0"
+    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
+    deepspeed.init_distributed("gloo")
+    model = Head()
+    fully_shard(model.head)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trained(model, optimizer, batches()[rank], fused_rl, world, lambda loss: loss.backward())
+    by_fsdp = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+
+    model = Head()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    assert engine.module.head.weight.numel() == 0
+    for _ in range(2):
+        for batch in batches()[rank]:
+            engine.backward(engine(fused_rl, *batch) / 20 * world)
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        by_zero = {name: p.detach().clone().numpy() for name, p in engine.module.named_parameters()}
+    return by_fsdp, by_zero
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.slow
+def test_fsdp_and_zero_3():
+    """Two processes train as one does on the whole batch with the reference."""
+    model = Head()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    everything = [batch for rank in batches() for batch in rank]
+    trained(model, optimizer, everything, reference, 1, lambda loss: loss.backward())
+    for of_rank in run_distributed(sharded_training, 2):
+        for found in of_rank:
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(torch.from_numpy(found[name]), p.detach(), rtol=0, atol=3e-6, msg=name)
+
+
+def check_shards(rank, world):
+    """Vocabulary split unevenly, both paths: values and gradients of the reference, errors on every rank."""
+    interpreter.fix_numerics()
+    vocab, starts = 703, [0, 200, 703]
+    lists, targets = some_rows(vocab=vocab, longest=300)
+    lists[4] = torch.arange(690, 703)  # nothing of it on the first rank
+    targets[4] = 699
+    support, logits = TokenSupport.from_lists(lists), random_logits(len(lists), vocab)
+    logits[3] += 1000.0
+    logits[6, lists[6][:60]] = -torch.inf
+    logits[6, targets[6]] = 0.0
+    columns, upstream = slice(starts[rank], starts[rank + 1]), upstream_of(targets)
+    for interpret in ("1", "0"):
+        os.environ["TRITON_INTERPRET"] = interpret
+        for options in list(OPTIONS.values())[1 if interpret == "1" else 0 :]:
+            exact = outputs_and_gradient(reference, logits.double(), targets, upstream, support=support, **options)
+            leaf = logits[:, columns].clone().requires_grad_()
+            out = fused_rl.vocab_parallel_token_logprobs(leaf, targets, columns.start, support=support, **options)
+            found = [*out, *torch.autograd.grad(out, leaf, upstream)]
+            for a, b in zip(found, [*exact[:3], exact[3][:, columns]], strict=True):
+                torch.testing.assert_close(a.double(), b, rtol=3e-6, atol=3e-6)
+        assert found[0][0] == 0 and found[1][0] == 0 and not found[3][0].isnan().any()
+        with pytest.raises(ValueError, match="is not in its kept set"):
+            fused_rl.vocab_parallel_token_logprobs(leaf, targets + 1, columns.start, support=support)
+        beyond = TokenSupport.from_lists([[1, 703], [1]])
+        with pytest.raises(ValueError, match="of the 2 kept ids of row 0 the ranks hold 1; check vocab_start"):
+            fused_rl.vocab_parallel_token_logprobs(leaf[:2], torch.ones(2).long(), columns.start, support=beyond)
+    return True
+
+
+def test_vocabulary_shards():
+    assert run_distributed(check_shards, 2, timeout=240) == [True] * 2

@@ -1,0 +1,223 @@
+"""Rows and files of rows that a command must refuse."""
+
+import codecs
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.trainers import tiny
+from tests.trainers.bad_inputs.cases import ALL, READERS, Case, of, words
+
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+
+
+def columns_of(command: str) -> dict:
+    pair = {"prompt": "a=", "chosen": "b", "rejected": "c"}
+    return pair if command == "reward" else {"question": "1+1?", "answer": "2"}
+
+
+def data(commands: str, title: str, content: str | bytes, message: str, name="data.jsonl", **fields) -> list[Case]:
+    """A dataset with this content."""
+    which = {"kl-report": "--prompts"}
+    made, more = [], fields.pop("options", ())
+    for command in commands.split():
+        write = _writer(name, content)
+        made += of(command, title, message, which.get(command, "--dataset"), name, *more, spoil=write, **fields)
+    return made
+
+
+def _writer(name: str, content: str | bytes) -> Callable[[Path], None]:
+    content = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def line(commands: str, text: str | bytes, message: str, **fields) -> list[Case]:
+    """Six good rows, of which the third is this text instead; the error must name the line."""
+    made = []
+    for command in commands.split():
+        good = json.dumps(columns_of(command)).encode() + b"\n"
+        content = good * 2 + (text if isinstance(text, bytes) else text.encode()) + b"\n" + good * 3
+        made += data(command, f"line {text[:40]!r}", content, f"data.jsonl, line 3.*{message}", **fields)
+    return made
+
+
+def cell(commands: str, column: str, value, message: str, **fields) -> list[Case]:
+    """Six good rows, of which the third has this in a column."""
+    made = []
+    for command in commands.split():
+        made += line(command, json.dumps(columns_of(command) | {column: value}), message, **fields)
+    return made
+
+
+def files(commands: str, title: str, spoil: Callable[[Path], None], name: str, message: str, *more: str) -> list[Case]:
+    """A dataset that `spoil` makes."""
+    which = {"kl-report": "--prompts"}
+    return [Case(c, title, message, (which.get(c, "--dataset"), name, *more), spoil) for c in commands.split()]
+
+
+def a_table(folder: Path, rows: list[dict], name: str = "data.parquet") -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / name)
+
+
+def half_a_table(folder: Path) -> None:
+    a_table(folder, tiny.sums(50))
+    path = folder / "data.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def a_folder(folder: Path, **names: str) -> None:
+    (folder / "set").mkdir()
+    for name, text in names.items():
+        (folder / "set" / f"{name}.jsonl").write_text(text)
+
+
+TEXT_OR_MESSAGES = "column 'question' must be text or a list of messages"
+LONG = json.dumps({"question": "9" * 20_000, "answer": "2"}) + "\n"
+DATA = [
+    *data(ALL, "an empty file", "", "data.jsonl has no rows"),
+    *data("sft", "nothing but newlines", "\n\r\n\n", "data.jsonl has no rows"),
+    *data("sft", "spaces", "   \n", "data.jsonl has no rows"),
+    *data("sft", "a BOM and nothing else", codecs.BOM_UTF8, "data.jsonl has no rows"),
+    *data("sft", "UTF-16", '{"question": "a", "answer": "b"}\n'.encode("utf-16"), "line 1, byte 1: not UTF-8"),
+    *data("sft", "NULs", bytes(100), "line 1, character 1: not JSON"),
+    *data("sft", "random bytes", bytes(range(128, 256)), "line 1, byte 1: not UTF-8"),
+    *data("sft", "a JSON list over lines", "[\n{}\n]\n", "line 1.*not JSON"),
+    *data("sft", "a number", "3\n", "line 1: expected a JSON object, got int"),
+    *data("sft", "null", "null\n", "line 1: expected a JSON object, got NoneType"),
+    *data("sft", "a CSV file", "question,answer\n1,2\n", "only .jsonl and .parquet files are read", "data.csv"),
+    *data("sft", "a JSON file", "[]", "only .jsonl and .parquet files are read", "data.json"),
+    *data("sft", "text as Parquet", "PAR1 no", "data.parquet is not a whole Parquet file", "data.parquet"),
+    *data("sft", "an empty Parquet file", "", "data.parquet is not a whole Parquet file", "data.parquet"),
+    *data(READERS, "all prompts too long", LONG * 12, r"(all \d+ rows are longer|20\d+ tokens, but the model has 128)"),
+    *data("sft", "a huge line", "x" * 20_000_000, "data.jsonl, line 1, character 1: not JSON"),
+    *data("sft", "a huge line of other text", "[" + "1," * 10_000_000, "data.jsonl, line 1, character .*: not JSON"),
+    *files("sft", "half a Parquet file", half_a_table, "data.parquet", "data.parquet is not a whole Parquet file"),
+    *files(ALL, "no such file", lambda folder: None, "none.jsonl", "dataset file none.jsonl does not exist"),
+    *files(
+        "sft",
+        "a folder named as a file",
+        lambda f: (f / "d.jsonl").mkdir(),
+        "d.jsonl",
+        "not exist, or is a folder",
+    ),
+    *files(ALL, "an empty folder", a_folder, "set", "dataset='set'"),
+    *files("sft", "a folder of broken rows", lambda f: a_folder(f, train="{"), "set", "dataset='set'"),
+    *files(
+        "sft",
+        "no such configuration",
+        lambda f: a_folder(f, train='{"question": "a", "answer": "b"}\n'),
+        "set",
+        "dataset='set' .configuration b",
+        "--dataset_config",
+        "b",
+    ),
+    *files(
+        "sft",
+        "no such split",
+        lambda f: a_folder(f, train='{"question": "a", "answer": "b"}\n'),
+        "set",
+        "dataset='set' .*split dev",
+        "--dataset_split",
+        "dev",
+    ),
+    *files(
+        "sft",
+        "numbers in Parquet",
+        lambda f: a_table(f, [{"question": 1, "answer": 2}] * 5),
+        "data.parquet",
+        "data.parquet, row 1: " + TEXT_OR_MESSAGES,
+    ),
+    *files(
+        "sft",
+        "bytes in Parquet",
+        lambda f: a_table(f, [{"question": b"\xff", "answer": b"2"}] * 5),
+        "data.parquet",
+        "data.parquet, row 1: " + TEXT_OR_MESSAGES,
+    ),
+    *files("sft", "Parquet without rows", lambda f: a_table(f, tiny.sums(1)[:0]), "data.parquet", "has no rows"),
+    *words("sft", "--dataset openai/gsm9k", "dataset='openai/gsm9k'"),
+    *words("sft", "--dataset /", "dataset='/'"),
+    *of("sft", "a dataset whose name is empty", "dataset", "--dataset", ""),
+    *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
+    *words("reward", "--reference_dataset none.jsonl", "dataset file none.jsonl does not exist"),
+    *words("reward", "--reference_dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing"),
+    *words(
+        "sft",
+        "--prompt_column q",
+        "line 1: column 'q' is missing; .*--prompt_column",
+    ),
+    *words("sft", "--completion_column a", "line 1: column 'a' is missing; .*--completion_column"),
+    *words("grpo", "--answer_column a --verifiers math", "line 1: column 'a' is missing; .*--answer_column"),
+    *words("reward", "--dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing; .*--chosen_column"),
+    *words("sft", "--dataset pairs.jsonl", "pairs.jsonl, line 1: column 'answer' is missing; .*--completion_column"),
+    *words("sft", "--max_length 3", "rows.jsonl: all 10 rows are longer than .*max_length"),
+    *words("grpo", "--max_prompt_length 3", "rows.jsonl: all 12 rows are longer than max_prompt_length"),
+    *words("reward", "--max_prompt_length 1", "pairs.jsonl: no pair is left of 10: 10 with a prompt longer"),
+    *words("reward", "--max_response_length 1", "pairs.jsonl: no pair is left of 10: 10 with a response longer"),
+    *line(ALL, "{", "character 2: not JSON"),
+    *line(ALL, b'{"question": "\xff"}', "not UTF-8"),
+    *line(ALL, "[1]", "expected a JSON object, got list"),
+    *line("sft", '{"question": "a", "answer": "b"} {}', "not JSON: Extra data"),
+    *line("sft", '{"question": "a", "answer": "b",}', "not JSON"),
+    *line("sft", "{'question': 'a'}", "not JSON"),
+    *line("sft", '{"question": "a", "question": "b", "answer": "c"}', "key 'question' stands 2 times"),
+    *line("sft", '{"question": "a\tb", "answer": "c"}', "not JSON: Invalid control character"),
+    *cell(READERS, "question", "a\ud800", "half a surrogate"),
+    *cell("reward", "chosen", "\udfffa", "half a surrogate"),
+    *line("sft", '{"question": "a", "answer": "b\\udfff"}', "half a surrogate"),
+    *line(ALL, "[" * 100_000, "nested too deeply"),
+    *line("sft", '{"question": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    *line("sft", '{"question": ' + "9" * 5000 + ', "answer": "b"}', "question.* must be text|too many digits|not JSON"),
+    *line("sft", "{}", r"column '\w+' is missing"),
+    *cell(READERS, "question", None, "column 'question' is null; mend or remove the row"),
+    *cell("sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"),
+    *cell("reward", "chosen", "b<end>c", "the completion spells '<end>'"),
+    *cell("sft", "question", [USER, CALLS], "the assistant's turn has tool_calls, but the chat template leaves it out"),
+    *cell("reward", "chosen", [CALLS], "column 'chosen' is a turn with tool_calls; give the whole conversation"),
+    *cell("reward", "chosen", [USER, CALLS], "the assistant's turn has tool_calls, but the chat template leaves it"),
+    *cell(READERS, "tools", [{"name": "f"}], "the row has tools, but the chat template does not read them"),
+    *cell("sft grpo", "tools", "[]", "column 'tools' must be a list of functions as JSON objects"),
+    *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
+    *cell("sft", "question", True, TEXT_OR_MESSAGES),
+    *cell("sft", "question", float("nan"), TEXT_OR_MESSAGES),
+    *cell("sft", "question", {"role": "user"}, TEXT_OR_MESSAGES),
+    *cell(READERS, "question", [], TEXT_OR_MESSAGES),
+    *cell("sft", "question", ["a"], TEXT_OR_MESSAGES),
+    *cell("sft", "question", [USER, "a"], TEXT_OR_MESSAGES),
+    *cell("sft", "question", [{"role": "user"}], TEXT_OR_MESSAGES),
+    *cell("sft", "question", [{"content": "a"}], TEXT_OR_MESSAGES),
+    *cell(READERS, "question", [{"role": "user", "content": None}], TEXT_OR_MESSAGES),
+    *cell("sft", "question", [{"role": "user", "content": [{"type": "text", "text": "a"}]}], TEXT_OR_MESSAGES),
+    *cell("sft", "question", [{"role": 1, "content": "a"}], TEXT_OR_MESSAGES),
+    *cell(READERS, "question", [ASSISTANT], "the assistant's messages alone"),
+    *cell("sft", "answer", 5, "column 'answer' must be text, got int"),
+    *cell("sft", "answer", None, "column 'answer' is null; mend or remove the row"),
+    *cell("sft", "answer", ["a"], "column 'answer' must be text, got list"),
+    *cell("sft", "answer", {"a": 1}, "column 'answer' must be text, got dict"),
+    *cell("reward", "chosen", None, "column 'chosen' is null"),
+    *cell("reward", "chosen", 3, "column 'chosen' must be text"),
+    *cell("reward", "chosen", ["a"], "column 'chosen' must be text or messages"),
+    *cell("reward", "chosen", [], "column 'chosen' must be text"),
+    *cell("reward", "chosen", {"role": "assistant"}, "column 'chosen' must be text"),
+    *cell("reward", "chosen", [{"role": "assistant"}], "column 'chosen' (must be text|is missing)"),
+    *cell("reward", "chosen", [{"role": "assistant", "content": 3}], "column 'chosen' must be text"),
+    *cell("reward", "chosen", [USER, {"role": "assistant", "content": None}], "column 'chosen' must be text"),
+    *cell("reward", "rejected", [ASSISTANT, USER], "column 'rejected' must be text, or messages that end"),
+    *cell("reward", "rejected", [{"content": "a"}], "column 'rejected' must be text"),
+    *cell("reward", "prompt", 3, "column 'prompt' must be text"),
+    *cell("reward", "prompt", ["a"], "column 'prompt' must be text or messages"),
+    *cell("reward", "prompt", [], "column 'prompt' must be text"),
+    *cell("reward", "prompt", [USER, ASSISTANT], "column 'prompt' ends with the assistant's turn"),
+    *cell("reward", "prompt", [{"role": "user", "content": None}], "column 'prompt' must be text"),
+    *cell("reward", "margin", float("nan"), "column 'margin' must be a number, got nan"),
+    *cell("reward", "margin", float("inf"), "column 'margin' must be a number, got inf"),
+    *cell("reward", "margin", "much", "column 'margin' must be a number, got 'much'"),
+    *cell("reward", "margin", True, "column 'margin' must be a number, got True"),
+    *cell("reward", "margin", [1], r"column 'margin' must be a number, got \[1\]"),
+    *cell("reward", "margin", 10**400, "column 'margin' must be a number"),
+    *cell("reward", "margin", 1e300, "column 'margin' must be a number"),
+]

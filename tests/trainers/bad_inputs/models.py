@@ -1,0 +1,256 @@
+"""Model folders that a command must refuse."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.trainers.bad_inputs.cases import ALL, READERS, TRAINERS, Case, of, words
+
+
+def model(commands: str, change: Callable[[Path], None], message: str, **fields) -> list[Case]:
+    """A model folder that is not as it should be."""
+    title = "a model " + change.__name__.replace("_", " ")
+    return of(commands, title, message, spoil=lambda folder: change(folder / "model"), **fields)
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def is_not_there(folder):
+    shutil.rmtree(folder)
+
+
+def is_an_empty_folder(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def is_a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_text("weights")
+
+
+def without_config(folder):
+    (folder / "config.json").unlink()
+
+
+def with_a_config_that_is_no_json(folder):
+    (folder / "config.json").write_text("{")
+
+
+def with_a_config_that_is_a_list(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def with_an_empty_config(folder):
+    (folder / "config.json").write_text("")
+
+
+def of_no_known_type(folder):
+    change_config(folder, model_type="qwen99")
+
+
+def whose_layers_are_negative(folder):
+    change_config(folder, num_hidden_layers=-1)
+
+
+def whose_size_is_text(folder):
+    change_config(folder, hidden_size="large")
+
+
+def of_other_shapes(folder):
+    change_config(folder, intermediate_size=48)
+
+
+def that_asks_for_remote_code(folder):
+    change_config(folder, model_type="mine", auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.M"))
+    (folder / "mine.py").write_text(f"open({str(folder.parent / 'executed')!r}, 'w')\nclass M: pass\n")
+
+
+def without_a_layer(folder):
+    change_weights(folder, lambda w: [w.pop(k) for k in list(w) if "layers.1.mlp" in k])
+
+
+def without_head(folder):
+    change_weights(folder, lambda w: w.pop("lm_head.weight"))
+
+
+def with_a_weight_too_many(folder):
+    change_weights(folder, lambda w: w.update({"model.extra": w["lm_head.weight"].clone()}))
+
+
+def with_nan(folder):
+    change_weights(folder, lambda w: w["model.layers.0.mlp.up_proj.weight"][3, 2].fill_(float("nan")))
+
+
+def with_inf(folder):
+    change_weights(folder, lambda w: w["model.norm.weight"][2].fill_(float("inf")))
+
+
+def whose_weights_are_cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def whose_weights_are_empty(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def whose_weights_are_text(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
+
+
+def without_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def whose_weights_are_a_pickle(folder):
+    import pickle
+
+    class Harm:
+        def __reduce__(self):
+            return Path.touch, (folder.parent / "executed",)
+
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Harm()}))
+
+
+def without_tokenizer(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def whose_tokenizer_is_no_json(folder):
+    (folder / "tokenizer.json").write_text("{")
+
+
+def whose_tokenizer_config_is_no_json(folder):
+    (folder / "tokenizer_config.json").write_text("{")
+
+
+def whose_tokenizer_is_too_large(folder):
+    change_config(folder, vocab_size=100)
+    cut = {"model.embed_tokens.weight", "lm_head.weight"}
+    change_weights(folder, lambda w: w.update({k: w[k][:100].clone() for k in cut}))
+
+
+def without_end_of_sequence(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+
+
+def whose_chat_template_is_broken(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+
+
+def whose_chat_template_raises(folder):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+
+
+def whose_chat_template_is_empty(folder):
+    (folder / "chat_template.jinja").write_text("{# nothing #}")
+
+
+def with_too_few_positions(folder):
+    change_config(folder, max_position_embeddings=8)
+
+
+def another(folder: Path, kind: str, **sizes) -> None:
+    """A model of another architecture, with the tokenizer that was there."""
+    import transformers
+
+    (folder / "model.safetensors").unlink()
+    (folder / "generation_config.json").unlink()
+    config = getattr(transformers, f"{kind.split('-')[0]}Config")(vocab_size=263, **sizes)
+    getattr(transformers, kind.replace("-", ""))(config).save_pretrained(folder)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def that_is_bert(folder):
+    another(folder, "Bert-LMHeadModel", initializer_range=0.5, **SMALL)
+
+
+def that_is_t5(folder):
+    another(folder, "T5-ForConditionalGeneration", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+
+
+def that_is_bart(folder):
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    another(folder, "Bart-ForConditionalGeneration", d_model=16, **heads, encoder_ffn_dim=16, decoder_ffn_dim=16)
+
+
+def that_is_a_vision_model(folder):
+    import transformers
+
+    (folder / "model.safetensors").unlink()
+    transformers.ViTForImageClassification(transformers.ViTConfig(**SMALL)).save_pretrained(folder)
+
+
+def that_is_a_classifier_of_three(folder):
+    another(folder, "Qwen2-ForSequenceClassification", num_labels=3, num_key_value_heads=1, **SMALL)
+
+
+def that_is_a_reward_model(folder):
+    another(folder, "Qwen2-ForSequenceClassification", num_labels=1, num_key_value_heads=1, **SMALL)
+
+
+MODELS = [
+    *model(ALL, is_not_there, "model"),
+    *model(ALL, is_an_empty_folder, "model"),
+    *model("sft", is_a_file, "model"),
+    *model(ALL, without_config, "model.* neither a local folder|comes without a tokenizer|cannot be loaded"),
+    *model(ALL, with_a_config_that_is_no_json, "model.*(neither|cannot be loaded)"),
+    *model("sft reward", with_a_config_that_is_a_list, "model.*(neither|cannot be loaded)"),
+    *model("sft", with_an_empty_config, "model.*(neither|cannot be loaded)"),
+    *model(ALL, of_no_known_type, "qwen99"),
+    *model("sft reward", whose_layers_are_negative, "model"),
+    *model("sft reward", whose_size_is_text, "model.*(neither|cannot be loaded)"),
+    *model(ALL, of_other_shapes, "model.*(damaged|mismatched|other shapes)"),
+    *model(ALL, that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
+    *model(ALL, without_a_layer, "model.*(missing|lacks) weights"),
+    *model(READERS, without_head, "1 missing weights for Qwen2ForCausalLM: lm_head.weight"),
+    *model(READERS, with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
+    *model(ALL, with_nan, "1 weights hold NaN or infinite values, among them model.layers.0.mlp.up_proj.weight"),
+    *model("sft", with_inf, "1 weights hold NaN or infinite values, among them model.norm.weight"),
+    *model(ALL, whose_weights_are_cut, "model.*damaged"),
+    *model(ALL, whose_weights_are_empty, "model.*damaged"),
+    *model("sft", whose_weights_are_text, "model.*damaged"),
+    *model("sft reward kl-report", without_weights, "model.*(neither|damaged)"),
+    *model(ALL, whose_weights_are_a_pickle, "model.*(neither|damaged)"),
+    *model(ALL, without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
+    *model("sft", whose_tokenizer_is_no_json, "tokenizer cannot be loaded"),
+    *model("sft", whose_tokenizer_config_is_no_json, "tokenizer cannot be loaded"),
+    *model(ALL, whose_tokenizer_is_too_large, r"the tokenizer has \d+ tokens, but the model embeds 100"),
+    *model(ALL, without_end_of_sequence, "has no EOS token"),
+    *model(ALL, whose_chat_template_is_broken, "template"),
+    *model(ALL, whose_chat_template_raises, "template|no such role"),
+    *model(READERS, whose_chat_template_is_empty, "line 1: (the prompt is empty|.*template)"),
+    *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
+    *model(READERS, that_is_bert, r"\(bert\) is not causal"),
+    *model(ALL, that_is_t5, "t5|T5"),
+    *model(ALL, that_is_bart, "(?i)bart"),
+    *model("sft reward", that_is_a_vision_model, "(?i)vit"),
+    *model("sft grpo", that_is_a_reward_model, r"(missing|unexpected) weights for Qwen2ForCausalLM"),
+    *model("reward", that_is_a_classifier_of_three, "3 labels|num_labels"),
+    *words(TRAINERS, "--model Qwen/Qwen2.5-0.5B-Instrukt", "model='Qwen/Qwen2.5-0.5B-Instrukt'.*: its tokenizer"),
+    *words("sft", "--model ./nobody/here", "nobody/here"),
+    *words("sft", "--model a/b/c/d", "a/b/c/d"),
+    *words("grpo", "--revision nowhere --model nobody/nothing", "nobody/nothing"),
+    *words("kl-report", "--reference nobody", "reference='nobody' is neither"),
+    *words("kl-report", "--behaviour nobody", "behaviour='nobody' is neither"),
+    *of("sft", "a model whose name is empty", "model", "--model", ""),
+]

@@ -1,0 +1,132 @@
+"""A step on responses and scores that were decided before, without DeepSpeed; and what GRPO's must be, in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from fused_rl.trainers import grpo
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.policy import groups, policy
+from tests.trainers import tiny
+
+EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
+GROUP = 4
+
+
+class Sampler:
+    """Responses that were decided before."""
+
+    def __init__(self, responses):
+        self.responses = responses
+
+    def sample(self, prompts, sampling):
+        return self.responses
+
+    def publish(self, step):
+        pass
+
+
+class Scorer:
+    """Scores that were decided before."""
+
+    name, weight, solved_at = "points", 0.5, 2.0
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def check(self, row):
+        pass
+
+    def __call__(self, samples):
+        return self.scores
+
+
+class Plain:
+    """A model with its own backward pass, where DeepSpeed's engine would stand; it takes no step."""
+
+    def __init__(self, module):
+        self.module, self.training = module, True
+
+    def __call__(self, *inputs, **options):
+        return self.module(*inputs, **options)
+
+    def backward(self, loss):
+        loss.backward()
+
+
+def assert_gradients_close(module, exact, prefix=""):
+    exact = dict(exact.named_parameters())
+    for name, parameter in module.named_parameters():
+        expected = exact[name.removeprefix(prefix)].grad
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
+
+
+def config_of(folder="m", **options) -> grpo.GRPOConfig:
+    settings = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, "prompts_per_step": 2}
+    settings |= {"group_size": GROUP, "minibatches": 1, "micro_batch_size": 3, "max_new_tokens": LENGTH}
+    settings |= {"temperature": TEMPERATURE, "lr": 1e-3, "max_grad_norm": 0.0, "steps": 4}
+    return grpo.GRPOConfig(**(settings | options))
+
+
+def fake_policy(config, module, responses, scores) -> policy.Policy:
+    tokenizer, sampling = encode.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
+    scorers, device = [Scorer(scores)], torch.device("cpu")
+    return policy.Policy(config, module, None, Sampler(responses), sampling, scorers, tokenizer, device)
+
+
+def measured_of(exact, batch) -> policy.Measured:
+    """Log-probabilities of a policy that sampled and of a reference, a little off those of the policy."""
+    old, ref = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
+    for i, row in enumerate(exact["rows"]):
+        old[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][0]
+        ref[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][1]
+    return policy.Measured(old, torch.zeros_like(old), ref, None)
+
+
+def accumulated(folder, exact, **options):
+    """The sums of one minibatch in three micro-batches, and the model with its gradients."""
+    config = config_of(folder, **options)
+    lm = tiny.load_lm(config)
+    made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
+    drawn = groups.draw(made, exact["prompts"], None, 1)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    measured, parts = measured_of(exact, drawn.rollout.batch), list(torch.arange(8).split(3))
+    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
+    return sums, lm, advantages
+
+
+def padded(exact, name):
+    """(8, LENGTH) fp64, and where it is of a token."""
+    values = [row[name] for row in exact["rows"]]
+    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+
+
+def assert_step_is(exact, found, lm, loss):
+    assert found == pytest.approx(loss.item(), rel=2e-5, abs=1e-7)
+    exact["lm"].zero_grad()
+    loss.backward(retain_graph=True)
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in exact["lm"].parameters()))
+    assert norm > 1e-3 and math.isfinite(norm)
+    assert_gradients_close(lm, exact["lm"], "lm.")
+
+
+def exact_terms(exact):
+    """(8, T) each: logprobs, old and ref logprobs as the step reads them, which tokens are there, sequence ids."""
+    logprobs = padded(exact, "logprobs")
+    lengths = torch.tensor([len(row["logprobs"]) for row in exact["rows"]])
+    there = torch.arange(logprobs.shape[1]) < lengths[:, None]
+    drift = torch.zeros(2, *logprobs.shape)
+    for i, row in enumerate(exact["rows"]):
+        drift[:, i, : lengths[i]] = row["drift"]
+    old, ref = (logprobs.detach().float() + drift).double()
+    return logprobs, old, ref, there, torch.arange(8)[:, None].expand(logprobs.shape)
+
+
+def clipped(exact, advantages, high=0.2):
+    """(8, T): PPO's surrogate of each token, and where tokens are."""
+    logprobs, old, _, there, _ = exact_terms(exact)
+    ratio, a = (logprobs - old).exp(), advantages.double()[:, None]
+    return -torch.minimum(ratio * a, ratio.clamp(0.8, 1 + high) * a), there

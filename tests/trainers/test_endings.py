@@ -1,0 +1,119 @@
+"""The end of a run, however it comes, and a run beside one that lives."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fused_rl.trainers import sft
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.run import folder as run_folder
+from tests.trainers.runs import assert_equal_runs, names, refused, run_config
+
+# The end of a run.
+
+
+def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resumed(files, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+
+    def dies(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(language_model, "save_lm", dies)
+        sft.train(run_config(files, folder, save_every=0))
+    assert names(folder) == ["latest", "step-4"]
+    sft.train(run_config(files, folder, save_every=0, resume=True))
+    assert_equal_runs(whole, folder)
+    assert not (folder / "checkpoints").exists()
+    refused(run_config(files, folder, resume=True), f"no checkpoint in .*trained model is {folder / 'model'}")
+
+
+def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
+    save_lm = language_model.save_lm
+
+    def told_to_stop(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save_lm(*args, **options)
+
+    monkeypatch.setattr(language_model, "save_lm", told_to_stop)
+    sft.train(run_config(files, tmp_path / "run", save_every=0))
+    assert_equal_runs(whole, tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# Beside a run that lives.
+
+
+@pytest.fixture(scope="module")
+def living(files, tmp_path_factory):
+    """(process, folder, command) of a run in another process that has made a few steps, and makes many more."""
+    folder = tmp_path_factory.mktemp("living") / "run"
+    command = [sys.executable, "-m", "fused_rl.trainers.sft", "--model", files[0], "--dataset", files[1]]
+    command += ["--completion_column", "answer", "--eval_size", "0", "--steps", "100000", "--batch_size", "2"]
+    command += ["--output_dir", str(folder), "--save_every", "2", "--zero_stage", "0"]
+    told = ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")  # a run here may have set the last
+    environment = {name: value for name, value in os.environ.items() if name not in told}
+    environment |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    while process.poll() is None and not (folder / "checkpoints" / "latest").exists():
+        time.sleep(0.05)
+    yield process, folder
+    process.kill()
+    process.wait()
+
+
+def listeners(pid: int) -> list[str]:
+    """The addresses, as /proc/net writes them, on which a process waits for connections."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in inodes:
+                found.append(local.split(":")[0])
+    return found
+
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+def test_a_run_of_one_process_can_be_reached_by_nobody(living):
+    process, _ = living
+    assert process.poll() is None
+    assert set(listeners(process.pid)) <= set(LOOPBACK)
+
+
+def test_a_second_run_in_the_folder_is_told_who_is_there_and_a_killed_one_leaves_no_lock(files, living):
+    process, folder = living
+    for options in ({"resume": True}, {"overwrite": True}, {}):
+        with pytest.raises(InputError, match=f"is in use by process {process.pid} on "):
+            run_folder.Folder(run_config(files, folder, **options)).open()
+    process.kill()
+    process.wait()
+    with pytest.raises(InputError, match="already holds a run"):
+        run_folder.Folder(run_config(files, folder)).open()
+    run_folder.release()
+    assert not (folder / ".lock").exists()
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
+    (tmp_path / "new").mkdir()
+    run_folder.take(tmp_path / "new")
+    run_folder.release()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_was_refused_can_be_tried_again_in_the_same_process(files, tmp_path):
+    for _ in range(2):
+        with pytest.raises(InputError, match="nobody"):
+            sft.train(run_config((str(tmp_path / "nobody"), files[1]), tmp_path / "new"))

@@ -1,0 +1,174 @@
+"""GRPO's options over a run: refilled groups, a reference that moves, the KL in the reward; resumed, and over ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import grpo
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.policy import groups, reference
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+from tests.trainers.steps import config_of
+
+
+def trained(folder, rows, output, **options):
+    """A run of a few small steps on a verifier that says right or wrong; its metrics."""
+    settings = {"verifiers": "tests.trainers.tiny:first_is_odd", "eval_size": 0, "prompts_per_step": 4}
+    settings |= {"steps": 4, "group_size": 2, "minibatches": 2, "micro_batch_size": 8, "save_every": 1}
+    settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
+    grpo.train(config_of(**tiny.settled(settings | options)))
+    return tiny.untimed(tiny.read_metrics(output))
+
+
+def forget_after(whole, stopped, step):
+    """A copy of a run as it was when it was stopped after `step`."""
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "model")
+    (stopped / "checkpoints" / "latest").write_text(f"step-{step}")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return tiny.jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.sums(11))
+
+
+REFILLED = {"zero_variance": "refill", "max_refills": 2, "overlong_buffer": 2, "overlong_factor": 0.25}
+
+
+SYNCED = {"kl_coef": 0.1, "ref_sync_every": 2, "ref_mixup_alpha": 0.6}
+
+
+CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-std", "std_floor": 0.1, "epochs": 2}
+
+
+@pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
+def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_path, options, monkeypatch):
+    synced, sync = [], reference.sync
+
+    def watched(frozen, policy_, alpha):
+        before = {k: v.clone() for k, v in frozen.named_parameters()}
+        sync(frozen, policy_, alpha)
+        ours = dict(policy_.module.named_parameters())
+        for name, weight in frozen.named_parameters():
+            mixed = alpha * ours[name].double() + (1 - alpha) * before[name].double()
+            torch.testing.assert_close(weight.double(), mixed, rtol=1e-6, atol=1e-8)
+        synced.append(before["lm.lm_head.weight"])
+
+    monkeypatch.setattr(reference, "sync", watched)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    metrics = trained(folder, rows, whole, **options)
+    forget_after(whole, stopped, 3)
+    torch.manual_seed(1234)
+    assert trained(folder, rows, stopped, resume=True, **options) == metrics
+    for name, weight in tiny.weights(whole / "model").items():
+        assert torch.equal(weight, tiny.weights(stopped / "model")[name]), name
+
+    if "zero_variance" in options:
+        assert {m["groups/trained"] for m in metrics} <= {1, 2, 3, 4} and max(m["groups/drawn"] for m in metrics) > 4
+        drawn = torch.tensor([m["groups/drawn"] for m in metrics]).cumsum(0) * 2
+        assert [m["episode"] for m in metrics] == drawn.tolist()
+        state = json.loads((whole / "checkpoints" / "step-4" / "state.json").read_text())
+        assert state["position"] == metrics[-1]["episode"] / 2
+        assert any(m["overlong_penalty"] > 0 for m in metrics)
+    else:
+        # At steps 2 and 4 of both runs; the resumed one's last reference is the one that was saved.
+        assert len(synced) == 3 and not torch.equal(synced[0], synced[1]) and torch.equal(synced[1], synced[2])
+
+
+def test_a_copy_of_the_policy_is_at_no_distance_from_it(folder, rows, tmp_path):
+    options = {"minibatches": 1, "eval_size": 0, "lr": 1e-2, "save_every": 0, "steps": 3}
+    metrics = trained(folder, rows, tmp_path / "copied", ref_sync_every=2, **options)
+    kept = trained(folder, rows, tmp_path / "kept", **options)
+    exact_kl = [m["objective/kl_exact"] for m in metrics]
+    assert exact_kl[:2] == [m["objective/kl_exact"] for m in kept[:2]] and exact_kl[1] > 1e-3
+    assert exact_kl[2] == pytest.approx(0, abs=1e-6) and kept[2]["objective/kl_exact"] > 1e-3
+    estimates = {f"objective/kl{i}_avg" for i in (1, 2, 3, 4)}
+    assert estimates < kept[0].keys()  # with kl_coef 0, too
+
+
+def kept_in(found: list, monkeypatch, module, name: str):
+    """Append to `found` what the function returns from now on."""
+    function = getattr(module, name)
+
+    def watched(*inputs, **options):
+        found.append(function(*inputs, **options))
+        return found[-1]
+
+    monkeypatch.setattr(module, name, watched)
+
+
+def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path, monkeypatch):
+    drawn, charged, trained_on = [], [], []
+    kept_in(drawn, monkeypatch, grpo, "draw")
+    kept_in(charged, monkeypatch, reference, "kl_charged")
+    advantages_of = groups.advantages_of
+    monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
+    options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
+    _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
+    assert charged[1].abs().min() > 1e-4
+    torch.testing.assert_close(trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6)
+    assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)
+    assert second["objective/kl1_avg"] != pytest.approx(second["objective/kl"], rel=1e-4)  # which is of the updates
+    assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
+    assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
+
+
+def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_path, monkeypatch, capsys):
+    """Where the exact KL has taken the policy's log-probabilities, the first minibatch's are compared with them."""
+    options = {"minibatches": 1, "save_every": 0, "steps": 1}
+    trained(folder, rows, tmp_path / "same", **options)
+    assert "warning" not in capsys.readouterr().out
+    forward = language_model.LanguageModel.forward
+
+    def noisy(self, *inputs, token_loss=None, **more):
+        with torch.no_grad():
+            self.base.get_output_embeddings().weight.add_(1e-3 if token_loss is not None else 0.0)
+            self.base.get_output_embeddings().weight[::2].mul_(0.9 if token_loss is not None else 1.0)
+        return forward(self, *inputs, token_loss=token_loss, **more)
+
+    monkeypatch.setattr(language_model.LanguageModel, "forward", noisy)
+    trained(folder, rows, tmp_path / "noisy", **options)
+    assert "warning: the first minibatch's mean ratio is" in capsys.readouterr().out
+
+
+def train_and_resume(rank, world, folder, rows, output, stages):
+    """All of it at once, over ranks that find unequally many groups with a signal."""
+    output = Path(output)
+    for stage in stages:
+        options = SYNCED | {"kl_in": "reward", "zero_stage": stage, "offload": stage == 3}
+        options |= {"zero_variance": "refill", "max_refills": 1}
+        whole, stopped = output / f"{stage}", output / f"{stage}-stopped"
+        metrics = trained(folder, rows, whole, **options)
+        if rank == 0:
+            forget_after(whole, stopped, 3)
+        torch.distributed.barrier()
+        torch.manual_seed(1234)
+        assert trained(folder, rows, stopped, resume=True, **options) == metrics
+
+
+@pytest.mark.slow
+def test_over_two_ranks_and_all_zero_stages_it_is_one_run_and_resumes(folder, rows, tmp_path):
+    run_distributed(train_and_resume, 2, folder, rows, str(tmp_path), [0, 1, 2, 3], timeout=500)
+    first = tiny.weights(tmp_path / "0" / "model")
+    assert min(m["groups/trained"] for m in tiny.read_metrics(tmp_path / "0")) < 4  # unequal counts are dealt
+    for stage in range(4):
+        whole, stopped = (tiny.weights(tmp_path / name / "model") for name in (f"{stage}", f"{stage}-stopped"))
+        for name, weight in whole.items():
+            assert torch.equal(weight, stopped[name]), name
+            torch.testing.assert_close(weight, first[name], atol=5e-5, rtol=0, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
+def test_the_size_of_micro_batches_changes_nothing(folder, rows, tmp_path, options):
+    whole = trained(folder, rows, tmp_path / "8", save_every=0, **options)
+    split = trained(folder, rows, tmp_path / "3", save_every=0, micro_batch_size=3, **options)
+    for a, b in zip(whole, split, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+    weights = tiny.weights(tmp_path / "3" / "model")
+    for name, weight in tiny.weights(tmp_path / "8" / "model").items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=0, msg=name)

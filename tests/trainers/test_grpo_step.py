@@ -1,0 +1,196 @@
+"""The loss of a GRPO step and its gradients, against fp64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fused_rl import reference as exact_ops
+from fused_rl.trainers import grpo
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.policy import groups, policy, reference
+from fused_rl.trainers.rollouts.types import Prompt, Response
+from tests.papers import PAPERS
+from tests.trainers import tiny
+from tests.trainers.steps import (
+    EOS,
+    GROUP,
+    LENGTH,
+    TEMPERATURE,
+    Plain,
+    accumulated,
+    assert_step_is,
+    clipped,
+    config_of,
+    exact_terms,
+    fake_policy,
+    measured_of,
+    padded,
+)
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    """8 responses to 2 prompts, scored; and the policy's log-probabilities and entropies of them, each (T,) fp64."""
+    made = torch.Generator().manual_seed(0)
+    responses = []
+    for i, length in enumerate(torch.randint(2, LENGTH + 1, (8,), generator=made).tolist()):
+        ids = torch.randint(10, 200, (length,), generator=made).tolist()
+        responses.append(Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length"))
+    prompts = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
+    lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
+    rows = []
+    for i, response in enumerate(responses):
+        prompt = prompts[i // GROUP].ids
+        at = slice(len(prompt) - 1, len(prompt) + len(response.ids) - 1)
+        logp = (lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, at] / TEMPERATURE).log_softmax(-1)
+        taken = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+        drift = 0.2 * torch.randn(2, len(taken), generator=made)
+        rows.append({"at": at, "logprobs": taken, "entropy": -(logp.exp() * logp).sum(-1), "drift": drift})
+    scores = [0.0, 2, 1, 2, 3, 0, 1, 1]
+    return {"lm": lm, "rows": rows, "prompts": prompts, "responses": responses, "scores": scores}
+
+
+@pytest.mark.parametrize("preset", PAPERS)
+def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
+    chosen = {"advantage": "group-std"} if preset == "ppo" else {}
+    sums, lm, advantages = accumulated(folder, exact, preset=preset, kl_coef=0.1, kl_estimator="k3", **chosen)
+    surrogate, level, loss_agg, clip_low, clip_high = PAPERS[preset]
+    logprobs, old, ref, there, ids = exact_terms(exact)
+    loss = exact_ops.policy_loss(
+        logprobs,
+        old,
+        advantages.double()[:, None].expand(logprobs.shape),
+        there,
+        sequence_ids=ids,
+        ratio_level=level,
+        surrogate=surrogate,
+        loss_agg=loss_agg,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        ref_logprobs=ref,
+        kl_coef=0.1,
+        kl_estimator="k3",
+        max_length=LENGTH,
+    )
+    assert_step_is(exact, sums["loss"], lm, loss)
+
+
+def test_clip_higher_truncated_responses_masked_and_the_entropy_bonus(folder, exact):
+    options = {"preset": "dapo", "clip_high": 0.5, "mask_truncated": True, "entropy_coef": 0.3}
+    sums, lm, advantages = accumulated(folder, exact, **options)
+    losses, there = clipped(exact, advantages, high=0.5)
+    there = there & (torch.arange(8) % 3 != 0)[:, None]
+    loss = ((losses - 0.3 * padded(exact, "entropy")) * there).sum() / there.sum()
+    assert_step_is(exact, sums["loss"], lm, loss)
+    logprobs, _, ref, _, _ = exact_terms(exact)
+    kl1 = ((logprobs - ref).detach() * there).sum() / there.any(1).sum()  # of the responses that are trained on
+    assert sums["kl1"] == pytest.approx(kl1.item(), rel=1e-4)
+
+
+def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
+    sums, lm, advantages = accumulated(folder, exact, preset="dapo", clip_high=0.2, top_entropy=0.3, micro_batch_size=8)
+    assert sums["policy_loss"] != 0
+    losses, there = clipped(exact, advantages)
+    kept, entropy = torch.zeros_like(there), padded(exact, "entropy").detach()
+    for part in torch.arange(8).split(3):  # of each micro-batch its own fraction
+        threshold = entropy[part][there[part]].quantile(0.7)
+        kept[part] = there[part] & (entropy[part] >= threshold)
+    assert 0 < kept.sum() < there.sum() / 2
+    assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
+
+
+def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
+    _, _, _, there, _ = exact_terms(exact)
+    entropy = padded(exact, "entropy").detach()
+    threshold = entropy[there].median().item() + 1e-4
+    sums, lm, advantages = accumulated(folder, exact, preset="dapo", clip_high=0.2, entropy_threshold=threshold)
+    losses, _ = clipped(exact, advantages)
+    kept = there & (entropy >= threshold)
+    assert 0 < kept.sum() < there.sum()
+    assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
+
+
+def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact, monkeypatch):
+    """One that meets once more waits for the others for ever."""
+    meetings, global_sum = [], ranks.global_sum
+    monkeypatch.setattr(ranks, "global_sum", lambda values: meetings.append(values) or global_sum(values))
+    times = []
+    for mask_truncated in (False, True):
+        meetings.clear()
+        accumulated(folder, exact, mask_truncated=mask_truncated)
+        times.append(len(meetings))
+    assert times[0] == times[1] > 1
+
+
+def test_a_step_whose_responses_were_all_cut_and_are_masked_says_so(folder, exact, capsys):
+    config = config_of(folder, mask_truncated=True)
+    lm = tiny.load_lm(config)
+    responses = []
+    for response in exact["responses"]:
+        ids = response.ids[:-1] if response.finish == "stop" else response.ids
+        responses.append(dataclasses.replace(response, ids=ids, finish="length"))
+    policies = [fake_policy(config, Plain(lm), of, [1.0] * 8) for of in (exact["responses"], responses)]
+    told = []
+    for made in policies:
+        groups.draw(made, exact["prompts"], None, 7)
+        told.append("step 7: every response was cut" in capsys.readouterr().out)
+    assert told == [False, True]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])  # with 2 the group that is dropped fills up the second one
+def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatches):
+    scores = [0.0, 2, 1, 2, 1, 1, 1, 1]
+    given = exact | {"scores": scores}
+    options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
+    config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
+    lm = tiny.load_lm(config)
+    made = fake_policy(config, Plain(lm), exact["responses"], scores)
+    drawn = groups.draw(made, exact["prompts"], None, 1)
+    assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
+    measured = measured_of(given | {"rows": exact["rows"][: len(drawn.counts)]}, drawn.rollout.batch)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    parts = list(torch.arange(len(drawn.counts)).split(3))
+    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
+
+    # A mean over the four responses of the first group, of which those that were cut count 0.
+    losses, there = clipped(exact, torch.cat([advantages[:4], torch.zeros(4)]))
+    logprobs, _, ref, _, _ = exact_terms(exact)
+    d, there = logprobs - ref, there & (torch.arange(8) % 3 != 0)[:, None]
+    losses = losses + 0.1 * (torch.expm1(-d) + d)
+    per_response = (losses * there).sum(1) / there.sum(1).clamp(min=1)
+    assert_step_is(exact, sums["loss"], lm, per_response[:4].sum() / 4)
+
+
+def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
+    config = config_of(folder, zero_variance="drop")
+    lm = tiny.load_lm(config)
+    made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
+    drawn = groups.draw(made, exact["prompts"], None, 1)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    measured = policy.Measured(*(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None)
+    parts = list(torch.arange(4).split(3))
+    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=True)
+    assert not drawn.counts.any() and sums["loss"] == 0
+    assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
+
+
+# The KL in the reward, and the reference.
+
+
+@pytest.mark.parametrize(("estimator", "definition"), [(None, lambda d: d), ("k2", lambda d: d**2 / 2)])
+def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estimator, definition):
+    """Less in the reward before the advantages are taken, and nothing of it in the loss."""
+    config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
+    lm = tiny.load_lm(config)
+    made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
+    drawn = groups.draw(made, exact["prompts"], None, 1)
+    mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
+    charged = reference.kl_charged(config, measured, mask)
+    _, old, ref, there, _ = exact_terms(exact)
+    torch.testing.assert_close(charged.double(), (definition(old - ref) * there).sum(1), rtol=1e-5, atol=1e-6)
+
+    parts = list(torch.arange(8).split(3))
+    sums = grpo.accumulate(made, drawn, measured, torch.zeros(8), parts, 1, on_policy=False)
+    assert sums["loss"] == 0 and sums["kl1"] != 0
+    assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)

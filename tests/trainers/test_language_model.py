@@ -1,0 +1,130 @@
+"""What a language model's forward returns for what it is asked, and two models whose hidden states meet."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl.trainers import grpo
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.options.config import InputError
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+
+CPU = torch.device("cpu")
+ASKED = {
+    "logits": {"want_logits": True},
+    "hidden": {"want_hidden": True},
+    "loss": {"token_loss": lambda logp, _: -logp},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A policy, and a teacher of the same vocabulary and other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return tiny.model_folder(folder / "policy"), tiny.model_folder(folder / "teacher", seed=3)
+
+
+def config_of(folders, **options):
+    return grpo.GRPOConfig(**{"model": folders[0], "dataset": "", "output_dir": "", "zero_stage": 0, **options})
+
+
+def load(folders, name: str, **options):
+    """Any model by the options of a run whose own is another."""
+    config = config_of(folders, **options)
+    return language_model.load_lm(name, None, config, config, CPU, option="teacher", trainable=name == folders[0])
+
+
+def batch():
+    return make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
+
+
+@pytest.mark.parametrize("asked", [(), ("logits",), ("hidden",), ("loss",), ("logits", "hidden", "loss")])
+def test_what_nobody_asked_for_is_none_and_the_rest_is_as_ever(folders, asked):
+    lm, given = load(folders, folders[0]), batch()
+    inputs = (given.input_ids, given.response_mask, 0.7)
+    options = {}
+    for name in asked:
+        options |= ASKED[name]
+    found, plain = lm(*inputs, **options), lm(*inputs)
+    assert isinstance(found, language_model.Scored)
+    assert {name for name, value in found._asdict().items() if value is not None} == {"logprobs", "entropy", *asked}
+    assert torch.equal(found.logprobs, plain.logprobs) and torch.equal(found.entropy, plain.entropy)
+    assert found.logprobs.requires_grad == ("loss" not in asked)
+    if "loss" in asked:
+        torch.testing.assert_close(found.loss, -plain.logprobs.sum())
+
+
+def test_hidden_states_are_not_read_from_logits(folders):
+    lm, given = load(folders, folders[0], loss_from="logits"), batch()
+    with pytest.raises(ValueError, match="hidden states are read with loss_from=linear alone"):
+        lm(given.input_ids, given.response_mask, want_hidden=True)
+
+
+def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folders, tmp_path):
+    teacher = load(folders, folders[1], lora_rank=2)
+    assert not teacher.lora and not any(weight.requires_grad for weight in teacher.parameters())
+    weights = tiny.weights(folders[1])
+    assert torch.equal(teacher.head.weight, weights["lm_head.weight"])
+    with pytest.raises(InputError, match=f"^teacher='{tmp_path}/nothing' is neither"):
+        load(folders, f"{tmp_path}/nothing")
+
+
+def kl_of_heads(lm, rows, ref_lm, ref_rows):
+    """Under ZeRO 3 the heads are whole inside alone."""
+    biases = {"bias": lm.head.bias, "ref_bias": ref_lm.head.bias}
+    with ExitStack() as stack:
+        for head in (lm.head, ref_lm.head):
+            stack.enter_context(engine.whole(head.weight))
+        return fused_rl.linear_token_kl(
+            rows.hidden, lm.head.weight, ref_rows.hidden, ref_lm.head.weight, temperature=0.7, **biases
+        )
+
+
+@torch.no_grad()
+def test_hidden_states_of_two_models_meet_in_the_exact_kl(folders):
+    policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
+    both = {"want_hidden": True, "want_logits": True}
+    rows, ref_rows = (lm(given.input_ids, given.response_mask, 0.7, **both) for lm in (policy, teacher))
+    expected = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=0.7)
+    assert expected.min() > 0.1
+    torch.testing.assert_close(kl_of_heads(policy, rows, teacher, ref_rows), expected)
+
+
+def ask_under_zero_3(rank, world, folders):
+    """Through two engines: all that is asked for at once, the gradient of a loss, and the KL of the heads."""
+    config = config_of(folders, zero_stage=3, stage3_param_persistence_threshold=0)
+    engine.setup(rank)
+    lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
+    policy, reference = engine.initialize(lm, config, config, 1), engine.initialize_frozen(ref_lm, config)
+    assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
+    given = batch()
+    inputs = (given.input_ids, given.response_mask, 0.7)
+    asked = {"want_logits": True, "want_hidden": True}
+    with torch.no_grad():
+        rows, ref_rows = policy(*inputs, **asked), reference(*inputs, **asked)
+        kl = kl_of_heads(lm, rows, ref_lm, ref_rows)
+    scored = policy(*inputs, **ASKED["loss"])
+    policy.backward(scored.loss)
+    norm = engine.optimizer_step(policy, 1)["optim/grad_norm"]
+    return [kl.tolist(), rows.logits.tolist(), rows.logprobs.tolist(), scored.loss.item(), norm]
+
+
+@pytest.mark.slow
+def test_partitioned_models_return_the_same(folders):
+    policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
+    inputs = (given.input_ids, given.response_mask, 0.7)
+    rows, ref_rows = (lm(*inputs, want_logits=True) for lm in (policy, teacher))
+    kl = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=0.7)
+    loss = policy(*inputs, **ASKED["loss"]).loss
+    loss.backward()
+    norm = torch.cat([weight.grad.flatten() for weight in policy.parameters()]).norm().item()
+    expected = [kl, rows.logits, rows.logprobs, loss]
+    for found in run_distributed(ask_under_zero_3, 2, folders, timeout=200):
+        for value, wanted in zip(found, expected, strict=False):
+            torch.testing.assert_close(torch.tensor(value), wanted.detach(), rtol=1e-5, atol=1e-5)
+        assert found[-1] == pytest.approx(norm, rel=1e-4)

@@ -1,0 +1,100 @@
+"""What a run may delete: what a run wrote, and nothing that this one reads or that somebody else put there."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fused_rl.trainers import sft
+from fused_rl.trainers.base import written
+from tests.trainers import tiny
+from tests.trainers.runs import contents, names, refused, run_config
+
+# Overwriting.
+
+
+def test_a_run_lists_every_file_that_it_wrote(files, whole, run):
+    written.check(whole, written.there(whole), "")
+    (run / "notes.txt").write_text("mine")
+    sft.train(run_config(files, run, overwrite=True, steps=1, save_every=0))
+    listed = json.loads((run / written.LIST).read_text())["written"]
+    assert {name for name in contents(run) if name not in listed} - {"notes.txt", written.LIST} == {
+        name for name in contents(run) if name.startswith("tensorboard/")
+    }
+    assert (run / "notes.txt").read_text() == "mine" and not (run / "checkpoints").exists()
+
+
+def test_a_run_that_goes_on_replaces_no_model_of_others(files, run):
+    (run / "model" / "notes.txt").write_text("mine")
+    refused(run_config(files, run, resume=True, steps=5), "no run wrote model/notes.txt")
+    (run / written.LIST).unlink()  # as in a run of an earlier version
+    sft.train(run_config(files, run, resume_from="step-3"))
+    written.check(run, written.there(run), "")
+
+
+def test_overwrite_deletes_nothing_before_all_input_is_read(files, run, monkeypatch):
+    before = contents(run)
+    for dataset, options in (
+        ("typo.jsonl", {}),
+        (files[1], {"completion_column": "typo"}),
+        (files[1], {"eval_size": 99}),
+    ):
+        refused(run_config((files[0], dataset), run, overwrite=True, **options), "typo|eval_size=99")
+        assert contents(run) == before
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(run_config(files, run, overwrite=True, wandb_project="p"), "wandb is not installed")
+    assert contents(run) == before
+
+
+def test_overwrite_never_deletes_what_the_run_reads(files, run, monkeypatch):
+    shutil.copy(files[1], run / "checkpoints" / "rows.jsonl")
+    rows = str(run / "checkpoints" / "rows.jsonl")
+    before = contents(run)
+    monkeypatch.chdir(run.parent)
+    for config in (
+        run_config((str(run / "model"), files[1]), run, overwrite=True),
+        run_config(("run/model", files[1]), run, overwrite=True),
+        run_config((files[0], rows), run, overwrite=True),
+        run_config(files, run, overwrite=True, eval_dataset=rows),
+    ):
+        refused(config, "overwrite would delete .*(model=|dataset=|eval_dataset=).*lies there")
+    assert contents(run) == before
+    refused(run_config(files, run, overwrite=True, resume=True), "give one of them")
+    refused(run_config(files, run, overwrite=True), "no run wrote checkpoints/rows.jsonl")
+    assert contents(run) == before
+    Path(rows).unlink()
+    assert sft.train(run_config(files, run, overwrite=True, steps=1)) == str(run / "model")
+    assert names(run) == ["latest", "step-1"]
+
+
+def test_a_folder_with_anything_that_a_run_would_delete_holds_a_run(files, tmp_path):
+    shutil.copytree(files[0], tmp_path / "run" / "model")
+    before = contents(tmp_path)
+    refused(run_config(files, tmp_path / "run"), r"already holds a run \(model\)")
+    assert contents(tmp_path) == before
+
+
+def test_a_run_in_the_folder_of_its_model_starts_anew_and_leaves_the_model(files, run):
+    model, dataset = files
+    shutil.copytree(model, run, dirs_exist_ok=True)
+    for _ in range(2):
+        sft.train(run_config((str(run), dataset), run, steps=1, overwrite=True))
+    assert (run / "model.safetensors").read_bytes() == (Path(model) / "model.safetensors").read_bytes()
+    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1]
+
+
+def test_a_run_starts_anew_from_its_own_config_and_from_no_other_in_its_folder(files, run):
+    own, options = run / "config.yaml", ["--overwrite", "--steps", "1"]
+    for _ in range(2):
+        sft.main(["--config", str(own), "--output_dir", str(run), *options])
+    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1]
+    kept = run / "checkpoints" / "step-1" / "config.yaml"
+    with pytest.raises(SystemExit, match="overwrite would delete .*--config .*step-1"):
+        sft.main(["--config", str(kept), "--output_dir", str(run), *options])
+
+
+def test_a_dry_run_is_the_commands_and_no_training(files, tmp_path):
+    refused(run_config(files, tmp_path / "run", dry_run=True), "dry_run.* fused-rl sft … --dry_run")
+    assert not (tmp_path / "run").exists()

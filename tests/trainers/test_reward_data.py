@@ -1,0 +1,176 @@
+"""The rows of the reward trainer, to the token."""
+
+import json
+
+import pytest
+
+from fused_rl.trainers.data import encode, preferences
+from fused_rl.trainers.data.rows import Rows, load_rows
+from fused_rl.trainers.options.config import InputError
+from tests.trainers.reward_runs import make_config, make_model
+
+# Each form of the Hub: (row, what the model must read as prompt and chosen response, with a chat template or without)
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+
+
+OTHER = {"role": "assistant", "content": "no"}
+
+
+TURNS = [USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+
+
+FORMS = {
+    "text, prompt as text": ({"prompt": "hi", "chosen": "yo", "rejected": "no"}, "hi", "yo<eos>", False),
+    "text, prompt as text, chat": (
+        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "text, prompt as messages": (
+        {"prompt": TURNS, "chosen": "yo", "rejected": "no"},
+        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "text without prompt": (
+        {"chosen": "human: hi assistant: yo", "rejected": "human: hi assistant: no"},
+        "",
+        "human: hi assistant: yo<eos>",
+        False,
+    ),
+    "text without prompt, chat": ({"chosen": "hi yo", "rejected": "hi no"}, "", "hi yo<eos>", True),
+    "text that spells out its EOS": ({"chosen": "hi yo<eos>", "rejected": "hi no<eos>"}, "", "hi yo<eos>", False),
+    "messages, prompt as text": (
+        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "messages, prompt as text, no chat": (
+        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "hi",
+        "yo<eos>",
+        False,
+    ),
+    "messages, prompt as messages": (
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "messages without prompt": (
+        {"chosen": [*TURNS, ASSISTANT], "rejected": [*TURNS, OTHER]},
+        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+    "messages that repeat the prompt": (
+        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
+        "<user>hi<eos>\n<assistant>",
+        "yo<eos>",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
+    row, prompt, response, chat = FORMS[form]
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row) + "\n\n" + json.dumps({**row, "margin": 2}) + "\n")
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path)
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=chat))
+    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
+    assert [p.margin for p in pairs] == [0, 2]
+    assert pairs[1].where == f"{path}, " + ("line 3" if suffix == "jsonl" else "row 2")
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for pair in pairs:
+        assert pair.chosen == (ids(prompt), ids(response))
+        assert pair.rejected == (ids(prompt), ids(response.replace("yo", "no")))
+        assert pair.chosen[1][-1] == pair.rejected[1][-1] == tokenizer.eos_token_id
+
+
+def test_a_beginning_of_sequence_is_written_once(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
+    rows = [{"prompt": "hi", "chosen": "yo", "rejected": "no"}, {"chosen": "hi yo", "rejected": "hi no"}]
+    for pair in encoder.pairs(Rows(rows, "x")):
+        whole = [*pair.chosen[0], *pair.chosen[1]]
+        assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
+
+
+BAD_ROWS = {
+    "a missing column": ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing.*--rejected_column"),
+    "a number": ({"prompt": "a", "chosen": 3, "rejected": "b"}, "column 'chosen' must be text, or messages"),
+    "the user's turn last": (
+        {"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT, USER]},
+        "column 'rejected' must be text, or messages that end with the assistant's",
+    ),
+    "a turn without its prompt": ({"chosen": [ASSISTANT], "rejected": [OTHER]}, "column 'prompt' is missing"),
+    "a margin that is none": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
+        "column 'margin' must be a number, got 'much'",
+    ),
+    "a margin that fp32 does not hold": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39},
+        "column 'margin' must be a number, got 1e[+]39",
+    ),
+    "a margin that no float holds": (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
+        "column 'margin' must be a number, got 1000",
+    ),
+    "a prompt that has its answer": (
+        {"prompt": [USER, ASSISTANT], "chosen": "b", "rejected": "c"},
+        "column 'prompt' ends with the assistant's turn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_names_file_line_and_column(case, tmp_path):
+    row, message = BAD_ROWS[case]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
+    with pytest.raises(InputError, match=f"data.jsonl, line 2: {message}"):
+        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
+
+
+def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
+    rows = [
+        {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many
+        {"prompt": "a", "chosen": "bcde", "rejected": "c"},  # 5: fits
+        {"prompt": "a", "chosen": "bcdef", "rejected": "bcdeg"},  # cut, its sides are the same
+        {"prompt": "abcdefgh", "chosen": "b", "rejected": "c"},  # the prompt does not fit, and is never cut
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+    ]
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))
+    limits = {"max_prompt_length": 7, "max_response_length": 5}
+
+    def responses(too_long):
+        encoder = preferences.PairEncoder(make_config(tmp_path, too_long=too_long, **limits), tokenizer)
+        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(Rows(rows, "x"))]
+
+    assert responses("drop") == ["bcde<eos>"]
+    told = capsys.readouterr().out
+    assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in told
+    assert "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens" in told
+    assert responses("truncate") == ["bcde<eos>", "bcde<eos>"]
+    told = capsys.readouterr().out
+    assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in told
+    assert "cut 3 of 10 responses to max_response_length" in told
