@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fused_rl.trainers.base import guests
+from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.checks import check_responses, check_scores
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics, scorer_metrics
 from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response, Sample
-from fused_rl.trainers.scorers import functions, limits
-from fused_rl.trainers.scorers.builtin import answer_of
+from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.gym import import_reasoning_gym
 from fused_rl.trainers.scorers.load import load_scorers as load
@@ -357,13 +357,13 @@ def test_a_function_may_return_arrays_and_generators_print_and_use_signals(capfd
 def test_what_a_call_cannot_be_kept_from_ends_with_a_line_and_a_status():
     code = """
         import signal, time
-        from fused_rl.trainers.scorers import limits
-        limits.GRACE = 0.2
+        from fused_rl.trainers.base import guests
+        guests.GRACE = 0.2
         def call():
-            signal.pthread_sigmask(signal.SIG_BLOCK, [limits.NUDGE])  # as deaf as C code
+            signal.pthread_sigmask(signal.SIG_BLOCK, [guests.NUDGE])  # as deaf as C code
             while True:
                 time.sleep(3600)
-        limits.within(0.1, call)
+        guests.within(0.1, call)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: a call did not end within 0.1 s and cannot be interrupted\n"
@@ -372,13 +372,13 @@ def test_what_a_call_cannot_be_kept_from_ends_with_a_line_and_a_status():
 def test_within_leaves_signals_as_they_were():
     import signal
 
-    before = signal.getsignal(limits.NUDGE)
-    assert limits.within(60, lambda: 5) == 5
+    before = signal.getsignal(guests.NUDGE)
+    assert guests.within(60, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        limits.within(60, lambda: 1 / 0)
+        guests.within(60, lambda: 1 / 0)
     with pytest.raises(guests.Expired):
-        limits.within(0.05, lambda: time.sleep(3600))
-    assert signal.getsignal(limits.NUDGE) is before
+        guests.within(0.05, lambda: time.sleep(3600))
+    assert signal.getsignal(guests.NUDGE) is before
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError
 from fused_rl.trainers.options.text import in_a_line
+
+ANSWER_COLUMNS = ("ground_truth", "answer")
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -188,3 +191,25 @@ def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
     if kept < len(rows) and rank() == 0:
         tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
+
+
+def answer_of(row: dict, column: str | None) -> str:
+    """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
+    columns = ANSWER_COLUMNS if column is None else (column,)
+    column = next((c for c in columns if row.get(c) is not None), columns[0])
+    place, value = row.get("__where__", "a row"), row.get(column)
+    if value is None:
+        present = sorted(key for key in row if not key.startswith("__"))
+        empty = [c for c in columns if c in row]
+        if empty:
+            raise InputError(f"{place}: column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
+        raise InputError(f"{place}: column {column!r} is missing; the row has {present}; use --answer_column")
+    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
+        shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
+        came = f"{shown} ({type(value).__name__})"
+        remedy = "expected the answer as text or a number; use --answer_column"
+        raise InputError(f"{place}: column {column!r} is {came}; {remedy}")
+    answer = str(value).rsplit("####", 1)[-1].strip()
+    if not answer:
+        raise InputError(f"{place}: column {column!r} has no answer: {value!r:.80}")
+    return answer

@@ -5,41 +5,18 @@
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
-import numbers
 import unicodedata
 from collections.abc import Sequence
 
 import regex
 
+from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Sample, where
 
-ANSWER_COLUMNS = ("ground_truth", "answer")
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
 # One <think> and one <answer>, in this order, and nothing outside them.
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
-
-
-def answer_of(row: dict, column: str | None) -> str:
-    """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    columns = ANSWER_COLUMNS if column is None else (column,)
-    column = next((c for c in columns if row.get(c) is not None), columns[0])
-    place, value = row.get("__where__", "a row"), row.get(column)
-    if value is None:
-        present = sorted(key for key in row if not key.startswith("__"))
-        empty = [c for c in columns if c in row]
-        if empty:
-            raise InputError(f"{place}: column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
-        raise InputError(f"{place}: column {column!r} is missing; the row has {present}; use --answer_column")
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
-        came = f"{shown} ({type(value).__name__})"
-        remedy = "expected the answer as text or a number; use --answer_column"
-        raise InputError(f"{place}: column {column!r} is {came}; {remedy}")
-    answer = str(value).rsplit("####", 1)[-1].strip()
-    if not answer:
-        raise InputError(f"{place}: column {column!r} has no answer: {value!r:.80}")
-    return answer
 
 
 def normalized(text: str, *, ignore_case: bool = False) -> str:

@@ -14,19 +14,16 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fused_rl.trainers.base.guests import Expired, ctrl_c, own_generators, place, raised
+from fused_rl.trainers.base.guests import Expired, ctrl_c, own_generators, place, raised, within
 from fused_rl.trainers.data.encode import PROMPT_COLUMNS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Sample, shortened, where
-from fused_rl.trainers.scorers import limits
 from fused_rl.trainers.scorers.builtin import Named
-from fused_rl.trainers.scorers.limits import within
 
 FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for the import of its module
 AWAIT_TIMEOUT = 120.0  # seconds for one response that an async function of one response is given
 SEARCH_TIMEOUT = 30.0  # seconds to find the row that a function of many raises on
 CONCURRENCY = 64  # responses that an async function of one response works on at once
-OURS = (__file__, limits.__file__)
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
 
 
@@ -67,12 +64,14 @@ class FunctionScorer(Named):
             what = f"did not return within {limit:g} s; give what it waits for a time-out of its own"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples)}") from error
         except SystemExit as error:
-            what = f"called sys.exit({shortened(error.code)}){place(error, *OURS)}; raise an exception to end the run"
+            what = (
+                f"called sys.exit({shortened(error.code)}){place(error, __file__)}; raise an exception to end the run"
+            )
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples)}") from error
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and interrupted:
                 raise
-            what = f"{raised(error, *OURS)}; for a response that it cannot score, return None"
+            what = f"{raised(error, __file__)}; for a response that it cannot score, return None"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples, error)}") from error
 
     def _called(self, samples: Sequence[Sample]):

@@ -9,16 +9,15 @@ and imports the standard library and pebble alone: torch would take seconds to i
 import ctypes
 import functools
 import gc
-import importlib.util
 import json
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from pathlib import Path
 
@@ -86,14 +85,6 @@ def outcome(future: Future, limits: dict) -> dict:
     return {"died": signal.Signals(-status).name if status < 0 else f"exit status {status}"}
 
 
-def load_judge(path: str) -> Callable:
-    """The function that the file's `load` returns."""
-    spec = importlib.util.spec_from_file_location("judge", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.load()
-
-
 def send(replies: int, message: dict) -> None:
     """One line to the caller; where the caller is gone, so are we."""
     try:
@@ -132,7 +123,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # a library's print must not look like an answer
     threading.Thread(target=end_with, args=(int(sys.argv[5]),), daemon=True).start()
     try:
-        judge = load_judge(sys.argv[2])
+        judge = runpy.run_path(sys.argv[2])["load"]()
     except BaseException as error:  # also sys.exit in a module
         send(answers, {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)

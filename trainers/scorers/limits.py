@@ -1,10 +1,7 @@
-"""Limits: a time-out for a call in this process, and processes that judge one case after the other under limits.
+"""Processes that judge one case after the other, under limits of CPU time and memory.
 
-`within` interrupts what Python can interrupt, and ends the process otherwise; the call runs in the main thread, because
-what users write may need it: signals (math-verify's own limits), the current GPU, event loops. `Pool` judges elsewhere:
-
-    with Pool(Path("judge.py"), cpu_seconds=1.0) as pool:
-        verdicts = pool.judge([("\\boxed{2}", "2"), …])
+with Pool(Path("judge.py"), cpu_seconds=1.0) as pool:
+    verdicts = pool.judge([("\\boxed{2}", "2"), …])
 """
 
 import contextlib
@@ -12,73 +9,18 @@ import itertools
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from fused_rl.trainers.base.guests import Expired
-from fused_rl.trainers.base.screen import tell
-
-Result = TypeVar("Result")
-
-GRACE = 60.0  # seconds for C code to give Python the turn
-NUDGE = signal.SIGVTALRM  # of a timer that nobody uses: SIGALRM is math-verify's
 DEATHS = 3  # in a row on the same case: then it is not by chance
 SERVER = Path(__file__).with_name("judge_server.py")
 BOOT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-
-
-def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """`call()`, which must return within `seconds`.
-
-    From then on `Expired` is raised inside the call, every second until it gives way. One that has not given way after
-    GRACE seconds more (it is in C code) ends the process with a line, as does one outside the main thread.
-
-    Raises:
-        Expired: the time is over.
-    """
-    ended = threading.Event()
-
-    def expire(number, frame):
-        if not ended.is_set():
-            raise Expired
-
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(NUDGE, expire) if main else None
-    watch = threading.Thread(target=_watch, args=(seconds, ended, main), daemon=True)
-    watch.start()
-    try:
-        try:
-            return call()
-        finally:
-            ended.set()
-    finally:
-        ended.set()  # again: the time may have ended just before the first
-        watch.join()  # else its last signal could meet the default action, which ends the process
-        if main:
-            signal.signal(NUDGE, signal.SIG_DFL if before is None else before)
-
-
-def _watch(seconds: float, ended: threading.Event, main: bool) -> None:
-    if ended.wait(seconds):
-        return
-    late = 0.0
-    while main and late < GRACE:
-        signal.pthread_kill(threading.main_thread().ident, NUDGE)
-        if ended.wait(min(1.0, GRACE)):
-            return
-        late += 1
-    tell(f"error: a call did not end within {seconds:g} s and cannot be interrupted", to_errors=True)
-    os._exit(1)
-
-
-# Processes that judge.
 
 
 class WorkerError(Exception):
@@ -186,9 +128,9 @@ class Pool:
         while to_send or waiting:
             if self.server is None:
                 self.start()
-            for case in to_send:
-                waiting[next(self.numbers)] = case
-            self._send([(number, cases[case]) for number, case in waiting.items() if case in to_send])
+            fresh = {next(self.numbers): case for case in to_send}
+            self._send({number: cases[case] for number, case in fresh.items()})
+            waiting |= fresh
             to_send, answer = [], self._receive()
             if answer is not None and answer["number"] not in waiting:
                 continue  # of an earlier call that was interrupted
@@ -198,17 +140,19 @@ class Pool:
 
             # A death: of one process, or of the server and so of all.
             self.restarts += 1
-            of_all, died = list(waiting), "the end of the server that it was forked from"
-            of_these, died = (of_all, died) if answer is None else ([answer["number"]], answer["died"])
-            to_send = [waiting.pop(number) for number in of_these]
+            if answer is None:
+                answered, died = list(waiting), "the end of the server that it was forked from"
+            else:
+                answered, died = [answer["number"]], answer["died"]
+            to_send = [waiting.pop(number) for number in answered]
             deaths.update(to_send)
             for case in to_send:
                 if deaths[case] == DEATHS:
                     raise WorkerError(f"its process died {DEATHS} times in a row, at last of {died}", case)
         return [verdicts[case] for case in range(len(cases))]
 
-    def _send(self, numbered: list[tuple[int, Sequence]]) -> None:
-        lines = [json.dumps([number, list(case)]).encode() + b"\n" for number, case in numbered]
+    def _send(self, numbered: dict[int, Sequence]) -> None:
+        lines = [json.dumps([number, list(case)]).encode() + b"\n" for number, case in numbered.items()]
         with contextlib.suppress(BrokenPipeError):  # the reader finds the end of the server
             self.server.stdin.write(b"".join(lines))
             self.server.stdin.flush()

@@ -9,15 +9,14 @@ import importlib.util
 from collections.abc import Callable
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.guests import Expired, load_function
-from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.base.guests import Expired, load_function, within
+from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import functions
-from fused_rl.trainers.scorers.builtin import ANSWER_COLUMNS, THINK_THEN_ANSWER, ExactMatch, Length, Pattern
+from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
-from fused_rl.trainers.scorers.limits import within
 from fused_rl.trainers.scorers.math import OTHER_JUDGES, MathVerifier, unfit_for_math
 from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read, reward_of
 from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
