@@ -201,7 +201,7 @@ def caller(judge, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_terminals_ctrl_c_reaches_the_caller_and_not_the_workers(caller, tmp_path, number):
     process, pids = caller()
     assert not [pid for pid in pids if os.getsid(pid) == process.pid]
@@ -213,6 +213,7 @@ def test_a_terminals_ctrl_c_reaches_the_caller_and_not_the_workers(caller, tmp_p
     assert out == "[Verdict(score=1.0, broke=None)] 0 ['SIGINT']\n"
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_caller_that_was_killed(caller):
     process, pids = caller()
     assert not any(gone(pid) for pid in pids)

@@ -26,7 +26,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints, sources
-from fused_rl.trainers.data.rows import load_rows
+from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows, load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import (
@@ -49,7 +49,8 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.scorers.load import load_scorers, verifier_for
+from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.math import OTHER_JUDGES, unfit_for_math
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import Reader
 
@@ -129,21 +130,13 @@ class EvalConfig(ScorerConfig, SamplingConfig):
         return [model, Source("rows", f"dataset={self.dataset}", self.dataset), *super().reads()]
 
 
-def _samples(config: EvalConfig) -> bool:
-    return config.samples > 0
-
-
-def _names_verifiers(config: EvalConfig) -> bool:
-    return config.verifiers is not None
-
-
 NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
 NEEDS = (
     *HUB_NEEDS,
     *TEMPLATE_NEEDS,
     *SCORER_NEEDS,
-    *(Needs(name, _samples, NO_SAMPLES) for name in names_of(SamplingConfig)),
-    *(Needs(name, _names_verifiers, without("--verifiers")) for name in JUDGED[1:]),
+    *(Needs(name, lambda config: config.samples > 0, NO_SAMPLES) for name in names_of(SamplingConfig)),
+    *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in JUDGED[1:]),
     Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
 )
 
@@ -195,6 +188,24 @@ def _check_folder(config: EvalConfig) -> None:
     for path in found:
         if not is_of_an_evaluation(path):
             raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
+
+
+def verifier_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
+    """The verifier that fits the rows, and why, where none is named; refuses to guess."""
+    row = rows.rows[0]
+    metadata = row.get("metadata")
+    if isinstance(metadata, dict) and metadata.get("source_dataset"):
+        return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
+    found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
+    if not found:
+        present = sorted(key for key in row if not key.startswith("__"))
+        remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
+        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {present}; {remedy}")
+    for i, row in enumerate(rows.rows):
+        problem = unfit_for_math({**row, "__where__": rows.where(i)}, answer_column)
+        if problem is not None:
+            raise InputError(f"{rows.where(i)}: nothing says what judges {problem}; {OTHER_JUDGES}")
+    return "math", f"every answer, in column {found[0]!r}, is a number or a formula"
 
 
 @dataclass

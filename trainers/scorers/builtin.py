@@ -5,6 +5,7 @@
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
+import functools
 import unicodedata
 from collections.abc import Sequence
 
@@ -61,12 +62,9 @@ class ExactMatch(Named):
         answer_of(row, self.answer_column)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [float(self._equal(sample)) for sample in samples]
-
-    def _equal(self, sample: Sample) -> bool:
-        answer = answer_of(sample.row, self.answer_column)
-        found, expected = (normalized(text, ignore_case=self.ignore_case) for text in (sample.text, answer))
-        return found == expected
+        pairs = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
+        plain = functools.partial(normalized, ignore_case=self.ignore_case)
+        return [float(plain(text) == plain(answer)) for text, answer in pairs]
 
 
 class Pattern(Limited):

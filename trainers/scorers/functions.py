@@ -30,10 +30,8 @@ GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's k
 class FunctionScorer(Named):
     """A function of the user's own; None as a score is "not applicable".
 
-    It runs in this process, in the main thread, so that it may hold state, a GPU or a client; an async one runs on one
-    event loop, the same for the whole run. What goes wrong in it (an exception, `sys.exit`, a call of more than
-    FUNCTION_TIMEOUT seconds, a result that is no list of finite numbers) is an InputError. What cannot be caught in a
-    process is `os._exit` or a crash in C code: the run ends there, and `--resume` continues from its last checkpoint.
+    It runs in the main thread, so that it may hold state, a GPU or a client; an async one runs on the run's one event
+    loop. What goes wrong in it is an InputError, but for `os._exit` and a crash in C code, which end the run.
     """
 
     def __init__(self, name: str, function: Callable, **judged):
@@ -119,21 +117,21 @@ class FunctionScorer(Named):
 
     def _culprit(self, samples: Sequence[Sample], error: BaseException) -> Sample | None:
         """The first response on which it raises the same alone; None where there is none, or time runs out."""
-        for_each = functools.partial(self._first_that_raises, samples, type(error))
+
+        def first_that_raises() -> Sample | None:
+            for sample in samples:
+                try:
+                    self._called([sample])
+                except type(error):
+                    return sample
+            return None
+
         try:
-            return within(SEARCH_TIMEOUT, for_each)
+            return within(SEARCH_TIMEOUT, first_that_raises)
         except KeyboardInterrupt:
             raise
         except BaseException:  # another one, or the time is over
             return None
-
-    def _first_that_raises(self, samples: Sequence[Sample], kind: type[BaseException]) -> Sample | None:
-        for sample in samples:
-            try:
-                self._called([sample])
-            except kind:
-                return sample
-        return None
 
 
 def _copies(samples: Sequence[Sample]) -> list[Sample]:

@@ -30,11 +30,8 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-# In a process of pebble's.
-
-
 def limit_this_process(memory: int, cases: int, replies: int) -> None:
-    """Get no more than so many bytes beyond what is there, end with the server, say nothing, and end by no signal."""
+    """In a process of pebble's: get no more bytes than so many beyond what is there, end with the server, say nothing."""
     os.close(cases)
     os.close(replies)  # else the caller would not see the server's end
     if sys.platform == "linux":
@@ -51,7 +48,7 @@ def limit_this_process(memory: int, cases: int, replies: int) -> None:
 
 
 def judged(case: list, cpu_seconds: float) -> dict:
-    """{score, broke} of a case; a process that runs out of time or memory ends."""
+    """There, {score, broke} of a case; a process that runs out of time or memory ends."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         return {"score": float(judge(*case)), "broke": None}
@@ -61,9 +58,6 @@ def judged(case: list, cpu_seconds: float) -> dict:
         return {"score": 0.0, "broke": f"raised {type(error).__name__}: {error}"[:1000]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-# In the server.
 
 
 def outcome(future: Future, limits: dict) -> dict:

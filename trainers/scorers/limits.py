@@ -46,7 +46,7 @@ def cores() -> int:
     return min(max(share, 1), 8)
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager):
     """Judges cases side by side, in processes that a server of its own (judge_server.py) has forked.
 
     A judge is a Python file with `load()`, which imports what it needs and returns a function of a case's items to a
@@ -82,12 +82,6 @@ class Pool:
         self.restarts, self.numbers, self.server = 0, itertools.count(), None
         self.start()
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     def start(self) -> None:
         """Start the server and wait until it is ready."""
         # One order of sets in every run, and the modules that this process sees.
@@ -107,6 +101,9 @@ class Pool:
         if "error" in ready:
             self.close()
             raise WorkerError(ready["error"])
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the server and its processes; `judge` starts another."""

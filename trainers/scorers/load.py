@@ -10,15 +10,14 @@ from collections.abc import Callable
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.guests import Expired, load_function, within
-from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
-from fused_rl.trainers.scorers.math import OTHER_JUDGES, MathVerifier, unfit_for_math
-from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read, reward_of
+from fused_rl.trainers.scorers.math import MathVerifier
+from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read
 from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
 
 
@@ -37,7 +36,7 @@ def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
         needs_imports = part.kind in (FUNCTION, "reasoning_gym")
         if not lasting and (imports or not needs_imports):
             _load(part, None)
-    return reward_of(spelled)
+    return " + ".join(f"{part.weight:g}*{part.name}" for part in spelled)
 
 
 def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Scorer]:
@@ -65,24 +64,6 @@ def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Sc
             if not isinstance(scorer, Length):
                 scorer.solved_at = 1.0
     return scorers + verifiers
-
-
-def verifier_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
-    """The verifier that fits the rows, and why, where none is named; refuses to guess."""
-    row = rows.rows[0]
-    metadata = row.get("metadata")
-    if isinstance(metadata, dict) and metadata.get("source_dataset"):
-        return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
-    found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
-    if not found:
-        present = sorted(key for key in row if not key.startswith("__"))
-        remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
-        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {present}; {remedy}")
-    for i, row in enumerate(rows.rows):
-        problem = unfit_for_math({**row, "__where__": rows.where(i)}, answer_column)
-        if problem is not None:
-            raise InputError(f"{rows.where(i)}: nothing says what judges {problem}; {OTHER_JUDGES}")
-    return "math", f"every answer, in column {found[0]!r}, is a number or a formula"
 
 
 def _load(part: Spelled, answer_column: str | None) -> Scorer:

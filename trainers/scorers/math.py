@@ -26,8 +26,8 @@ def unfit_for_math(row: dict, answer_column: str | None) -> str | None:
 class MathVerifier(Limited):
     """1.0 where math-verify finds the response's final answer equal to the ground truth, else 0.0.
 
-    Answers are judged in other processes: some expressions keep sympy busy for hours. One that
-    takes more than `timeout` seconds of CPU, or too much memory, scores 0; these are counted and reported.
+    One that takes more than `timeout` seconds of CPU, or too much memory, scores 0 and is reported: some expressions
+    keep sympy busy for hours.
     """
 
     judge = Path(__file__).with_name("math_judge.py")

@@ -21,14 +21,11 @@ from fused_rl.trainers.options.source import Source
 
 
 class Kind(NamedTuple):
-    """A scorer of ours, by what its name may be followed by."""
+    """A scorer of ours: whether its name alone is one, what may follow a colon, whether it compares with the answer."""
 
     bare: bool = True
-    """Whether the name alone is a scorer."""
     after: str | None = None
-    """What may stand after the colon; None where nothing may."""
     compares: bool = False
-    """Whether it compares a response with the row's answer, and so says which responses are right."""
 
 
 KINDS = {
@@ -95,12 +92,11 @@ def _as_list(text: str) -> list[str]:
     return listed
 
 
-def compares(options: ScorerConfig) -> bool:
-    """Whether any of the verifiers reads the row's answer."""
+def _compares(options: ScorerConfig) -> bool:
     return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
 
 
-SCORER_NEEDS = (Needs("answer_column", compares, NO_ANSWER),)
+SCORER_NEEDS = (Needs("answer_column", _compares, NO_ANSWER),)
 
 
 class Spelled(NamedTuple):
@@ -165,13 +161,8 @@ def _kind_of(text: str) -> tuple[str, str]:
         return FUNCTION, text
     if re.fullmatch(r"[\w.]+\.\w+", text):
         return FUNCTION, ":".join(text.rsplit(".", 1))
-    raise InputError(f"verifier {text!r}: {_of_before(text) or _unknown(name)}")
-
-
-def _of_before(text: str) -> str:
-    """How that is spelled now which was spelled so before."""
-    said = [now for sign, now in OF_BEFORE.items() if sign in text]
-    return f"this spelling is of before: {'; '.join(said)}" if said else ""
+    now = "; ".join(said for sign, said in OF_BEFORE.items() if sign in text)
+    raise InputError(f"verifier {text!r}: {f'this spelling is of before: {now}' if now else _unknown(name)}")
 
 
 def _unknown(name: str) -> str:
@@ -180,8 +171,3 @@ def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, KINDS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"expected {', '.join(forms)} or module:function{hint}"
-
-
-def reward_of(spelled: list[Spelled]) -> str:
-    """What the reward is, in a line."""
-    return " + ".join(f"{one.weight:g}*{one.name}" for one in spelled)

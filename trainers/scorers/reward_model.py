@@ -30,14 +30,7 @@ class RewardScorer:
         self.model, self.batch_size = model, batch_size
 
     def __call__(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """Score N responses.
-
-        Args:
-            prompt_ids: token ids of each prompt.
-            response_ids: token ids of each response, its EOS included.
-
-        Returns:
-            (N,) fp32 on the CPU, in the order of the arguments, not differentiable.
+        """(N,) fp32 on the CPU: the scores of N prompts with their responses, EOS included; not differentiable.
 
         Raises:
             ValueError: lists of different lengths, or a score that is not finite; it names the rows.
