@@ -338,7 +338,7 @@ def step_with(files, responses, scorers=None, **options):
     scorers = ppo.load_scorers(config, reader)
     made = policy.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = types.SimpleNamespace(sample=lambda *_: responses, publish=lambda step: None)
-    prompts = [Prompt([1, 70 + i], {"__where__": f"row {i}"}) for i in range(len(responses))]
+    prompts = [Prompt([1, 70 + i], {}, f"row {i}") for i in range(len(responses))]
     return ppo.train_step(made, load_critic(config, tokenizer, device, 1), prompts, 1, 0.05)
 
 

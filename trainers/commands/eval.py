@@ -198,11 +198,11 @@ def verifier_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
         return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
     found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
     if not found:
-        present = sorted(key for key in row if not key.startswith("__"))
         remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
-        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {present}; {remedy}")
+        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {sorted(row)}; {remedy}")
     for i, row in enumerate(rows.rows):
-        problem = unfit_for_math({**row, "__where__": rows.where(i)}, answer_column)
+        with rows.at(i):
+            problem = unfit_for_math(row, answer_column)
         if problem is not None:
             raise InputError(f"{rows.where(i)}: nothing says what judges {problem}; {OTHER_JUDGES}")
     return "math", f"every answer, in column {found[0]!r}, is a number or a formula"
@@ -264,7 +264,7 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         longest = max(len(problem.ids) for problem in problems)
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         _say(f"max_new_tokens: {length}")
-    rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
+    rows = ((problem.ids, problem.where) for problem in problems)
     check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     return config.sampling(length, stop_ids)

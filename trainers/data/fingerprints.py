@@ -86,17 +86,10 @@ def of_rows(rows: Iterable) -> dict[str, str]:
     total, count = hashlib.blake2b(digest_size=16), 0
     for row in rows:
         fields = row._asdict() if isinstance(row, tuple) else vars(row)
-        told = {name: _contents(value) for name, value in fields.items() if name != "where"}
+        told = {name: value for name, value in fields.items() if name != "where"}
         total.update(json.dumps(told, sort_keys=True, default=str).encode())
         count += 1
     return {"count": str(count), "contents": total.hexdigest()}
-
-
-def _contents(value):
-    """Of a dataset's row what is the row's own."""
-    if not isinstance(value, dict):
-        return value
-    return {str(key): cell for key, cell in value.items() if not str(key).startswith("__")}
 
 
 def of_tokenizer(tokenizer) -> Fingerprints:

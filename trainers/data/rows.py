@@ -1,9 +1,10 @@
 """Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error names what cannot be read and where."""
 
+import contextlib
 import dataclasses
 import json
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,14 @@ class Rows:
             raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {sorted(row)}{remedy}")
         return row[column]
 
+    @contextlib.contextmanager
+    def at(self, i: int) -> Iterator[None]:
+        """Inside, a refusal is one of row i, and says so."""
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"{self.where(i)}: {error}") from error
+
     def split(self, last: int) -> tuple["Rows", "Rows"]:
         """All but the last rows, and the last ones."""
         cut = len(self) - last
@@ -197,19 +206,18 @@ def answer_of(row: dict, column: str | None) -> str:
     """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
     columns = ANSWER_COLUMNS if column is None else (column,)
     column = next((c for c in columns if row.get(c) is not None), columns[0])
-    place, value = row.get("__where__", "a row"), row.get(column)
+    value = row.get(column)
     if value is None:
-        present = sorted(key for key in row if not key.startswith("__"))
         empty = [c for c in columns if c in row]
         if empty:
-            raise InputError(f"{place}: column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
-        raise InputError(f"{place}: column {column!r} is missing; the row has {present}; use --answer_column")
+            raise InputError(f"column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
+        raise InputError(f"column {column!r} is missing; the row has {sorted(row)}; use --answer_column")
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
         shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
         came = f"{shown} ({type(value).__name__})"
         remedy = "expected the answer as text or a number; use --answer_column"
-        raise InputError(f"{place}: column {column!r} is {came}; {remedy}")
+        raise InputError(f"column {column!r} is {came}; {remedy}")
     answer = str(value).rsplit("####", 1)[-1].strip()
     if not answer:
-        raise InputError(f"{place}: column {column!r} has no answer: {value!r:.80}")
+        raise InputError(f"column {column!r} has no answer: {value!r:.80}")
     return answer

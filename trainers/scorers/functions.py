@@ -45,9 +45,8 @@ class FunctionScorer(Named):
         """A function of TRL's kind must find the columns that it names; else the function knows what it reads."""
         missing = [name for name in self.columns if name not in row]
         if missing:
-            present = sorted(key for key in row if not key.startswith("__"))
-            place, what = row.get("__where__", "a row"), f"verifier {self.name!r} takes the column {missing[0]!r}"
-            raise InputError(f"{place}: {what}; the row has {present}")
+            what = f"verifier {self.name!r} takes the column {missing[0]!r}"
+            raise InputError(f"{what}; the row has {sorted(row)}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         self.at = None
@@ -170,7 +169,7 @@ def keywords(function: Callable, samples: Sequence[Sample]) -> dict[str, list]:
     """What TRL gives a reward function, and this one takes: prompts as the rows have them, completions as text (as
     messages, where the prompt is messages), their token ids, and every other column."""
     rows = [sample.row for sample in samples]
-    columns = [key for key in (rows[0] if rows else {}) if not key.startswith("__") and key not in ("prompt", *GIVEN)]
+    columns = [key for key in (rows[0] if rows else {}) if key not in ("prompt", *GIVEN)]
     given = {column: [row.get(column) for row in rows] for column in columns}
     given["prompts"] = [_prompt_of(row) for row in rows]
     given["completions"] = [_completion_of(sample) for sample in samples]

@@ -39,7 +39,7 @@ class ReasoningGymVerifier(Limited):
         gym = import_reasoning_gym()
         self.scorer, self.datasets = gym.get_score_answer_fn, gym.factory.DATASETS
         if dataset:
-            self._known(dataset, f"verifier {self.name!r}")
+            self._known(dataset)
 
     def check(self, row: dict) -> None:
         """The row must have an answer, and name a dataset; of each dataset one row's own answer is scored."""
@@ -50,8 +50,8 @@ class ReasoningGymVerifier(Limited):
         try:
             self.score(answer, row)
         except Exception as error:
-            place, what = row.get("__where__", "a row"), in_a_line(error)
-            raise InputError(f"{place}: reasoning_gym:{dataset} cannot score the row's own answer: {what}") from error
+            what = f"reasoning_gym:{dataset} cannot score the row's own answer"
+            raise InputError(f"{what}: {in_a_line(error)}") from error
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         try:
@@ -69,21 +69,21 @@ class ReasoningGymVerifier(Limited):
             return 0.0
 
     def _dataset_of(self, row: dict) -> str:
-        place, metadata = row.get("__where__", "a row"), row.get("metadata")
+        metadata = row.get("metadata")
         if metadata is not None and not isinstance(metadata, dict):
             came = f"{metadata!r:.80} ({type(metadata).__name__})"
-            raise InputError(f"{place}: column 'metadata' is {came}; reasoning_gym expects an object")
+            raise InputError(f"column 'metadata' is {came}; reasoning_gym expects an object")
         dataset = self.dataset or (metadata or {}).get("source_dataset")
         if not dataset:
-            raise InputError(f"{place}: metadata has no source_dataset; name it with reasoning_gym:<dataset>")
-        return self._known(dataset, place)
+            raise InputError("metadata has no source_dataset; name it with reasoning_gym:<dataset>")
+        return self._known(dataset)
 
-    def _known(self, dataset, place: str) -> str:
+    def _known(self, dataset) -> str:
         if isinstance(dataset, str) and dataset in self.datasets:
             return dataset
         near = difflib.get_close_matches(str(dataset), self.datasets, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"{place}: reasoning_gym has no dataset {dataset!r:.80}{hint}")
+        raise InputError(f"verifier {self.name!r}: reasoning_gym has no dataset {dataset!r:.80}{hint}")
 
     def score(self, response: str, row: dict) -> float:
         """0 to 1, as the dataset's generator judges a response's text."""

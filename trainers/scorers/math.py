@@ -46,7 +46,7 @@ class MathVerifier(Limited):
         """The row must have an answer, and one that mathematics can judge."""
         problem = unfit_for_math(row, self.answer_column)
         if problem is not None:
-            raise InputError(f"{row.get('__where__', 'a row')}: verifier 'math' cannot judge {problem}; {OTHER_JUDGES}")
+            raise InputError(f"verifier 'math' cannot judge {problem}; {OTHER_JUDGES}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
