@@ -31,7 +31,7 @@ SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def limit_this_process(memory: int, cases: int, replies: int) -> None:
-    """In a process of pebble's: no more bytes than so many beyond what is there, end with the server, say nothing."""
+    """In a process of pebble's: get so many bytes beyond what is there, end with the server, say nothing."""
     os.close(cases)
     os.close(replies)  # else the caller would not see the server's end
     if sys.platform == "linux":
