@@ -19,6 +19,7 @@ from fused_rl.trainers.models.packing import inputs_of
 from fused_rl.trainers.policy.policy import load_policy, load_prompts
 from fused_rl.trainers.run.logger import Logger
 from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.reward_model import Reader
 
 PARTS = ("rollout", "score", "measure", "update", "optimizer", "log")
 NEEDED = ("rollout", "measure", "update")
@@ -74,7 +75,8 @@ class Ours:
         self.watch = Watch()
         self.seen = None
         tokenizer = encode.load_tokenizer(config.model)
-        scorers = load_scorers(config, tokenizer, device)
+        reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
+        scorers = load_scorers(config, reader)
         self.prompts, self.held_out = load_prompts(config, tokenizer, scorers)
         updates = config.steps * config.minibatches * config.epochs
         needed = {"share_prompts": config.share_prompts, "needs_reference": config.kl_coef > 0 or config.kl_every > 0}

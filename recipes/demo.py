@@ -20,7 +20,7 @@ from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers.gym import import_reasoning_gym
 
 RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256
@@ -29,7 +29,7 @@ MISCOUNTS = 0.6
 
 def problems(seed: int, count: int) -> list[dict]:
     """Distinct problems as reasoning-gym makes them: question, answer, metadata."""
-    gym = verifiers.import_reasoning_gym()
+    gym = import_reasoning_gym()
     options = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
     distinct: dict[str, dict] = {}
     for entry in gym.create_dataset("chain_sum", size=100 * count, seed=seed * 1_000_003, **options):

@@ -55,7 +55,7 @@ def run(folder: Path, seed: int) -> list[dict]:
         "eval_dataset": data / "eval.jsonl",
         "output_dir": folder / "ppo",
         "critic": judge,
-        "verifiers": f"reward_model:{judge}, 0*reasoning_gym",
+        "verifiers": f"[reward_model:{judge}, reasoning_gym]",
     }
     ppo.train(parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths), "fused-rl ppo"))
     return read_metrics(folder / "ppo" / "metrics.jsonl")

@@ -15,10 +15,11 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
+from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.command import LOST, around
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
+from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 NUM_TRAIN, NUM_EVAL = 3000, 256
 
@@ -59,7 +60,7 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
 def make_pairs(problems: list[dict], seed: int) -> dict[str, list[dict]]:
     """Preference pairs, "train" and "eval", about the first `NUM_TRAIN` problems and about the others."""
     rng = random.Random(seed)
-    verifier = verifiers.ReasoningGymVerifier()
+    verifier = ReasoningGymVerifier()
     pairs = {"train": [], "eval": []}
     for i, entry in enumerate(problems):
         for kind, answer in wrong_answers(entry, rng).items():

@@ -327,6 +327,39 @@ def test_private_names_are_found(source, tmp_path):
     assert list(private_names(path)) == []
 
 
+def whole_configs(paths):
+    """(file, function) of every parameter that is the whole config of a run, and not the group of options it reads."""
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    whole = {"RunConfig"}
+    for _ in classes:  # as deep as inheritance can be
+        whole |= {node.name for node in classes if whole & {ast.unparse(base) for base in node.bases}}
+    for path, tree in trees.items():
+        made = [node for node in tree.body if isinstance(node, ast.Assign)]
+        bounds = tuple(f"bound={name})" for name in whole)
+        variables = {ast.unparse(node.targets[0]) for node in made if ast.unparse(node.value).endswith(bounds)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                for argument in arguments:
+                    if argument.annotation is not None and ast.unparse(argument.annotation) in whole | variables:
+                        yield path, node.name
+
+
+def test_few_functions_take_the_whole_config_of_a_run():
+    """The algorithms and run/ do; a room takes the group of options that it reads."""
+    assert len(list(whole_configs(files("trainers")))) <= 47
+
+
+def test_whole_configs_are_found(tmp_path):
+    path = tmp_path / "rooms.py"
+    path.write_text(
+        "class A(RunConfig): ...\nclass B(Group, A): ...\nC = TypeVar('C', bound=B)\nD = TypeVar('D', bound=Group)\n"
+        "def f(config: B, *, other: A): ...\ndef g(config: C) -> C: ...\ndef h(config: D, group: Group): ...\n"
+    )
+    assert [name for _, name in whole_configs([path])] == ["f", "f", "g"]
+
+
 def test_no_trainer_imports_a_trainer():
     paths = [path for path in files("trainers") if path.stem in ALGORITHMS]
     assert {"sft", "reward", "grpo", "ppo"} <= ALGORITHMS

@@ -55,6 +55,8 @@ from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
+from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
+from fused_rl.trainers.scorers.reward_model import Reader
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 COLUMNS = {
@@ -76,7 +78,7 @@ CURVES = {
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(GroupConfig, ReferenceConfig, PolicyConfig):
+class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     """Group-relative policy optimisation of a causal language model on problems whose answers can be verified."""
 
     command: ClassVar[str] = "grpo"
@@ -86,7 +88,7 @@ class GRPOConfig(GroupConfig, ReferenceConfig, PolicyConfig):
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
 
-NEEDS = (*POLICY_NEEDS, *GROUP_NEEDS, *REFERENCE_NEEDS)
+NEEDS = (*POLICY_NEEDS, *SCORER_NEEDS, *GROUP_NEEDS, *REFERENCE_NEEDS)
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
@@ -113,7 +115,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     parts = math.ceil(minibatch / config.micro_batch_size)
     return {
         "processes": world,
-        "reward": check_scorers(config),
+        "reward": check_scorers(config, imports=config.dry_run),
         "advantage": advantage,
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
@@ -329,7 +331,8 @@ def train(config: GRPOConfig) -> str:
     # What is read: tokenizer, rows, models.
     with phase("read tokenizer and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config, tokenizer, run.device)
+        reader = Reader.beside(config, config, tokenizer, run.device, config.rollout_batch_size)
+        scorers = load_scorers(config, reader)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
     config = in_steps(config, len(prompts))

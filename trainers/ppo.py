@@ -66,6 +66,8 @@ from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
+from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
+from fused_rl.trainers.scorers.reward_model import Reader
 
 COLUMNS = {
     "score": "objective/scores",
@@ -86,7 +88,7 @@ CURVES = {
 
 
 @dataclass(kw_only=True)
-class PPOConfig(CreditConfig, CriticConfig, PolicyConfig):
+class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     """Proximal policy optimisation of a causal language model against any scorers, with a critic."""
 
     command: ClassVar[str] = "ppo"
@@ -109,6 +111,7 @@ class PPOConfig(CreditConfig, CriticConfig, PolicyConfig):
 
 NEEDS = (
     *POLICY_NEEDS,
+    *SCORER_NEEDS,
     *CREDIT_NEEDS,
     *CRITIC_NEEDS,
     Needs(
@@ -142,7 +145,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     config = planned(config)
     return {
         "processes": world,
-        "reward": check_scorers(config),
+        "reward": check_scorers(config, imports=config.dry_run),
         "responses per step": f"{responses} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
@@ -324,7 +327,8 @@ def train(config: PPOConfig) -> str:
     # What is read: tokenizer, rows, models.
     with phase("read tokenizer, scorers and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config, tokenizer, run.device)
+        reader = Reader.beside(config, config, tokenizer, run.device, config.rollout_batch_size)
+        scorers = load_scorers(config, reader)
         prompts, held_out = load_prompts(config, tokenizer, scorers)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
     config = in_steps(config, len(prompts))

@@ -26,7 +26,6 @@ from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
-    RewardScorer,
     check_finite,
     collate,
     load_reward_model,
@@ -40,6 +39,7 @@ from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.metrics import KEYS, keyed
+from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 

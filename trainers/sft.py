@@ -22,7 +22,7 @@ from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import PositiveInt, RunConfig, divide_over
+from fused_rl.trainers.options.config import EngineConfig, PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
@@ -111,7 +111,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    examples: list[Example], config: SFTConfig, pad_id: int, device, costs: Costs | None = None
+    examples: list[Example], config: EngineConfig, pad_id: int, device, costs: Costs | None = None
 ) -> list[MicroBatch]:
     """The rank's rows as micro-batches: of similar lengths, so that little is padded, or packed.
 

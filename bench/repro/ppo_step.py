@@ -40,7 +40,7 @@ def load(folder: Path, seed: int, **options):
     device = engine.setup(config.seed)
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)
-    scorers = load_scorers(config, tokenizer, device)
+    scorers = load_scorers(config)
     prompts, _ = policy.load_prompts(config, tokenizer, scorers)
     updates = config.steps * config.minibatches * config.epochs
     critic = load_critic(config, tokenizer, device, updates)

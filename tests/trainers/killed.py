@@ -88,7 +88,7 @@ def _run(command: str, argv: list[str], folder: Path, moment: Moment, told: dict
     os.dup2(log, 2)
     os.environ.update(told, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     if judge is not None:
-        from fused_rl.trainers.scorers.verifiers import MathVerifier
+        from fused_rl.trainers.scorers.math import MathVerifier
 
         MathVerifier.judge = judge
     count = _watch(moment)

@@ -133,7 +133,7 @@ def test_a_model_on_the_hub_is_known_by_its_commit(files, tmp_path, monkeypatch)
 
     monkeypatch.setattr("transformers.utils.hub.cached_file", cached_file)
     config = run_config(("org/name", files[1]), tmp_path / "run", revision="main")
-    assert sources.of_run(config, hub=False) == sources.of_run(config)[1:] and told == [("org/name", "main")]
+    assert sources.of_run(config)[0].name == "org/name" and told == [("org/name", "main")]
     found = [fingerprints.of_sources(sources.of_run(config)) for _ in range(2)]
     assert found == [{"model": {"org/name": "a" * 40}}, {"model": {"org/name": "b" * 40}}]
     assert fingerprints.differing(*found) == {"model": "org/name"}

@@ -6,34 +6,41 @@ import pytest
 
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Response, Sample
-from fused_rl.trainers.scorers import builtin, verifiers
+from fused_rl.trainers.scorers import builtin
+from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.options import ScorerConfig
 
 
 def samples(*texts, answer="42", tokens=1):
-    row = {"answer": answer, "__where__": "d.jsonl, line 3"}
-    return [Sample(row, [], Response([5] * tokens, "length"), text) for text in texts]
+    row = {"answer": answer}
+    return [Sample(row, [], Response([5] * tokens, "length"), text, "d.jsonl, line 3") for text in texts]
 
 
-def scores(spelled, *texts, **of):
-    (scorer,) = verifiers.load_scorers(spelled)
+def loaded(verifier, **options):
+    (scorer,) = load_scorers(ScorerConfig(verifiers=[verifier], **options))
+    return scorer
+
+
+def scores(verifier, *texts, **of):
+    scorer = loaded(verifier)
     return scorer(samples(*texts, **of))
 
 
 def test_a_whole_response_is_compared_after_normalisation():
     assert scores("exact_match", " 42\n", "4 2", "the 42", "", "４２", "42.") == [1, 0, 0, 0, 1, 0]
     assert scores("exact_match", "new\n York ", "New York", answer="It is #### New  York") == [0, 1]
-    assert scores("exact_match(ignore_case=true)", "NEW york", "Straße", answer="New York") == [1, 0]
-    assert scores("exact_match(ignore_case=true)", "STRASSE", answer="Straße") == [1]
+    assert scores("exact_match:ignore_case", "NEW york", "Straße", answer="New York") == [1, 0]
+    assert scores("exact_match:ignore_case", "STRASSE", answer="Straße") == [1]
 
 
 def test_a_pattern_is_looked_for_or_its_group_compared_with_the_answer():
-    assert scores(r"regex('\d+')", "so 7", "seven", "") == [1, 0, 0]
-    assert scores(r"regex('(?i)^final')", "FINAL word", "not final") == [1, 0]
-    last = r"regex('answer: (\d+)')"
+    assert scores(r"regex:\d+", "so 7", "seven", "") == [1, 0, 0]
+    assert scores(r"regex:(?i)^final", "FINAL word", "not final") == [1, 0]
+    last = r"regex:answer: (\d+)"
     assert scores(last, "answer: 42", "answer: 1, no, answer: 42", "answer: 42, no, answer: 1", "42") == [1, 1, 0, 0]
-    named = r"regex('(is|was) (?P<answer>[\w ]+)')"
+    named = r"regex:(is|was) (?P<answer>[\w ]+)"
     assert scores(named, "it is New  York", "it was Rome", answer="New York") == [1, 0]
-    assert scores(r"regex('a(b)?')", "a", answer="b") == [0]  # the group did not take part
+    assert scores(r"regex:a(b)?", "a", answer="b") == [0]  # the group did not take part
 
 
 def test_a_form_is_of_the_whole_response():
@@ -43,22 +50,22 @@ def test_a_form_is_of_the_whole_response():
     twice = "<think>a</think><answer>1</answer><answer>2</answer>"
     nested = "<think>a<think>b</think><answer>1</answer>"
     assert scores("format", form, f" {form}\n", *wrong, other_way_round, twice, nested) == [1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert scores(r"format('\[.*\]')", "[a\nb]", "[a] b") == [1, 0]
-    assert scores(r"format('(\d+)')", "7") == [1]  # a group of a form is compared with nothing
+    assert scores(r"format:\[.*\]", "[a\nb]", "[a] b") == [1, 0]
+    assert scores(r"format:(\d+)", "7") == [1]  # a group of a form is compared with nothing
 
 
 @pytest.mark.parametrize(
     ("spelled", "tokens", "expected"),
     [
-        ("length(target=4)", 4, 0.0),
-        ("length(4)", 3, -0.25),
-        ("length(target=4)", 6, -0.5),
-        ("length(target=4)", 0, -1.0),
-        ("length(target=4)", 40, -1.0),
-        ("length(limit=4)", 0, 0.0),
-        ("length(limit=4)", 4, 0.0),
-        ("length(limit=4)", 5, -0.25),
-        ("length(limit=4)", 9, -1.0),
+        ("length:4", 4, 0.0),
+        ("length:4", 3, -0.25),
+        ("length:4", 6, -0.5),
+        ("length:4", 0, -1.0),
+        ("length:4", 40, -1.0),
+        ("length_limit:4", 0, 0.0),
+        ("length_limit:4", 4, 0.0),
+        ("length_limit:4", 5, -0.25),
+        ("length_limit:4", 9, -1.0),
     ],
 )
 def test_a_length_costs_what_its_formula_says(spelled, tokens, expected):
@@ -67,23 +74,22 @@ def test_a_length_costs_what_its_formula_says(spelled, tokens, expected):
 
 def test_a_pattern_that_does_not_end_scores_0_and_is_reported(monkeypatch):
     monkeypatch.setattr(builtin, "MATCHING", 0.1)
-    (scorer,) = verifiers.load_scorers("regex('(a+)+b')")
+    scorer = loaded("regex:(a|aa)+(?:$|b)")
     began = time.process_time()
-    assert scorer(samples("a" * 60, "ab", answer="a")) == [0, 1]
+    assert scorer(samples("a" * 60 + "!", "ab", answer="a")) == [0, 1]
     assert time.process_time() - began < 20
     assert scorer.take_incidents() == Incidents(1, 0, "d.jsonl, line 3 took more than 0.1 s of CPU")
     assert scorer.take_incidents() == Incidents(0, 0, None)
 
 
 def test_rows_without_an_answer_are_refused_by_those_that_compare():
-    row = {"question": "a", "__where__": "d.jsonl, line 3"}
-    for spelled in ("exact_match", "regex('(a)')"):
-        (scorer,) = verifiers.load_scorers(spelled)
-        with pytest.raises(InputError, match="d.jsonl, line 3: column 'ground_truth' is missing"):
+    row = {"question": "a"}
+    for spelled in ("exact_match", "regex:(a)"):
+        scorer = loaded(spelled)
+        with pytest.raises(InputError, match="^column 'ground_truth' is missing"):
             scorer.check(row)
-        (scorer,) = verifiers.load_scorers(spelled, "question")
+        scorer = loaded(spelled, answer_column="question")
         scorer.check(row)
         assert scorer([Sample(row, [], Response([5], "length"), "a")]) == [1.0]
-    for spelled in ("regex('a')", "format", "format('(a)')", "length(limit=3)"):
-        (scorer,) = verifiers.load_scorers(spelled)
-        scorer.check(row)
+    for spelled in ("regex:a", "format", "format:(a)", "length_limit:3"):
+        loaded(spelled).check(row)

@@ -12,7 +12,7 @@ from fused_rl.trainers.options import names
 from fused_rl.trainers.options.config import InputError, names_of, to_yaml
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import options
-from fused_rl.trainers.scorers.spelling import read
+from fused_rl.trainers.scorers.options import read
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -226,7 +226,7 @@ def test_batch_arithmetic():
 def test_dry_run_prints_the_resolved_config_and_needs_no_files():
     command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--config", str(RECIPES / "demo_grpo.yaml")]
     done = subprocess.run([*command, "--dry_run", "--lr", "0.25"], capture_output=True, text=True, check=True)
-    assert "lr: 0.25" in done.stdout and "verifiers: reasoning_gym" in done.stdout
+    assert "lr: 0.25" in done.stdout and "verifiers:\n- reasoning_gym\n" in done.stdout
     assert "# responses per step: 256 = 32 prompts x 8" in done.stdout
 
 
@@ -318,7 +318,7 @@ def test_a_path_from_home_is_that_of_a_shell_and_an_empty_text_is_refused(tmp_pa
     (tmp_path / "c.yaml").write_text("model: ~/m\noutput_dir: ~/o\n")
     config = made("--config", str(tmp_path / "c.yaml"), "--verifiers", "reward_model:~/rm")
     assert (config.model, config.output_dir) == (str(tmp_path / "m"), str(tmp_path / "o"))
-    assert read(config.verifiers)[0].detail == str(tmp_path / "rm")
+    assert read(config)[0].detail == str(tmp_path / "rm")
     for name in ("output_dir", "model", "prompt_column", "eval_dataset"):
         with pytest.raises(InputError, match=f"{name}='' is empty; give it a value, or leave it out"):
             grpo.arithmetic(made(f"--{name}="), 1)

@@ -4,7 +4,7 @@ import pytest
 
 from fused_rl.recipes import demo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
 
 
 def rows_of(folder, name):
@@ -16,7 +16,7 @@ def test_the_demos_problems_teacher_and_tokenizer(tmp_path, capsys):
     train, held_out = rows_of(tmp_path, "train.jsonl"), rows_of(tmp_path, "eval.jsonl")
     questions = {row["question"] for row in train + held_out}
     assert len(questions) == len(train) + len(held_out) == demo.NUM_TRAIN + demo.NUM_EVAL  # nothing held out is seen
-    score = verifiers.ReasoningGymVerifier().score
+    score = ReasoningGymVerifier().score
     assert all(score(row["answer"], row) == 1.0 for row in held_out)
 
     demonstrations = rows_of(tmp_path, "demonstrations.jsonl")

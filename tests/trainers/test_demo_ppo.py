@@ -14,7 +14,8 @@ def test_the_recipe_pays_the_reward_model_and_shows_the_truth():
     config = parse(ppo.PPOConfig, ["--config", str(demo.RECIPES / "demo_ppo.yaml")], "fused-rl ppo")
     ppo.arithmetic(config, 1)
     ppo.arithmetic(config, 2)
-    assert config.verifiers == "reward_model:runs/demo_ppo/reward/model, 0*reasoning_gym"
+    assert config.verifiers == ["reward_model:runs/demo_ppo/reward/model", "reasoning_gym"]
+    assert config.verifier_weights == [1, 0]
 
 
 def test_table_and_panel(tmp_path):

@@ -78,7 +78,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     assert sampled["mean_length_solved"] == (12 * 2 + 2) / 14 and sampled["mean_length_unsolved"] == (3 * 6 + 3 * 5) / 6
     assert sampled["mean_length"] == (26 + 33) / 20
     assert summary["greedy"]["mean_length_solved"] == 2 and summary["greedy"]["mean_length_unsolved"] == 6
-    assert summary["options"]["verifiers"] == "exact_match" and summary["options"]["max_new_tokens"] == 9
+    assert summary["options"]["verifiers"] == ["exact_match"] and summary["options"]["max_new_tokens"] == 9
 
     # Every response, problems in the order of the rows.
     assert [(row["drawn"], row["problem"]) for row in rows[:5]] == [("greedy", i) for i in range(5)]
@@ -151,15 +151,17 @@ def test_greedy_alone_prints_no_samples_and_one_k_is_told_alone(folder, tmp_path
 def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(folder / "model", run / "model")
-    scorers = "regex('(a)', name=x)"
+    scorers = ["regex:(a)", "regex:b, c"]
     (run / "config.yaml").write_text(
-        f"max_new_tokens: 3\nprompt_column: text\nraw_prompt: true\nlr: 1.0\nverifiers: {scorers}\n"
+        "max_new_tokens: 3\nprompt_column: text\nraw_prompt: true\nlr: 1.0\nverifiers: ['regex:(a)', 'regex:b, c']\n"
+        "verifier_weights: [1.0, 0.5]\nsolved_at: null\n"
     )
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "b", "text": "a", "answer": "1"}])
     config = command.EvalConfig(model=str(run), dataset=rows)
     found = command.as_its_run(config)
     assert found.model == str(run / "model") and config.max_new_tokens is None
     assert (found.max_new_tokens, found.prompt_column, found.raw_prompt, found.verifiers) == (3, "text", True, scorers)
+    assert found.verifier_weights == [1.0, 0.5]
     assert command.as_its_run(command.EvalConfig(model=str(run / "model"), dataset=rows)) == found
     given = {"max_new_tokens": 5, "prompt_column": "question", "raw_prompt": False, "verifiers": "format"}
     given = dataclasses.replace(config, **given)
@@ -167,9 +169,9 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
     capsys.readouterr()
     figures = command.evaluate(dataclasses.replace(config, samples=0))
     printed = capsys.readouterr().out
-    taken = f"verifiers {scorers}, prompt_column text, raw_prompt True, max_new_tokens 3"
+    taken = f"verifiers {scorers}, verifier_weights [1.0, 0.5], prompt_column text, raw_prompt True, max_new_tokens 3"
     assert f"as in {run / 'config.yaml'}: {taken}" in printed
-    assert list(figures["greedy"]["scores"]) == ["x"]
+    assert list(figures["greedy"]["scores"]) == scorers
 
 
 def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(folder, tmp_path, capsys):
@@ -183,10 +185,10 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
     rows = Rows([{"question": "a", "solution": "2"}], "d.jsonl")
     reason = "every answer, in column 'solution', is a number or a formula"
-    assert command.verifiers_for(rows, "solution") == ("math", reason)
+    assert command.verifier_for(rows, "solution") == ("math", reason)
     rows.rows.append({"question": "b", "solution": "Paris"})
     with pytest.raises(InputError, match="d.jsonl, line 2: nothing says what judges the answer 'Paris': a word.*--ver"):
-        command.verifiers_for(rows, "solution")
+        command.verifier_for(rows, "solution")
 
 
 REFUSED = {
@@ -198,6 +200,10 @@ REFUSED = {
     "--dataset empty.jsonl": "dataset empty.jsonl has no rows",
     "--dataset bare.jsonl": r"bare.jsonl, line 1: nothing to judge responses by; the row has .*; name scorers",
     "--verifiers typo": "verifier 'typo': expected math",
+    "--verifier_weights [1]": "verifier_weights=.1.0. has no meaning without --verifiers",
+    "--solved_at [1]": "solved_at=.1.0. has no meaning without --verifiers",
+    "--clip_high 0.2": "unknown option --clip_high",
+    "--steps 3": "unknown option --steps",
     "--verifiers exact_match --answer_column a": "rows.jsonl, line 1: column 'a' is missing; .*--answer_column",
     "--verifiers format --prompt_column a": "rows.jsonl, line 1: column 'a' is missing; .*--prompt_column",
     "--verifiers format --max_prompt_length 2": "rows.jsonl: all 5 rows are longer than max_prompt_length",
@@ -205,7 +211,8 @@ REFUSED = {
     "--model rows.jsonl": "model='rows.jsonl'",
     "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
     "--top_p 0": "top_p: expected a number above 0, at most 1",
-    "--verifiers format,1*exact_match": "'format' has no weight, and '1.exact_match' has one",
+    "--verifiers format,1*exact_match": "'format,1.exact_match': this spelling is of before: weights are a list of",
+    "--verifiers format --verifier_weights [1,2]": r"verifier_weights=.1.0, 2.0. has 2 numbers for 1 verifiers",
     "--model none": "model='none'",
     "--output_dir model": r"output_dir=model already holds summary.json; replace",
     "--output_dir rows.jsonl": "output_dir=rows.jsonl cannot be used: File exists",

@@ -386,7 +386,7 @@ RESUMED = [
     ("sft", ["--eval_size", "4"], "there are 8 rows to train on, and the checkpoint's run had 10"),
     ("grpo", ["--temperature", "0.5"], "temperature 1.0 -> 0.5"),
     ("grpo", ["--minibatches", "1"], "minibatches 2 -> 1"),
-    ("grpo", ["--verifiers", "judges:few"], "verifiers judges:even -> judges:few"),
+    ("grpo", ["--verifiers", "judges:few"], "verifiers .'judges:even'. -> .'judges:few'."),
     ("grpo", ["--preset", "dapo"], "preset grpo -> dapo"),
     ("reward", ["--centering", "1"], "centering 0.0 -> 1.0"),
     ("reward", ["--zero_stage", "3"], "zero_stage 2 -> 3"),

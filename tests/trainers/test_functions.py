@@ -25,8 +25,8 @@ def samples(*texts, **columns):
     """One sample per text, of lines 1, 2, …"""
     made = []
     for i, text in enumerate(texts):
-        row = {"question": f"q{i}", "answer": f"a{i}", **columns, "__where__": f"d.jsonl, line {i + 1}"}
-        made.append(Sample(row, [], Response([5] * len(text), "stop"), text))
+        row = {"question": f"q{i}", "answer": f"a{i}", **columns}
+        made.append(Sample(row, [], Response([5] * len(text), "stop"), text, f"d.jsonl, line {i + 1}"))
     return made
 
 
@@ -97,10 +97,8 @@ def test_functions_of_trl_see_messages_where_the_prompt_is_messages():
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     scorer = FunctionScorer("my:f", lambda completions, answers, level=0, **columns: [])
     scorer.check({"answers": 1})
-    with pytest.raises(
-        InputError, match="d.jsonl, line 1: verifier 'my:f' takes the column 'answers'; the row has .'ans"
-    ):
-        scorer.check({"answer": 1, "__where__": "d.jsonl, line 1"})
+    with pytest.raises(InputError, match="^verifier 'my:f' takes the column 'answers'; the row has .'ans"):
+        scorer.check({"answer": 1})
     FunctionScorer("my:f", batch).check({})
     with pytest.raises(InputError, match="'my:f' must take .responses, rows.: missing .*'level'; or .response, row."):
         FunctionScorer("my:f", lambda response, row, level: 1.0)
@@ -272,7 +270,7 @@ def edits(responses, rows):
     for row in rows:
         row["answer"] = "mine"
         row["metadata"]["level"] = 9
-        del row["__where__"]
+        assert not [name for name in row if name.startswith("_")]
     return [0.0] * len(rows)
 
 
@@ -286,7 +284,7 @@ def edits_ids(completions, completion_ids, metadata, **columns):
 def test_a_function_sees_copies_of_rows_and_ids(function):
     seen = samples("ab", metadata={"level": 1})
     FunctionScorer("my:f", function)(seen)
-    assert seen[0].row["metadata"] == {"level": 1} and seen[0].row["answer"] == "a0" and "__where__" in seen[0].row
+    assert seen[0].row["metadata"] == {"level": 1} and seen[0].row["answer"] == "a0"
     assert seen[0].response.ids == [5, 5]
 
 

@@ -125,7 +125,7 @@ def test_runs_with_it(folder, tmp_path, capsys):
     common = {"model": folder, "dataset": str(path), "eval_size": 2, "steps": 1, "zero_stage": 1, "dtype": "bfloat16"}
     common |= {"head_dtype": "float32", "raw_prompt": True, "kl_every": 1, "lr": 0.0, "max_new_tokens": 6}
     drawn = {"prompts_per_step": 2, "group_size": 2, "minibatches": 2, "micro_batch_size": 3}
-    drawn |= {"verifiers": "length(target=4)"}
+    drawn |= {"verifiers": "length:4"}
     output = tmp_path / "grpo"
     grpo.train(grpo.GRPOConfig(**common, **drawn, output_dir=str(output)))
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -23,7 +23,17 @@ ALWAYS = {
     *("overwrite", "wandb_project", "trackio_project", "push_to_hub", "dry_run", "prompt_column", "lora_rank"),
     *("batch_size", "max_length", "packing", "completion_column", "chosen_column", "rejected_column", "margin_column"),
     *("max_response_length", "too_long", "label_smoothing", "centering", "share_prompts", "normalize_pairs"),
-    *("verifiers", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "mask_truncated", "temperature"),
+    *(
+        "verifiers",
+        "verifier_weights",
+        "solved_at",
+        "prompts_per_step",
+        "minibatches",
+        "epochs",
+        "max_new_tokens",
+        "mask_truncated",
+        "temperature",
+    ),
     *("top_p", "top_k", "min_p", "rollout_batch_size", "preset", "surrogate", "loss_agg", "skip_impossible"),
     *("kl_coef", "kl_estimator", "entropy_coef", "off_policy_threshold", "group_size", "advantage", "kl_every"),
     *("gamma", "gae_alpha", "value_gae_lambda", "whiten_advantages", "whiten_rewards", "missing_eos_score"),
@@ -64,7 +74,7 @@ def test_every_option_is_in_a_table_or_always_means_something(command):
 
 
 TRAIN = "--model=m --dataset=d.jsonl --output_dir=o"
-POLICY = f"{TRAIN} --verifiers=length(target=3)"
+POLICY = f"{TRAIN} --verifiers=length:3"
 NO_EVAL = "--eval_size=0"
 REFUSED = {
     "sft": {
@@ -106,6 +116,7 @@ REFUSED = {
         "--ref_mixup_alpha=0.5": "without --ref_sync_every",
     },
     "ppo": {
+        "--answer_column=a": "none of which compares with an answer .math,",
         "--kl_in=loss --kl_coef=0": "has no meaning with kl_coef=0",
         "--kl_target=3 --kl_coef=0": "no factor moves a zero",
         "--kl_horizon=300": "without --kl_target",
@@ -117,6 +128,7 @@ REFUSED = {
         **dict.fromkeys(("--temperature=2 --samples=0", "--top_p=0.5 --samples=0"), "has no meaning with samples=0"),
         **dict.fromkeys(("--top_k=2 --samples=0", "--min_p=0.5 --samples=0"), "has no meaning with samples=0"),
         "--answer_column=a --verifiers=format": "none of which compares with an answer",
+        **dict.fromkeys(("--verifier_weights=[1]", "--solved_at=[1]"), "without --verifiers"),
         "--overwrite": "without --output_dir",
     },
     "kl-report": dict.fromkeys(

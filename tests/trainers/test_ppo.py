@@ -14,7 +14,10 @@ from fused_rl.trainers.policy import credit
 from fused_rl.trainers.policy.critic import Critic, Watch
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import tiny
+
+ODD = "tests.trainers.tiny:odd_characters"
 
 EOS = 3
 
@@ -137,15 +140,18 @@ def batch_of(*responses):
     return make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
 
 
+def scorers_of(config):
+    tokenizer = encode.load_tokenizer(config.model)
+    return ppo.load_scorers(config, Reader.beside(config, config, tokenizer, torch.device("cpu"), 64))
+
+
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):
     model, reward = folders
     batch = batch_of([90, 91, EOS], [92, 93, 94, 95, 96])
     assert (Critic.from_pretrained(model)(batch.input_ids, batch.response_mask) == 0).all()
     critic = Critic.from_pretrained(reward)
     values = critic(batch.input_ids, batch.response_mask)
-    scorer = ppo.load_scorers(
-        config_of(folders, verifiers=f"reward_model:{reward}"), encode.load_tokenizer(model), "cpu"
-    )
+    scorer = scorers_of(config_of(folders, verifiers=f"reward_model:{reward}"))
     for b, (prompt, response) in enumerate([([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]):
         for t in range(len(response)):  # the value before a token is the score of what stands before it
             (score,) = scorer[0].scorer.unchecked([prompt], [response[:t]]).tolist()
@@ -173,19 +179,19 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
     from fused_rl.trainers.models.reward_model import RewardModel
 
     model, reward = folders
-    config = config_of(folders, verifiers=f"reward_model:{reward}, 0*tests.trainers.tiny:odd_characters")
+    config = config_of(folders, verifiers=[f"reward_model:{reward}", ODD], verifier_weights=[1, 0])
     tokenizer = encode.load_tokenizer(model)
     prompts = [Prompt([1, 70 + i, *[71] * i], {}) for i in range(5)]
     responses = [Response([90, 91, EOS], "stop"), Response([92], "length"), Response([], "length")]
     responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
     sampler = types.SimpleNamespace(sample=lambda prompts, sampling: responses)
-    scorers = ppo.load_scorers(config, tokenizer, torch.device("cpu"))
+    scorers = scorers_of(config)
     rollout = roll_out(sampler, scorers, prompts, Sampling(1.0, 5, (EOS,)), tokenizer, torch.device("cpu"))
     exact = RewardModel.from_pretrained(reward)
     for prompt, response, score in zip(prompts, responses, rollout.rewards, strict=True):
         ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all
         assert score.item() == pytest.approx(exact(ids, torch.ones_like(ids)).item(), abs=1e-5)
-    assert set(rollout.scores) == {"reward_model", "tests.trainers.tiny:odd_characters"}
+    assert set(rollout.scores) == {"reward_model", ODD}
 
 
 def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
@@ -203,8 +209,11 @@ def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
 
 
 def test_no_scorer_at_all_is_refused(folders):
-    with pytest.raises(InputError, match=r"verifier '': expected \[weight\*\]name"):
-        ppo.load_scorers(config_of(folders, verifiers=""), encode.load_tokenizer(folders[0]), torch.device("cpu"))
+    for none in ("", [""]):
+        with pytest.raises(InputError, match=r"verifier '': expected math, "):
+            scorers_of(config_of(folders, verifiers=none))
+    with pytest.raises(InputError, match="verifiers=.. is empty"):
+        scorers_of(config_of(folders, verifiers=[]))
 
 
 def test_minibatches_are_drawn_anew_in_every_epoch():

@@ -21,9 +21,11 @@ from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
+from fused_rl.trainers.scorers.reward_model import Reader
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
+ONE = {"verifier_weights": None}  # verifier alone
 VERIFIER = "tests.trainers.tiny:odd_characters"
 
 
@@ -38,7 +40,8 @@ def files(tmp_path_factory):
 def config_of(files, output_dir, **options) -> ppo.PPOConfig:
     model, dataset, reward = files
     settings = {
-        "verifiers": f"reward_model:{reward}, 0*{VERIFIER}",
+        "verifiers": [f"reward_model:{reward}", VERIFIER],
+        "verifier_weights": [1, 0],
         "critic": reward,
         "eval_size": 4,
         "eval_samples": 2,
@@ -331,10 +334,11 @@ def step_with(files, responses, scorers=None, **options):
     engine.setup(1)
     config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
-    scorers = ppo.load_scorers(config, tokenizer, device)
+    reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
+    scorers = ppo.load_scorers(config, reader)
     made = policy.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = types.SimpleNamespace(sample=lambda *_: responses, publish=lambda step: None)
-    prompts = [Prompt([1, 70 + i], {"__where__": f"row {i}"}) for i in range(len(responses))]
+    prompts = [Prompt([1, 70 + i], {}, f"row {i}") for i in range(len(responses))]
     return ppo.train_step(made, load_critic(config, tokenizer, device, 1), prompts, 1, 0.05)
 
 
@@ -376,14 +380,14 @@ def test_responses_that_all_were_cut_share_the_replaced_score(files):
 
 def test_a_scorer_that_does_not_apply_gives_nothing(files):
     responses = [Response([90, 91, 3], "stop"), Response([93, 3], "stop")]
-    metrics = step_with(files, responses, verifiers=f"{__name__}:nothing")
+    metrics = step_with(files, responses, verifiers=f"{__name__}:nothing", **ONE)
     assert metrics["objective/scores"] == 0 and metrics[f"rewards/{__name__}:nothing/mean"] == 0
     assert_finite(metrics)
 
 
 def test_a_score_that_is_not_finite_names_scorer_and_row(files):
     with pytest.raises(InputError, match="scorer '.*:not_a_number' returned nan .float. as the score of row 0"):
-        step_with(files, [Response([90, 3], "stop")] * 2, verifiers=f"{__name__}:not_a_number")
+        step_with(files, [Response([90, 3], "stop")] * 2, verifiers=f"{__name__}:not_a_number", **ONE)
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys):
@@ -422,16 +426,16 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         shutil.copy(Path(reward) / name, tmp_path / "bare" / name)
     for options, message in (
         (
-            {"verifiers": f"reward_model:{other}"},
+            {"verifiers": f"reward_model:{other}", **ONE},
             f"reward model '{other}' has another tokenizer.*'{model}'.*zebra.*train",
         ),
         ({"critic": other}, f"critic '{other}' has another tokenizer than the policy '{model}'"),
-        ({"verifiers": f"reward_model:{pair}"}, f"'{pair}' has num_labels=2.*must be 1"),
+        ({"verifiers": f"reward_model:{pair}", **ONE}, f"'{pair}' has num_labels=2.*must be 1"),
         ({"critic": small}, f"critic '{small}' has 100 token embeddings, the policy '{model}' samples"),
         ({"critic": str(tmp_path / "bare")}, "has (no|another) tokenizer"),
-        ({"verifiers": f"reward_model:{model}"}, "without a head for scores; train it first"),
-        ({"verifiers": f"reward_model:{reward}, 2*reward_model:{reward}"}, "names a reward model twice"),
-        ({"verifiers": f"x*reward_model:{reward}"}, "weight and threshold must be numbers"),
+        ({"verifiers": f"reward_model:{model}", **ONE}, "without a head for scores; train it first"),
+        ({"verifiers": [f"reward_model:{reward}"] * 2}, "reward_model:.* is named 2 times"),
+        ({"verifiers": f"2*reward_model:{reward}", **ONE}, "weights are a list of their own"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
         ({"critic": "shared", "loss_from": "logits"}, "critic=shared reads hidden states.*must be linear"),
     ):

@@ -12,6 +12,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.scorers import load
+from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
@@ -85,9 +86,9 @@ def test_a_reward_model_is_compared_with_the_revision_of_the_policy(hub, tmp_pat
         tokenizer = encode.load_tokenizer(NAME, revision)
         if refused:
             with pytest.raises(InputError, match="token embeddings, the policy .* samples from"):
-                load.load_scorers(config, tokenizer, CPU)
+                load.load_scorers(config, Reader.beside(config, config, tokenizer, CPU, 4))
         else:
-            load.load_scorers(config, tokenizer, CPU)
+            load.load_scorers(config, Reader.beside(config, config, tokenizer, CPU, 4))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -96,7 +97,7 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
         assert model.config._attn_implementation == attention
     folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
     config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention)
-    (scorer,) = load.load_scorers(config, encode.load_tokenizer(NAME), CPU)
+    (scorer,) = load.load_scorers(config, Reader.beside(config, config, encode.load_tokenizer(NAME), CPU, 4))
     assert scorer.scorer.model.classifier.config._attn_implementation == attention
 
 

@@ -146,7 +146,7 @@ def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way,
     lm.get_output_embeddings().register_forward_hook(spoil)
     sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=4)
     sampler.publish(6)
-    prompts = [Prompt([1, 70 + i], {"__where__": f"d.jsonl, line {i}"}) for i in range(3)]
+    prompts = [Prompt([1, 70 + i], {}, f"d.jsonl, line {i}") for i in range(3)]
     sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 5, "stop_ids": (), **WAYS[way]})
     with pytest.raises(InputError) as refused:
         roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"))
@@ -289,7 +289,7 @@ KEPT = [[5, 90], [91], [3, 7, 8]]
     ],
 )
 def test_a_record_that_is_not_one_names_the_row_and_the_token(support, message):
-    good, bad = (Prompt([1, 70], {"__where__": f"rows.jsonl, line {i}"}) for i in (4, 5))
+    good, bad = (Prompt([1, 70], {}, f"rows.jsonl, line {i}") for i in (4, 5))
     of_good, of_bad = (Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, support))
     with pytest.raises(InputError, match=f"^the sampler's response to rows.jsonl, line 5: {message}"):
         check_responses([of_good, of_bad, of_good], [good, bad, good], Sampling(0.7, 8, (3,), top_p=0.9), 264)

@@ -22,7 +22,7 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import evaluate, policy
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.scorers.load import load_scorers
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -138,7 +138,7 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
     assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
     config = grpo_config(files, "")
-    scorers = verifiers.load_scorers(config.verifiers)
+    scorers = load_scorers(config)
     prompts = policy.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
     shares = [evaluate.share_of_rank(prompts)]
     assert (shares[0].prompts, shares[0].count) == (prompts, 3)
@@ -252,7 +252,8 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
 
 
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
-    config = grpo_config(files, tmp_path, verifiers=f"1*math, 0.1*{VERIFIER}", answer_column="answer", steps=2)
+    judged = {"verifiers": ["math", VERIFIER], "verifier_weights": [1, 0.1], "answer_column": "answer"}
+    config = grpo_config(files, tmp_path, **judged, steps=2)
     grpo.train(config)
     evaluation, training, both = tiny.read_metrics(tmp_path)
     struck = {"verifier/math/timeouts", "verifier/math/restarts"}

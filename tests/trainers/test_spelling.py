@@ -1,116 +1,153 @@
-"""What `--verifiers` may say, and that a dry run refuses everything else."""
+"""What `--verifiers`, `--verifier_weights` and `--solved_at` may say, and that a dry run refuses everything else."""
+
+import dataclasses
+import json
+import re
 
 import pytest
 
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.scorers import verifiers
+from fused_rl.trainers.run import resume
 from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.spelling import check_weights, read
+from fused_rl.trainers.scorers.options import ScorerConfig, read
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
-TEN_CASES = [
-    ("math", "math", "math", "", {}, None, None),
-    (" 0.5 * math >= 1 ", "math", "math", "", {}, 0.5, 1.0),
-    ("reasoning_gym:chain_sum", "reasoning_gym", "reasoning_gym:chain_sum", "chain_sum", {}, None, None),
-    ("2*a.b:f>=-0.5", "function", "a.b:f", "a.b:f", {}, 2.0, -0.5),
-    ("a.b.f", "function", "a.b.f", "a.b:f", {}, None, None),
-    ("reward_model:runs/a(1)/it's", "reward_model", "reward_model:runs/a(1)/it's", "runs/a(1)/it's", {}, None, None),
-    (r"regex('\d+, (\d)\b')", "regex", "regex", "", {"pattern": r"\d+, (\d)\b"}, None, None),
-    ('3*regex("it\'s >= 2*(x)", name=last)>=0.5', "regex", "last", "", {"pattern": "it's >= 2*(x)"}, 3.0, 0.5),
-    ("length( limit = 7 , name='too long')", "length", "too long", "", {"limit": 7}, None, None),
-    ("exact_match(ignore_case=true)", "exact_match", "exact_match", "", {"ignore_case": True}, None, None),
+BASE = ["--model=none", "--dataset=none", "--output_dir=none"]
+CASES = [
+    # text, kind, detail, name
+    ("math", "math", "", "math"),
+    ("reasoning_gym", "reasoning_gym", "", "reasoning_gym"),
+    ("reasoning_gym:chain_sum", "reasoning_gym", "chain_sum", "reasoning_gym:chain_sum"),
+    ("a.b:f", "function", "a.b:f", "a.b:f"),
+    ("a.b.f", "function", "a.b:f", "a.b:f"),
+    ("reward_model.a:f", "function", "reward_model.a:f", "reward_model.a:f"),
+    ("math.f", "function", "math:f", "math:f"),
+    ("reward_model:runs/a(1)/it's", "reward_model", "runs/a(1)/it's", "reward_model"),
+    ("reward_model:org/Qwen2.5-RM", "reward_model", "org/Qwen2.5-RM", "reward_model"),
+    ("reward_model:./rm, 2*x>=1", "reward_model", "./rm, 2*x>=1", "reward_model"),
+    (r"regex:\d+, (\d)\b: 'x'", "regex", r"\d+, (\d)\b: 'x'", "regex"),
+    ("regex:it's >= 2*(x)", "regex", "it's >= 2*(x)", "regex"),
+    ("format:[a]", "format", "[a]", "format"),
+    ("length:7", "length", "7", "length"),
+    ("exact_match:ignore_case", "exact_match", "ignore_case", "exact_match"),
 ]
 
 
-@pytest.mark.parametrize("case", TEN_CASES, ids=[case[0] for case in TEN_CASES])
-def test_a_scorer_is_read_as_it_is_spelled(case):
-    text, kind, name, detail, arguments, weight, solved_at = case
-    (one,) = read(text)
-    assert (one.kind, one.name, one.detail, one.arguments) == (kind, name, detail, arguments)
-    assert (one.weight, one.solved_at) == (weight, solved_at)
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_what_follows_a_prefix_is_taken_whole(case):
+    text, *expected = case
+    (one,) = read(ScorerConfig(verifiers=text))
+    assert [one.kind, one.detail, one.name] == expected and one.text == text
+    assert (one.weight, one.solved_at) == (1.0, None)
 
 
-def test_a_reward_model_may_have_dots_in_its_name():
-    for name in ("./rm", "../rm/model", "v1.0", "org/Qwen2.5-RM", "/a.b/c"):
-        for spelled in (f"reward_model:{name}", f"0.5*reward_model:{name}>=1"):
-            (one,) = read(spelled)
-            assert (one.kind, one.detail, one.name) == ("reward_model", name, f"reward_model:{name}")
-    for name in ("a.b:f", "a.b.f", "reward_model.a:f", "math.f"):
-        assert read(name)[0].kind == "function"
+def test_the_three_lists_stand_side_by_side():
+    options = {"verifiers": ["math", "a:f", "format"], "verifier_weights": [2, -0.5, 0], "solved_at": [None, 0.5, 1]}
+    found = read(ScorerConfig(**options))
+    assert [(one.name, one.weight, one.solved_at) for one in found] == [
+        ("math", 2.0, None),
+        ("a:f", -0.5, 0.5),
+        ("format", 0.0, 1.0),
+    ]
 
 
-def test_commas_separate_outside_of_parentheses_alone():
-    several = ", ".join(case[0] for case in TEN_CASES[1:] if case[1] != "math")
-    assert [one.text for one in read(several)] == [case[0].strip() for case in TEN_CASES[2:]]
+def test_two_of_a_kind_are_named_by_all_that_they_say():
+    found = read(ScorerConfig(verifiers=["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length:3"]))
+    assert [one.name for one in found] == ["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length"]
 
 
-def test_a_list_of_yaml_is_the_same_as_commas(tmp_path):
-    (tmp_path / "c.yaml").write_text("verifiers:\n- math\n- 0.2*regex('\\d, \"(\\d)')\n")
-    argv = ["--config", str(tmp_path / "c.yaml"), "--model=m", "--dataset=d", "--output_dir=o"]
-    config = parse(grpo.GRPOConfig, argv, "fused-rl grpo")
-    assert config.verifiers == "math, 0.2*regex('\\d, \"(\\d)')"
-    assert [one.arguments for one in read(config.verifiers)] == [{}, {"pattern": '\\d, "(\\d)'}]
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["math"], ["math"]),
+        (["[math, my_module:f]"], ["math", "my_module:f"]),
+        ([r"regex:answer: (\d+), [a-z]*"], [r"regex:answer: (\d+), [a-z]*"]),
+        ([r"['regex:answer: (\d+), it''s', math]"], [r"regex:answer: (\d+), it's", "math"]),
+        ([r'["regex:a\\d", format]'], [r"regex:a\d", "format"]),
+    ],
+)
+def test_a_command_line_has_a_word_or_a_list(argv, expected, tmp_path):
+    assert parse(grpo.GRPOConfig, [*BASE, "--verifiers", *argv], "fused-rl grpo").verifiers == expected
+    assert parse(ppo.PPOConfig, [*BASE, f"--verifiers={argv[0]}"], "fused-rl ppo").verifiers == expected
+    (tmp_path / "c.yaml").write_text(json.dumps({"verifiers": expected}))
+    assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml"), *BASE], "x").verifiers == expected
 
 
 REFUSED = {
     "typo": "verifier 'typo': expected math, reasoning_gym, .* or module:function$",
     "mth": "did you mean 'math'",
     "exact_macth": "did you mean 'exact_match'",
+    "exact_match:ignorecase": "'exact_match:ignorecase': expected exact_match or exact_match:ignore_case$",
     "maths:f": "'maths:f': ModuleNotFoundError: .*; did you mean 'math'",
     "no_such_module:f": "'no_such_module:f': ModuleNotFoundError",
     "no.such.module.f": "'no.such.module:f': ModuleNotFoundError",
     "reasoning_gym:chain_sums": "no dataset 'chain_sums'; did you mean 'chain_sum'",
-    "regex('(a')": r"'regex': the pattern '\(a' does not compile: missing \)",
-    "regex": "expected a pattern, as in regex",
-    "regex('a": "its parentheses or quotes do not close",
-    "regex(a b)": "cannot read 'a b'; text stands in quotes",
-    "regex(7)": "pattern is 7; expected text in quotes",
-    "regex('a', 'b')": "regex has two 'pattern'; its arguments are pattern, name",
-    "regex('a'), regex('b')": "'regex' is named 2 times; regex.…, name=other",
-    "format(tags='a')": "format takes no 'tags'; its arguments are pattern, name",
-    "length": "expected length.target=N. or length.limit=N.",
-    "length(target=3, limit=4)": "expected length.target=N. or length.limit=N.",
-    "length(target=0)": "target is 0; expected a whole number above 0",
-    "length(target=1.5)": "target is 1.5; expected a whole number above 0",
-    "exact_match(ignore_case=1)": "ignore_case is 1; expected true or false",
-    "math(1)": "math takes no arguments",
-    "reward_model": "verifier 'reward_model': expected math",
-    "2*math, 3*math": "'math' is named 2 times",
-    "x*format": "'x' is not a number",
+    "regex:(a": r"'regex': the pattern '\(a' does not compile: missing \)",
+    "regex": "'regex': expected regex:<pattern>$",
+    "regex:": "'regex:': expected regex:<pattern>$",
+    "math:f": "'math:f': expected math$",
+    "format:": "'format:': expected format or format:<pattern>$",
+    "length": "expected length:<tokens>$",
+    "length:0": "'length:0': expected a whole number above 0 after the colon, in tokens",
+    "length_limit:1.5": "'length_limit:1.5': expected a whole number above 0",
+    "reward_model": "'reward_model': expected reward_model:<folder>$",
+    "[math, math]": "'math' is named 2 times; for a weight: verifier_weights",
+    "[math": "verifiers='.math' is no list: ",
+    "[math, 3]": "verifiers=.*expected .*list of texts",
+    "[]": "verifiers=.. is empty; name who judges",
+}
+OF_BEFORE = {
+    "0.5*math": r"weights are a list of their own \(verifier_weights: .1, 0.2.\)$",
+    "0*reward_model:a": "'0.reward_model:a': .*weights are a list",
+    "math, my_module:f": r"several verifiers are a list \(verifiers: .math, my_module:f.\)$",
+    "my_module:f>=0.5": r"thresholds are a list of their own \(solved_at: .null, 0.5.\)$",
+    "regex('a: b')": r"follows a colon \(regex:<pattern>, length:<tokens>, exact_match:ignore_case\)$",
+    "length(target=100)": "follows a colon",
+    "[math, 0.2*f:g]": "'0.2.f:g': this spelling is of before: weights",
+    "1*math, 0.2*regex('x')>=0.5": "of before: .* a colon.*; weights .*; thresholds .*; several verifiers",
 }
 
 
-@pytest.mark.parametrize("spelled", REFUSED)
+@pytest.mark.parametrize("spelled", [*REFUSED, *OF_BEFORE])
 def test_a_dry_run_refuses_what_cannot_be_and_loads_no_model(spelled, capsys):
     command, name = ((grpo, "grpo"), (ppo, "ppo"))[len(spelled) % 2]
-    with pytest.raises(SystemExit, match=rf"^fused-rl {name}: error: .*{REFUSED[spelled]}") as refusal:
-        command.main(["--model=none", "--dataset=none", "--output_dir=none", "--dry_run", "--verifiers", spelled])
-    assert "\n" not in refusal.value.code and not capsys.readouterr().out
+    said = (REFUSED | OF_BEFORE)[spelled]
+    with pytest.raises(SystemExit) as refusal:
+        command.main([*BASE, "--dry_run", "--verifiers", spelled])
+    printed = capsys.readouterr()
+    line = refusal.value.code if isinstance(refusal.value.code, str) else printed.err.strip()
+    assert line.startswith(f"fused-rl {name}: error: ") and "\n" not in line and not printed.out
+    assert re.search(said, line), line
 
 
-def test_a_scorer_without_a_weight_among_weighted_ones_is_refused_before_the_run(capsys):
-    argv = ["--model=none", "--dataset=none", "--output_dir=none", "--verifiers", f"math, 0.2*{FUNCTION}"]
-    said = f"verifiers: 'math' has no weight, and '0.2[*]{FUNCTION}' has one; give each a weight: 1[*]math$"
-    with pytest.raises(SystemExit, match=said):
-        grpo.main([*argv, "--dry_run"])
-    config = parse(grpo.GRPOConfig, argv, "fused-rl grpo")
+def test_a_run_of_the_spelling_of_before_is_continued_where_it_means_the_same_and_else_refused_in_a_line(tmp_path):
+    config = parse(grpo.GRPOConfig, [*BASE, "--verifiers=format"], "fused-rl grpo")
+    recorded = dataclasses.asdict(config)
+    assert resume.changes(config, {}, recorded | {"verifiers": "format"}, tmp_path) == []
+    said = r"made by an earlier version, which spelled verifiers as '1.format, 0.2.a:f'; this one takes a list"
     with pytest.raises(InputError, match=said):
-        load_scorers(config, None, None)
-    grpo.main([*argv[:-1], f"2*math, 0.2*{FUNCTION}", "--dry_run"])
+        resume.changes(config, {}, recorded | {"verifiers": "1*format, 0.2*a:f"}, tmp_path)
+
+
+def test_weights_stand_for_each_verifier_and_are_not_all_0(capsys):
+    with pytest.raises(InputError, match=r"verifier_weights=.1.0. has 1 numbers for 2 verifiers; give one for each"):
+        load_scorers(ScorerConfig(verifiers=["math", FUNCTION], verifier_weights=[1]))
+    with pytest.raises(InputError, match="solved_at=.1.0, None, None. has 3 numbers for 1 verifiers"):
+        read(ScorerConfig(solved_at=[1, None, None]))
+    with pytest.raises(InputError, match="every weight is 0, so every reward would be 0"):
+        read(ScorerConfig(verifier_weights=[0]))
+    grpo.main([*BASE, f"--verifiers=[math, {FUNCTION}]", "--verifier_weights=[2, 0.2]", "--dry_run"])
     assert f"\n# reward: 2*math + 0.2*{FUNCTION}\n" in capsys.readouterr().out
-    for fine in ("format", f"format, {FUNCTION}", f"format, 0*{FUNCTION}", f"0*format, 0.5*{FUNCTION}"):
-        check_weights(read(fine))
 
 
 def test_those_that_compare_with_the_answer_say_what_is_solved():
-    def thresholds(spelled):
-        return {scorer.name: scorer.solved_at for scorer in verifiers.load_scorers(spelled)}
+    def thresholds(*verifiers, **options):
+        found = load_scorers(ScorerConfig(verifiers=list(verifiers), **options))
+        return {scorer.name: scorer.solved_at for scorer in found}
 
-    assert thresholds("exact_match, format") == {"exact_match": 1.0, "format": None}
-    assert thresholds("regex('a(b)'), length(limit=4)") == {"regex": 1.0, "length": None}
-    assert thresholds("format>=1, exact_match>=0") == {"format": 1.0, "exact_match": 0.0}
-    assert thresholds("regex('ab'), length(limit=4)") == {"regex": 1.0, "length": None}  # nobody compares
-    with pytest.raises(InputError, match="verifier 'nan[*]format': 'nan' is not a finite number"):
-        thresholds("nan*format")
+    assert thresholds("exact_match", "format") == {"exact_match": 1.0, "format": None}
+    assert thresholds("regex:a(b)", "length_limit:4") == {"regex": 1.0, "length_limit": None}
+    assert thresholds("format", "exact_match", solved_at=[1, 0]) == {"format": 1.0, "exact_match": 0.0}
+    assert thresholds("regex:ab", "length:4") == {"regex": 1.0, "length": None}  # nobody compares

@@ -104,7 +104,7 @@ class Fixed:
 def rollouts_of_ranks(rank, world):
     def rolled_out(score, fails=False):
         scorer = Fixed(score, Incidents(rank, 2 * rank, "d.jsonl, line 9 took too long" if rank else None))
-        prompts = [Prompt([7, 8], {"__where__": f"d.jsonl, line {rank}"})] * (rank + 1)
+        prompts = [Prompt([7, 8], {}, f"d.jsonl, line {rank}")] * (rank + 1)
         sampling, device = Sampling(1.0, 1, (3,)), torch.device("cpu")
         return roll_out(OneToken(fails), [scorer], prompts, sampling, tiny.tokenizer(), device)
 

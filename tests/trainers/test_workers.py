@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers.scorers.workers import Pool, Verdict, WorkerError
+from fused_rl.trainers.scorers.limits import Pool, Verdict, WorkerError
 
 ROOT = Path(__file__).parent.parent.parent
 JUDGE = """
@@ -145,7 +145,7 @@ def test_a_child_that_sleeps_is_killed_and_at_last_named(judge):
 def test_verdicts_of_an_interrupted_call_are_not_taken_for_those_of_the_next(judge, monkeypatch):
     with Pool(judge, cpu_seconds=60, size=2) as pool:
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "_receive", lambda running: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(pool, "_receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 pool.judge([["right"], ["right"]])
         assert pool.judge([["wrong"]] * 5) == [WRONG] * 5
@@ -170,7 +170,7 @@ def test_a_judge_that_does_not_load_is_told(code, message, tmp_path):
 CALLER = """
     import os, signal, sys, time
     from pathlib import Path
-    from fused_rl.trainers.scorers.workers import Pool
+    from fused_rl.trainers.scorers.limits import Pool
 
     told = []
     signal.signal(signal.SIGINT, lambda *_: told.append("SIGINT"))
@@ -201,7 +201,7 @@ def caller(judge, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_terminals_ctrl_c_reaches_the_caller_and_not_the_workers(caller, tmp_path, number):
     process, pids = caller()
     assert not [pid for pid in pids if os.getsid(pid) == process.pid]
@@ -213,6 +213,7 @@ def test_a_terminals_ctrl_c_reaches_the_caller_and_not_the_workers(caller, tmp_p
     assert out == "[Verdict(score=1.0, broke=None)] 0 ['SIGINT']\n"
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_caller_that_was_killed(caller):
     process, pids = caller()
     assert not any(gone(pid) for pid in pids)

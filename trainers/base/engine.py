@@ -42,47 +42,40 @@ def quiet() -> None:
     datasets.disable_progress_bars()
 
 
-def setup(seed: int) -> torch.device:
-    """Join the process group (of one process, without a launcher), seed this rank, and return its device."""
+def setup(seed: int, *, trains: bool = True) -> torch.device:
+    """Join the process group, seed this rank, and return its device.
+
+    A command that trains nothing goes without DeepSpeed, and alone without a process group.
+    """
     quiet()
-    cuda = torch.cuda.is_available()
-    backend = "nccl" if cuda else "gloo"
     launch.processes()  # refuses what a launcher should not say
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if trains:
+        launched, alone = _with_deepspeed(backend), lambda: _join_alone(backend)
+    else:
+        launched, alone = lambda: dist.init_process_group(backend, timeout=JOINING), lambda: None
+    if not dist.is_initialized():
+        launch.meet(launched, alone)
+        agree(None)  # raises what another rank was refused before it came
+    import transformers
+
+    transformers.set_seed(seed + rank() * 100_003)
+    if backend == "gloo":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _with_deepspeed(backend: str) -> Callable[[], None]:
+    """How processes that were launched together join; DeepSpeed itself is ready for them."""
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.ops
 
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
-    _meet(lambda: deepspeed.init_distributed(backend, timeout=JOINING, verbose=False), lambda: _join_alone(backend))
-    return _seeded(seed)
-
-
-def join(seed: int) -> torch.device:
-    """As `setup`, for a command that trains nothing: without DeepSpeed, alone without a process group."""
-    quiet()
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    _meet(lambda: dist.init_process_group(backend, timeout=JOINING), lambda: None)
-    return _seeded(seed)
-
-
-def _meet(launched: Callable[[], None], alone: Callable[[], None]) -> None:
-    """Join the process group; raises what another rank was refused before it came."""
-    if not dist.is_initialized():
-        launch.meet(launched, alone)
-        agree(None)
-
-
-def _seeded(seed: int) -> torch.device:
-    """Seed this rank, and take its device."""
-    import transformers
-
-    transformers.set_seed(seed + rank() * 100_003)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    return lambda: deepspeed.init_distributed(backend, timeout=JOINING, verbose=False)
 
 
 def _join_alone(backend: str) -> None:

@@ -1,23 +1,31 @@
-"""Functions of the user's in a run's process: generators of their own, and whatever they raise as one line.
+"""Functions of the user's in a run's process: generators and a time-out of their own, what they raise as one line.
 
 What `Ctrl-C` raises inside of one is the user's will, and passes.
 """
 
 import contextlib
 import importlib
+import os
 import random
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy
 import torch
 
+from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line
+
+Result = TypeVar("Result")
+
+GRACE = 60.0  # seconds for C code to give Python the turn
+NUDGE = signal.SIGVTALRM  # of a timer that nobody uses: SIGALRM is math-verify's
 
 
 @contextlib.contextmanager
@@ -100,3 +108,47 @@ def load_function(name: str, what: str):
 
 class Expired(BaseException):
     """The time is over; not an Exception, so that the call's own `except Exception` does not swallow it."""
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """`call()`, which must return within `seconds`.
+
+    From then on `Expired` is raised inside the call, every second until it gives way. One that has not given way after
+    GRACE seconds more (it is in C code) ends the process with a line, as does one outside the main thread.
+
+    Raises:
+        Expired: the time is over.
+    """
+    ended = threading.Event()
+
+    def expire(number, frame):
+        if not ended.is_set():
+            raise Expired
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(NUDGE, expire) if main else None
+    watch = threading.Thread(target=_watch, args=(seconds, ended, main), daemon=True)
+    watch.start()
+    try:
+        try:
+            return call()
+        finally:
+            ended.set()
+    finally:
+        ended.set()  # again: the time may have ended just before the first
+        watch.join()  # else its last signal could meet the default action, which ends the process
+        if main:
+            signal.signal(NUDGE, signal.SIG_DFL if before is None else before)
+
+
+def _watch(seconds: float, ended: threading.Event, main: bool) -> None:
+    if ended.wait(seconds):
+        return
+    late = 0.0
+    while main and late < GRACE:
+        signal.pthread_kill(threading.main_thread().ident, NUDGE)
+        if ended.wait(min(1.0, GRACE)):
+            return
+        late += 1
+    tell(f"error: a call did not end within {seconds:g} s and cannot be interrupted", to_errors=True)
+    os._exit(1)

@@ -52,7 +52,7 @@ def _number(variable: str, low: int, high: float) -> int:
 
 
 def meet(launched: Callable[[], None], alone: Callable[[], None]) -> None:
-    """Join a process group, unless this process is in one; it stays until the process ends.
+    """Join a process group; it stays until the process ends.
 
     DeepSpeed keeps groups of the first one for good: a run that left it would be the last one in its process.
 
@@ -60,8 +60,6 @@ def meet(launched: Callable[[], None], alone: Callable[[], None]) -> None:
         launched: joins the others.
         alone: joins a group of one, or none.
     """
-    if dist.is_initialized():
-        return
     world = processes()
     if "RANK" in os.environ:
         try:

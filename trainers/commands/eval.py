@@ -26,24 +26,22 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints, sources
-from fused_rl.trainers.data.rows import load_rows
+from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows, load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import (
-    ClosedUnitInterval,
     InputError,
     NonNegativeInt,
-    Options,
-    PositiveFraction,
     PositiveInt,
     Seed,
-    Temperature,
     check_revision,
+    names_of,
 )
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
+from fused_rl.trainers.policy.options import SamplingConfig
 from fused_rl.trainers.policy.policy import prompts_of
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.roll_out import roll_out
@@ -51,14 +49,15 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.scorers.load import Reader, load_spelled
-from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read, sources_of
-from fused_rl.trainers.scorers.verifiers import verifiers_for
+from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.math import OTHER_JUDGES, unfit_for_math
+from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
+from fused_rl.trainers.scorers.reward_model import Reader
 
 MAX_NEW_TOKENS = 512
 LEFT = ("responses.jsonl", "summary.json")
+JUDGED = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
 OF_THE_RUN = (
-    "verifiers",
     "prompt_column",
     "answer_column",
     "raw_prompt",
@@ -69,7 +68,7 @@ OF_THE_RUN = (
 
 
 @dataclass(kw_only=True)
-class EvalConfig(Options):
+class EvalConfig(ScorerConfig, SamplingConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response."""
 
     command: ClassVar[str] = "eval"
@@ -92,8 +91,6 @@ class EvalConfig(Options):
     """Evaluate on so many of the rows, from the first on; None is all."""
     prompt_column: str | None = None
     """Text or messages; None is the run's where `model` is of a run, else prompt, messages or question."""
-    answer_column: str | None = None
-    """Ground truth for the verifiers; None is the run's, else ground_truth or answer."""
     raw_prompt: bool | None = None
     """Give text prompts to the model as they are, even where it has a chat template; None is the run's, else false."""
     system_prompt: str | None = None
@@ -103,20 +100,13 @@ class EvalConfig(Options):
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
-    """Scorers as in grpo (docs/verifiers.md); None is the run's where `model` is of a run, else reasoning_gym where the
-    rows name its dataset, math where every answer is a number or a formula; otherwise they must be named."""
+    """Scorers as in grpo (docs/verifiers.md); None is the run's with its weights and thresholds where `model` is of a
+    run, else reasoning_gym where the rows name its dataset, math where every answer is a number or a formula; otherwise
+    they must be named."""
     samples: NonNegativeInt = 4
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None
     """Tell pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
-    temperature: Temperature = 1.0
-    """Of the sampled responses."""
-    top_p: PositiveFraction = 1.0
-    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all."""
-    top_k: NonNegativeInt = 0
-    """Draw from so many of the likeliest tokens; 0 draws from all."""
-    min_p: ClosedUnitInterval = 0.0
-    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
     max_new_tokens: PositiveInt | None = None
     """Longer responses are cut; None is the run's, else as many as the model has positions for, at most 512."""
     batch_size: PositiveInt = 64
@@ -130,8 +120,6 @@ class EvalConfig(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.verifiers, list):
-            self.verifiers = ", ".join(self.verifiers)
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
         check_revision(self.model, self.revision)
@@ -139,24 +127,16 @@ class EvalConfig(Options):
     def reads(self) -> list[Source]:
         """The model, the rows, and what the scorers are made of."""
         model = Source("model", f"model={self.model}", self.model, self.revision)
-        scorers = [] if self.verifiers is None else sources_of(self.verifiers)
-        return [model, Source("rows", f"dataset={self.dataset}", self.dataset), *scorers]
-
-
-def _samples(config: EvalConfig) -> bool:
-    return config.samples > 0
-
-
-def _compares(config: EvalConfig) -> bool:
-    return config.verifiers is None or any(part.kind in WITH_ANSWER for part in read(config.verifiers))
+        return [model, Source("rows", f"dataset={self.dataset}", self.dataset), *super().reads()]
 
 
 NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
 NEEDS = (
     *HUB_NEEDS,
     *TEMPLATE_NEEDS,
-    *(Needs(name, _samples, NO_SAMPLES) for name in ("temperature", "top_p", "top_k", "min_p")),
-    Needs("answer_column", _compares, NO_ANSWER),
+    *SCORER_NEEDS,
+    *(Needs(name, lambda config: config.samples > 0, NO_SAMPLES) for name in names_of(SamplingConfig)),
+    *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in JUDGED[1:]),
     Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
 )
 
@@ -178,6 +158,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
         raise InputError(f"{described}, the config of the model's run, cannot be read: {in_a_line(error)}") from error
     run = run if isinstance(run, dict) else {}
     open_options = [name for name in OF_THE_RUN if getattr(config, name) is None]
+    open_options = [*JUDGED, *open_options] if config.verifiers is None else open_options
     taken = {name: run[name] for name in open_options if run.get(name) is not None}
     if taken:
         _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
@@ -209,12 +190,31 @@ def _check_folder(config: EvalConfig) -> None:
             raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
 
 
+def verifier_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
+    """The verifier that fits the rows, and why, where none is named; refuses to guess."""
+    row = rows.rows[0]
+    metadata = row.get("metadata")
+    if isinstance(metadata, dict) and metadata.get("source_dataset"):
+        return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
+    found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
+    if not found:
+        remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
+        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {sorted(row)}; {remedy}")
+    for i, row in enumerate(rows.rows):
+        with rows.at(i):
+            problem = unfit_for_math(row, answer_column)
+        if problem is not None:
+            raise InputError(f"{rows.where(i)}: nothing says what judges {problem}; {OTHER_JUDGES}")
+    return "math", f"every answer, in column {found[0]!r}, is a number or a formula"
+
+
 @dataclass
 class Subject:
     """What is evaluated: a model that responds, and what judges it."""
 
+    config: EvalConfig
+    """With the verifiers that judge."""
     sampler: Sampler
-    verifiers: str
     scorers: list[Scorer]
     problems: list[Prompt]
     tokenizer: object
@@ -229,13 +229,13 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = load_rows(config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        verifiers = config.verifiers
-        if verifiers is None:
-            verifiers, reason = verifiers_for(rows, config.answer_column)
-            _say(f"verifiers: {verifiers} ({reason})")
+        if config.verifiers is None:
+            verifier, reason = verifier_for(rows, config.answer_column)
+            config = dataclasses.replace(config, verifiers=verifier)
+            _say(f"verifiers: {verifier} ({reason})")
         dtype, attention = _dtype(config, device), config.attn_implementation
         reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
-        scorers = load_spelled(read(verifiers), config.answer_column, reader)
+        scorers = load_scorers(config, reader)
         encoder = encode.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)
@@ -247,7 +247,7 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         options = {"revision": config.revision, "attn_implementation": attention}
         lm = language_model.load_to_sample(config.model, device=device, dtype=dtype, **options)
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
-    subject = Subject(sampler, verifiers, scorers, problems, tokenizer, device, config.batch_size)
+    subject = Subject(config, sampler, scorers, problems, tokenizer, device, config.batch_size)
     return subject, _sampling(config, lm, tokenizer, problems)
 
 
@@ -264,11 +264,10 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         longest = max(len(problem.ids) for problem in problems)
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         _say(f"max_new_tokens: {length}")
-    rows = ((problem.ids, problem.row["__where__"]) for problem in problems)
+    rows = ((problem.ids, problem.where) for problem in problems)
     check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
-    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
-    return Sampling(config.temperature, length, stop_ids, **filters)
+    return config.sampling(length, stop_ids)
 
 
 @dataclass
@@ -344,7 +343,7 @@ def _progress(what: str, total: int) -> Iterator:
 def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
     check_needs(config, NEEDS)
-    device = engine.join(config.seed)
+    device = engine.setup(config.seed, trains=False)
     fingerprints.check_options(config)
     with ranks.together():
         config = as_its_run(config)
@@ -367,8 +366,7 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
         tell(table(figures, config.samples))
     _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
     if config.output_dir is not None:
-        chosen = {"verifiers": subject.verifiers, "max_new_tokens": sampling.max_new_tokens}
-        described = dataclasses.asdict(config) | chosen
+        described = dataclasses.asdict(subject.config) | {"max_new_tokens": sampling.max_new_tokens}
         ranks.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
     return figures
 

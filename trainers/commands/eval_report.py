@@ -7,7 +7,7 @@ import torch
 
 from fused_rl.trainers.base.files import as_json, storing, write_atomically, write_rows
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at_k, usual_ks
+from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at
 
 LINES = {
     "score": "mean score",
@@ -30,8 +30,7 @@ def summarize(greedy: list[dict], sampled: list[dict], k: int | None = None) -> 
     figures = {"problems": len(greedy), "accuracy_greedy": _over_problems([float(row["solved"]) for row in greedy])}
     if sampled:
         right = torch.tensor([row["solved"] for row in sampled]).view(len(greedy), -1)
-        for number in [k] if k else usual_ks(right.shape[1]):
-            figures[f"pass_at_{number}"] = _over_problems(pass_at_k(right, number).tolist())
+        figures |= {name: _over_problems(of_problems.tolist()) for name, of_problems in pass_at(right, k).items()}
     drawn = {"greedy": greedy, "sampled": sampled}
     return figures | {name: _described(rows) for name, rows in drawn.items() if rows}
 

@@ -64,10 +64,6 @@ def make_batch(
     start = lengths[:, None]
     end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
     mask = (position >= start) & (position < end)
-    return Batch(input_ids, mask, tuple(where) or ("a row",) * len(prompts), _numbered(prompts).to(device), lengths)
-
-
-def _numbered(prompts: list[list[int]]) -> torch.Tensor:
-    """(B,) int64: as many numbers as there are runs of equal neighbours."""
     changes = [0, *(int(prompts[i] != prompts[i - 1]) for i in range(1, len(prompts)))]
-    return torch.tensor(changes).cumsum(0)
+    numbers = torch.tensor(changes).cumsum(0).to(device)
+    return Batch(input_ids, mask, tuple(where) or ("a row",) * len(prompts), numbers, lengths)

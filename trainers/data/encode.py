@@ -131,7 +131,8 @@ class Encoder:
             raise InputError(f"{rows.where(i)}: column {column!r} holds messages, but there is no chat template to use")
         if all(message["role"] == "assistant" for message in prompt):
             raise InputError(f"{rows.where(i)}: column {column!r} holds the assistant's messages alone, and no prompt")
-        return [without_nulls(message) for message in prompt]
+        # As JSON would have it: a Parquet table fills in null for what other messages have.
+        return [{key: cell for key, cell in one.items() if cell is not None or key == "content"} for one in prompt]
 
     def _encode_prompt(self, messages: list[dict], tools: list | None, where: str) -> list[int]:
         if self.chat:
@@ -235,11 +236,6 @@ def tools_of(tokenizer, row: dict, told: dict, where: str) -> list | None:
     if tools and "tools" not in variables(tokenizer, tools):
         raise InputError(f"{where}: the row has tools, but the chat template does not read them; remove the column")
     return tools or None
-
-
-def without_nulls(message: dict) -> dict:
-    """The message as JSON would have it: a Parquet table fills in null for what other messages have."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def check_text(tokenizer, turn: dict, where: str) -> None:

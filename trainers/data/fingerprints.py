@@ -44,21 +44,18 @@ THREADS = 4
 def of_sources(sources: Iterable[Source]) -> Fingerprints:
     """Of the models and functions that a run reads; rows are summed when they are tokens (`of_rows`)."""
     found: Fingerprints = {}
-    for source in sources:
-        if source.kind != "rows":
-            parts = _of_function(source) if source.kind in FUNCTIONS else _of_model(source)
-            found.setdefault(KINDS.get(source.kind, source.kind), {}).update(parts)
+    for source in (source for source in sources if source.kind != "rows"):
+        parts = found.setdefault(KINDS.get(source.kind, source.kind), {})
+        path = path_of(source)
+        if source.kind not in FUNCTIONS:
+            parts |= _of_model(source, path)
+        elif path is not None:  # of the file that its module is in, and not of what that imports
+            parts[source.name] = _of_file(path)
     return found
 
 
-def _of_function(source: Source) -> dict[str, str]:
-    """Of the file that its module is in, and not of what that imports; nothing where there is no such file."""
-    path = path_of(source)
-    return {} if path is None else {source.name: _of_file(path)}
-
-
-def _of_model(source: Source) -> dict[str, str]:
-    path, prefix = path_of(source), "" if source.kind in ("model", "adapters", "critic") else f"{source.name}/"
+def _of_model(source: Source, path: Path | None) -> dict[str, str]:
+    prefix = "" if source.kind in ("model", "adapters", "critic") else f"{source.name}/"
     if path is None:
         return {source.name: _commit(source)}
     files = sorted({file for pattern in OF_A_MODEL for file in path.glob(pattern) if file.is_file()})
@@ -89,17 +86,10 @@ def of_rows(rows: Iterable) -> dict[str, str]:
     total, count = hashlib.blake2b(digest_size=16), 0
     for row in rows:
         fields = row._asdict() if isinstance(row, tuple) else vars(row)
-        told = {name: _contents(value) for name, value in fields.items() if name != "where"}
+        told = {name: value for name, value in fields.items() if name != "where"}
         total.update(json.dumps(told, sort_keys=True, default=str).encode())
         count += 1
     return {"count": str(count), "contents": total.hexdigest()}
-
-
-def _contents(value):
-    """Of a dataset's row what is the row's own."""
-    if not isinstance(value, dict):
-        return value
-    return {str(key): cell for key, cell in value.items() if not str(key).startswith("__")}
 
 
 def of_tokenizer(tokenizer) -> Fingerprints:

@@ -1,8 +1,10 @@
 """Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error names what cannot be read and where."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +13,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError
 from fused_rl.trainers.options.text import in_a_line
 
-
-def check_readable(path: Path) -> None:
-    """Refuse a file that this process may not read."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
+ANSWER_COLUMNS = ("ground_truth", "answer")
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -144,6 +140,14 @@ class Rows:
             raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {sorted(row)}{remedy}")
         return row[column]
 
+    @contextlib.contextmanager
+    def at(self, i: int) -> Iterator[None]:
+        """Inside, a refusal is one of row i, and says so."""
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"{self.where(i)}: {error}") from error
+
     def split(self, last: int) -> tuple["Rows", "Rows"]:
         """All but the last rows, and the last ones."""
         cut = len(self) - last
@@ -160,7 +164,10 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
-        check_readable(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
         rows, numbers = read_jsonl(path) if path.suffix == ".jsonl" else (read_parquet(path), None)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
@@ -193,3 +200,24 @@ def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
     if kept < len(rows) and rank() == 0:
         tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
+
+
+def answer_of(row: dict, column: str | None) -> str:
+    """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
+    columns = ANSWER_COLUMNS if column is None else (column,)
+    column = next((c for c in columns if row.get(c) is not None), columns[0])
+    value = row.get(column)
+    if value is None:
+        empty = [c for c in columns if c in row]
+        if empty:
+            raise InputError(f"column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
+        raise InputError(f"column {column!r} is missing; the row has {sorted(row)}; use --answer_column")
+    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
+        shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
+        came = f"{shown} ({type(value).__name__})"
+        remedy = "expected the answer as text or a number; use --answer_column"
+        raise InputError(f"column {column!r} is {came}; {remedy}")
+    answer = str(value).rsplit("####", 1)[-1].strip()
+    if not answer:
+        raise InputError(f"column {column!r} has no answer: {value!r:.80}")
+    return answer

@@ -18,18 +18,16 @@ MODELS = ("model", "critic", "reward_model")
 FUNCTIONS = ("scorer", "surrogate")
 
 
-def of_run(config: Options, *, hub: bool = True) -> list[Source]:
-    """All that a run of this config reads; without `hub` nothing that the Hub would have to be asked for."""
+def of_run(config: Options) -> list[Source]:
+    """All that a run of this config reads."""
     found = []
     for source in config.reads():
-        found += _with_base(source, hub) if source.kind in MODELS else [source]
+        found += _with_base(source) if source.kind in MODELS else [source]
     return found
 
 
-def _with_base(source: Source, hub: bool) -> Iterator[Source]:
+def _with_base(source: Source) -> Iterator[Source]:
     """A model; of adapters also what they belong to."""
-    if not hub and not Path(source.name).exists():
-        return
     adapters = find_adapters(source.name, source.revision)
     if adapters is None:
         yield source
@@ -37,7 +35,7 @@ def _with_base(source: Source, hub: bool) -> Iterator[Source]:
     yield source._replace(kind="adapters") if source.kind == "model" else source
     base, of_base = adapters.base
     if base != source.name:
-        yield from _with_base(Source(source.kind, f"{source.said}, adapters to {base}", base, of_base), hub)
+        yield from _with_base(Source(source.kind, f"{source.said}, adapters to {base}", base, of_base))
 
 
 def path_of(source: Source) -> Path | None:

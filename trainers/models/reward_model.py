@@ -181,58 +181,6 @@ class RewardModel(nn.Module):
         self.classifier.save_pretrained(folder, state_dict=lora.merged(state, self.classifier))
 
 
-class RewardScorer:
-    """Scores (prompt ids, response ids) with a reward model, batched by length: what PPO and GRPO ask for rewards."""
-
-    def __init__(self, model: nn.Module, batch_size: int = 16):
-        """model: a `RewardModel`, or the DeepSpeed engine around one (under ZeRO 3 every rank must call together)."""
-        if batch_size < 1:
-            raise InputError(f"batch_size must be at least 1, got {batch_size}")
-        self.model, self.batch_size = model, batch_size
-
-    def __call__(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """Score N responses.
-
-        Args:
-            prompt_ids: token ids of each prompt.
-            response_ids: token ids of each response, its EOS included.
-
-        Returns:
-            (N,) fp32 on the CPU, in the order of the arguments, not differentiable.
-
-        Raises:
-            ValueError: lists of different lengths, or a score that is not finite; it names the rows.
-        """
-        scores = self.unchecked(prompt_ids, response_ids)
-        check_finite(scores, [f"row {i}" for i in range(len(scores))])
-        return scores
-
-    @torch.no_grad()
-    def unchecked(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """The same, NaN and Inf included."""
-        if len(prompt_ids) != len(response_ids):
-            raise ValueError(f"got {len(prompt_ids)} prompts and {len(response_ids)} responses; they go in pairs")
-        sequences = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        scores = torch.zeros(len(sequences))
-        for indices in batches:
-            scores[indices] = self._score([sequences[i] for i in indices])
-        for _ in range(self._longest(len(batches)) - len(batches)):
-            self._score([[0]])  # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them
-        return scores
-
-    def _score(self, sequences: list[list[int]]) -> torch.Tensor:
-        return self.model(*collate(sequences, next(self.model.parameters()).device)).cpu()
-
-    def _longest(self, batches: int) -> int:
-        if isinstance(self.model, RewardModel) or self.model.zero_optimization_stage() < 3:
-            return batches
-        count = torch.tensor(batches, device=next(self.model.parameters()).device)
-        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-        return int(count)
-
-
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     attended = [[1] * len(sequence) for sequence in sequences]

@@ -62,6 +62,8 @@ RANGES = {
     bool: "true or false",
     str: "text",
     str | list[str]: "text, or a list of texts",
+    list[Finite]: "a list of finite numbers",
+    list[Finite | None]: "a list of finite numbers, or of null",
     dict: "a mapping from names to values, such as {enable_thinking: false}",
 }
 
@@ -106,6 +108,10 @@ def _checked(name: str, value, kind):
         return value
     if kind in (str, str | list[str]):
         return _text(value, kind, refusal)
+    if typing.get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise refusal
+        return [_checked(name, one, typing.get_args(kind)[0]) for one in value]
     if kind is bool and not isinstance(value, bool):
         raise refusal
     if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):

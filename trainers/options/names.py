@@ -41,7 +41,7 @@ OF_TRL = {
     "response_length": "max_new_tokens",
     "resume_from_checkpoint": "resume_from",
     "reward_funcs": "verifiers",
-    "reward_weights": "verifiers",
+    "reward_weights": "verifier_weights",
     "save_steps": "save_every",
     "save_total_limit": "keep_checkpoints",
     "scale_rewards": "advantage",

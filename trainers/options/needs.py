@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError, Options
 
-MAY_BE_EMPTY = {"system_prompt", "verifiers"}  # a message without text; refused by the spelling of verifiers
+MAY_BE_EMPTY = {"system_prompt"}  # a message without text
 
 
 class Needs(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at_k, usual_ks
+from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run.logger import evaluation
 
@@ -50,7 +50,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         "eval/pass_at_k": right.any(1).sum(),
         "eval/score": sampled.rewards[: count * k].sum() / k,
     }
-    sums |= {f"eval/pass_at_{j}": pass_at_k(right, j).sum() for j in usual_ks(k)}
+    sums |= {f"eval/{name}": of_problems.sum() for name, of_problems in pass_at(right).items()}
     if measured.kl is not None:
         sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
     own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}

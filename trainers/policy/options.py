@@ -1,4 +1,4 @@
-"""The options that PPO and GRPO share: how responses are drawn, who judges them, and what their loss can be told."""
+"""The options that PPO and GRPO share: how responses are drawn, and what their loss can be told."""
 
 import dataclasses
 import types
@@ -26,7 +26,6 @@ from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.policy.own_surrogate import load_surrogate
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.scorers.spelling import NO_ANSWER, WITH_ANSWER, read, sources_of
 
 WEIGHTS = {"kl_coef": 0.0, "entropy_coef": 0.0}  # of the loss: numbers, on which other options depend
 
@@ -91,19 +90,9 @@ LossConfig = _loss_config()
 
 @dataclass(kw_only=True)
 class PolicyConfig(LossConfig, RolloutConfig, RunConfig):
-    """Rollouts, who judges them, and the policy loss. An option of the loss that is None is the preset's."""
+    """Rollouts and the policy loss. An option of the loss that is None is the preset's."""
 
     batch_option: ClassVar[str] = "prompts_per_step"
-
-    # Who judges.
-    answer_column: str | None = None
-    """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
-    verifiers: str | list[str] = "math"
-    """Comma-separated, or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, regex('pattern'), format,
-    length(target=100), module:function, reward_model:<folder> (docs/verifiers.md). The reward is the sum of their
-    scores, or, where each has a weight, the weighted one: 1*math, 0.2*module:function. Those that compare with the
-    answer say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
-    they are given a threshold (module:function>=0.5); reward models and length do with a threshold alone."""
 
     # The batch of a step, and its loss.
     prompts_per_step: PositiveInt = 32
@@ -123,16 +112,11 @@ class PolicyConfig(LossConfig, RolloutConfig, RunConfig):
     show_samples: PositiveInt = 4
     """Responses shown as a table at each evaluation."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if isinstance(self.verifiers, list):
-            self.verifiers = ", ".join(self.verifiers)
-
     def reads(self) -> list[Source]:
-        """What the scorers are made of, and the user's surrogate."""
+        """The user's surrogate too."""
         of_user = self.surrogate is not None and ":" in self.surrogate
         surrogate = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
-        return super().reads() + sources_of(self.verifiers) + surrogate
+        return super().reads() + surrogate
 
 
 def loss_options(config: LossConfig) -> dict[str, object]:
@@ -163,13 +147,8 @@ def check_loss_options(config: PolicyConfig) -> None:
         )
 
 
-def _compares(config: PolicyConfig) -> bool:
-    return any(part.kind in WITH_ANSWER for part in read(config.verifiers))
-
-
 POLICY_NEEDS = (
     *RUN_NEEDS,
-    Needs("answer_column", _compares, NO_ANSWER),
     Needs("eval_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
     Needs("show_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
 )

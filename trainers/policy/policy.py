@@ -125,19 +125,19 @@ def prompts_of(
     """A prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
     for i, row in enumerate(rows.rows):
-        row = {**row, "__where__": rows.where(i)}
         for scorer in scorers:
-            scorer.check(row)  # a row that it cannot score must not stop the run hours later
+            with rows.at(i):
+                scorer.check(row)  # a row that it cannot score must not stop the run hours later
         ids = encoder.prompt(rows, i, column)
         if len(ids) <= max_length:
-            kept.append(Prompt(ids, row))
+            kept.append(Prompt(ids, row, rows.where(i)))
     tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept
 
 
 def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
     """Refuse prompts whose responses would run past the model's positions, and a tokenizer that is not the model's."""
-    rows = ((prompt.ids, prompt.row["__where__"]) for prompt in prompts)
+    rows = ((prompt.ids, prompt.where) for prompt in prompts)
     remedy = "max_new_tokens or max_prompt_length"
     check_fits(policy.model.module.base, policy.tokenizer, rows, policy.config.max_new_tokens, remedy)
 

@@ -49,7 +49,7 @@ def roll_out(
 
         texts = tokenizer.batch_decode([without_stop(response) for response in responses])
         parts = zip(prompts, responses, texts, strict=True)
-        samples = [Sample(prompt.row, prompt.ids, response, text) for prompt, response, text in parts]
+        samples = [Sample(prompt.row, prompt.ids, response, text, prompt.where) for prompt, response, text in parts]
         with own_generators():
             scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
         rewards = _rewards(scorers, scores, samples)

@@ -30,6 +30,12 @@ def usual_ks(n: int) -> list[int]:
     return [k for k in (2**i for i in range(n.bit_length())) if k < n] + [n]
 
 
+def pass_at(right: torch.Tensor, k: int | None = None) -> dict[str, torch.Tensor]:
+    """`pass_at_<k>` of (P, n) right responses for the one k that is asked for, else for the usual ones: each (P,)."""
+    ks = usual_ks(right.shape[1]) if k is None else [k]
+    return {f"pass_at_{each}": pass_at_k(right, each) for each in ks}
+
+
 def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of N responses, each argument (N,): the sums from which `outcomes` computes means."""
     return {

@@ -17,6 +17,8 @@ class Prompt:
 
     ids: list[int]
     row: dict
+    where: str = "a row"
+    """The file and line, or the like, that the row came from."""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Sample:
     response: Response
     text: str
     """The response without its stop token."""
+    where: str = "a row"
+    """Of its prompt."""
 
 
 class Sampler(Protocol):
@@ -131,8 +135,8 @@ class Rollout:
 
 
 def where(of: Prompt | Sample) -> str:
-    """`rows.jsonl, line 3`, as far as its row knows."""
-    return of.row.get("__where__", "a row")
+    """`rows.jsonl, line 3`, as far as it is known."""
+    return of.where
 
 
 def shortened(value) -> str:

@@ -8,7 +8,7 @@ loop = Loop(config, run, …)
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,6 +22,9 @@ from fused_rl.trainers.run.checkpoint import Checkpoints
 from fused_rl.trainers.run.folder import Folder
 from fused_rl.trainers.run.logger import phase
 
+Arithmetic = Callable[[RunConfig, int], dict[str, object]]
+"""(config, number of processes) -> how the batch divides; raises InputError on what does not."""
+
 
 @dataclass
 class Run:
@@ -31,42 +34,29 @@ class Run:
     device: torch.device
     folder: Path
     """Where it writes, opened."""
-    made_of: Fingerprints
-    complete: bool = False
-    """Whether rows and tokenizer are in `made_of`, and all of it was compared."""
+    made_of: Fingerprints = field(default_factory=dict)
+    """Of all that it reads; empty until it was compared."""
 
     def has_read(self, tokenizer, **rows: Iterable) -> None:
         """Compare what was read, with what the other processes read and with what a resumed run was made of.
 
-        Args:
-            tokenizer: the run's.
-            **rows: `rows`, `held_out`, …: rows as the trainer keeps them, by their name in `fingerprints.NAMES`.
-
-        Raises:
-            InputError: on all ranks, where any of it differs; names what, and how to go on.
+        `rows` are as the trainer keeps them, by their name in `fingerprints.NAMES`. What differs is refused on all
+        ranks.
         """
-        with ranks.together():  # a name that is on no Hub has been told by now
-            known = sources.of_run(self.config, hub=False)
-            on_hub = [source for source in sources.of_run(self.config) if source not in known]
-            for name, parts in fingerprints.of_sources(on_hub).items():
-                self.made_of.setdefault(name, {}).update(parts)
-        self.made_of |= fingerprints.of_tokenizer(tokenizer)
-        self.made_of |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
-        fingerprints.check_ranks(self.made_of)
+        with phase("took the fingerprints of models and functions"), ranks.together():
+            made_of = fingerprints.of_sources(sources.of_run(self.config))
+        made_of |= fingerprints.of_tokenizer(tokenizer)
+        made_of |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
+        fingerprints.check_ranks(made_of)
         if self.config.resume:
-            for line in Checkpoints(self.config).check_made_of(self.made_of):
+            for line in Checkpoints(self.config).check_made_of(made_of):
                 if ranks.rank() == 0:
                     tell(f"resume: {line}")
-        self.complete = True
+        self.made_of = made_of
 
 
-def begin(config: RunConfig, arithmetic: Callable[[RunConfig, int], dict[str, object]]) -> Run:
-    """Meet the other processes, refuse what all or any of them cannot do, open the output folder.
-
-    Args:
-        config: of the run.
-        arithmetic: (config, number of processes) -> how the batch divides; raises InputError on what does not.
-    """
+def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
+    """Meet the other processes, refuse what all or any of them cannot do, open the output folder."""
     if config.dry_run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
@@ -75,7 +65,4 @@ def begin(config: RunConfig, arithmetic: Callable[[RunConfig, int], dict[str, ob
     fingerprints.check_options(config)
     with ranks.together():
         arithmetic(config, ranks.world_size())
-    folder = Folder(config).open()
-    with phase("took the fingerprints of models and functions"), ranks.together():
-        made_of = fingerprints.of_sources(sources.of_run(config, hub=False))
-    return Run(config, device, folder, made_of)
+    return Run(config, device, Folder(config).open())

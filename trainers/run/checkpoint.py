@@ -40,26 +40,22 @@ from fused_rl.trainers.run import resume
 OF_A_RUN = "# fused-rl "  # how the config.yaml of a run begins
 
 
-def described(config: RunConfig) -> str:
-    """The config.yaml of a run."""
-    return f"{OF_A_RUN}{config.command} --config <this file>\n{to_yaml(config)}"
-
-
 class Checkpoints:
     """Those of a run, in its folder."""
 
     def __init__(self, config: RunConfig):
         self.config, self.folder = config, Path(config.output_dir) / "checkpoints"
 
+    def config_file(self) -> str:
+        """The config.yaml of the run."""
+        return f"{OF_A_RUN}{self.config.command} --config <this file>\n{to_yaml(self.config)}"
+
     # Writing.
 
     def save(self, engines: dict[str, object], step: int, state: dict) -> None:
         """Write checkpoint `step`: all files first, under another name, then the rename, then `latest`.
 
-        Args:
-            engines: DeepSpeed engines by name (weights, optimizer, schedule of each): a folder each.
-            step: how many steps are done.
-            state: what else the trainer needs to continue, JSON.
+        Of each DeepSpeed engine weights, optimizer and schedule go into a folder of its name; `state` is JSON.
 
         Raises:
             InputError: the disk is full or refuses; nothing of the checkpoint is left, and those before it are.
@@ -98,7 +94,7 @@ class Checkpoints:
         if rank() == 0:
             about = {"engines": sorted(engines), "facts": self._facts(), "scheduled": bool(self.config.save_every)}
             (folder / "state.json").write_text(json.dumps(about | state))
-            (folder / "config.yaml").write_text(described(self.config), encoding="utf-8")
+            (folder / "config.yaml").write_text(self.config_file(), encoding="utf-8")
         barrier()
 
     def _facts(self) -> dict[str, object]:

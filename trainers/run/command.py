@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from fused_rl.trainers.base import engine, launch, ranks
 from fused_rl.trainers.base.screen import kept_up, tell
 from fused_rl.trainers.data.order import foresee
-from fused_rl.trainers.options.config import InputError, RunConfig, to_yaml
+from fused_rl.trainers.options.config import InputError, Options, RunConfig, to_yaml
 from fused_rl.trainers.options.parse import Config, Refused, config_files, parse
 from fused_rl.trainers.options.text import shown
+from fused_rl.trainers.run.beginning import Arithmetic
 from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.loop import Stopped
 
@@ -19,18 +20,11 @@ INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
 
 def run(
     config_class: type[RunConfig],
-    arithmetic: Callable[[RunConfig, int], dict[str, object]],
+    arithmetic: Arithmetic,
     train: Callable[[RunConfig], str],
     argv: list[str] | None = None,
 ) -> None:
-    """`main` of every trainer: parse, then either describe the run or train.
-
-    Args:
-        config_class: the trainer's options.
-        arithmetic: (config, number of processes) -> how the batch divides; raises InputError on what does not.
-        train: runs the whole training.
-        argv: the command line after the command; None takes the process's.
-    """
+    """`main` of every trainer: parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
         config = options(config_class, argv)
@@ -68,12 +62,7 @@ def options(config_class: type[Config], argv: list[str]) -> Config:
 
 @contextlib.contextmanager
 def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
-    """Around a whole command: an InputError is one line, and Ctrl-C the usual status.
-
-    Args:
-        prog: how the command is called.
-        lost: what is lost when it is stopped at once.
-    """
+    """Around a whole command: an InputError is one line, and Ctrl-C the usual status, and what is lost by it."""
     with kept_up():
         try:
             yield
@@ -86,7 +75,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
             sys.exit(INTERRUPTED)
 
 
-def describe(config: RunConfig, arithmetic: dict[str, object]) -> str:
+def describe(config: Options, arithmetic: dict[str, object]) -> str:
     """The resolved configuration and, as comments, the batch arithmetic: YAML that `--config` reads back."""
     lines = [f"# {key}: {value}" for key, value in arithmetic.items()]
     return "\n".join([to_yaml(config), "# batch arithmetic", *lines])

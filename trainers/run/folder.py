@@ -17,7 +17,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.checkpoint import OF_A_RUN, Checkpoints, described
+from fused_rl.trainers.run.checkpoint import OF_A_RUN, Checkpoints
 from fused_rl.trainers.run.logger import require_trackers
 
 LOCK = ".lock"
@@ -80,7 +80,8 @@ class Folder:
         if unknown:
             raise InputError(f"accept_changes: {', '.join(unknown)!r} is none of {', '.join(fingerprints.NAMES)}")
         require_trackers(self.config)
-        hub.check(self.config)
+        if self.config.push_to_hub:
+            ranks.on_first_rank(lambda: hub.check(self.config))
         ranks.on_first_rank(self._check)
         if self.config.resume:
             self.checkpoints.check()
@@ -146,4 +147,4 @@ class Folder:
                 written.begin(self.path)
             if self.config.resume:
                 self.checkpoints.forget_after(step)
-            write_atomically(self.path / "config.yaml", described(self.config))
+            write_atomically(self.path / "config.yaml", self.checkpoints.config_file())

@@ -6,19 +6,13 @@ Left out: pushing checkpoints, model cards, pull requests.
 
 from pathlib import Path
 
-from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.config import InputError, OutputConfig
 from fused_rl.trainers.options.text import in_a_line
 
 
 def check(config: OutputConfig) -> None:
-    """Refuse a run that is to push its model and could not: as far as that can be known before there is one."""
-    if config.push_to_hub:
-        ranks.on_first_rank(lambda: _check(config))
-
-
-def _check(config: OutputConfig) -> None:
+    """Refuse a run that could not push its model: as far as that can be known before there is one. On one rank."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -63,16 +57,11 @@ def _refuse_public(api, repository: str, config: OutputConfig) -> None:
 
 
 def push(config: OutputConfig, model: Path, message: str) -> None:
-    """Upload the folder of the trained model, under a commit's message; returns or raises on every rank at once.
+    """Upload the folder of the trained model, under a commit's message. On one rank.
 
     Raises:
         InputError: it could not be pushed; the line says where it is, and how to push it.
     """
-    if config.push_to_hub:
-        ranks.on_first_rank_at_length(lambda: _push(config, model, message))
-
-
-def _push(config: OutputConfig, model: Path, message: str) -> None:
     import huggingface_hub
 
     api, repository = huggingface_hub.HfApi(), config.hub_model_id or "REPOSITORY"

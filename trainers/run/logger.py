@@ -107,7 +107,7 @@ def evaluation(what: str, *keys: str):
         def evaluate(*args):
             began = time.monotonic()
             found = function(*args)
-            metrics = next(part for part in (found if isinstance(found, tuple) else (found,)) if isinstance(part, dict))
+            metrics = next(part for part in (found, *found) if isinstance(part, dict))
             if rank() == 0:
                 values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
                 tell(f"{what} ({time.monotonic() - began:.1f} s): {values}")

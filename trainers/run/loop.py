@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from fused_rl.trainers.base.files import storing
-from fused_rl.trainers.base.ranks import global_sum, rank
+from fused_rl.trainers.base.ranks import global_sum, on_first_rank_at_length, rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
@@ -70,12 +70,10 @@ class Loop:
     """An iterator over (step, indices of the step's rows).
 
     Args:
-        config: of the run.
-        run: the run as it began (`beginning.begin`), which has read all its rows (`has_read`).
+        config, run: of the run (`beginning.begin`), which has read all its rows (`has_read`).
         engines: DeepSpeed engines by name, for the checkpoints.
         order: which rows come next; its position is in the checkpoints.
-        columns: {header: key} of the progress bar.
-        curves: the panels of curves.png.
+        columns, curves: {header: key} of the progress bar, panels of curves.png.
         state: returns what else the trainer needs to continue, JSON.
     """
 
@@ -89,7 +87,7 @@ class Loop:
         curves: Curves,
         state: Callable[[], dict] = dict,
     ):
-        if not run.complete:
+        if not run.made_of:
             raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
         self.config, self.folder, self.engines, self.made_of = config, run.folder, engines, run.made_of
         output = Folder(config)
@@ -156,23 +154,23 @@ class Loop:
             raise Stopped
 
     def finish(self, save: Callable[[Path], None]) -> str:
-        """Draw the curves, save the trained model with `save(folder)`, say where everything is; returns where.
-
-        Then the model goes to the Hub, if it is to go there.
-        """
+        """Draw the curves, save the trained model with `save(folder)`, push it where that is asked; returns where."""
+        model = self.folder / "model"
         try:
             with storing("curves.png", self.folder):
                 self.logger.close(self.curves)
             with storing("model", self.folder), phase("saved the model"):
-                save(self.folder / "model")
+                save(model)
             if not self.config.save_every:  # there was one only until the model was safe
                 self.checkpoints.remove_unscheduled()
         finally:
             self.interruption.end()
             release()
         if rank() == 0:
-            kept = self.folder / "checkpoints"
-            checkpoints = f", checkpoints: {kept}" if kept.exists() else ""
-            tell(f"model: {self.folder / 'model'}, curves: {self.folder / 'curves.png'}{checkpoints}")
-        hub.push(self.config, self.folder / "model", f"fused-rl {self.config.command}, step {self.step}")
-        return str(self.folder / "model")
+            kept = self.checkpoints.folder
+            told = f", checkpoints: {kept}" if kept.exists() else ""
+            tell(f"model: {model}, curves: {self.folder / 'curves.png'}{told}")
+        if self.config.push_to_hub:
+            message = f"fused-rl {self.config.command}, step {self.step}"
+            on_first_rank_at_length(lambda: hub.push(self.config, model, message))
+        return str(model)

@@ -8,7 +8,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig
+from fused_rl.trainers.options.config import ACTIONS, InputError, Options
 
 MAY_CHANGE = frozenset(
     (
@@ -29,15 +29,13 @@ SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the 
 
 
 def changes(
-    config: RunConfig, facts: dict[str, object], recorded: dict[str, object], where: Path, *, summed: bool = False
+    config: Options, facts: dict[str, object], recorded: dict[str, object], where: Path, *, summed: bool = False
 ) -> list[str]:
     """What differs between a run and the checkpoint that it continues, one `option old -> new` each.
 
     Args:
-        config: of the run.
-        facts: what else must be as it was: command, processes, precision, …
-        recorded: both, of the checkpoint.
-        where: the checkpoint, for the message.
+        config, facts: of the run: its options, and what else must be as it was (command, processes, precision).
+        recorded: both, of the checkpoint `where`.
         summed: the checkpoint has the fingerprints of rows and models, so that their files may lie elsewhere now.
 
     Raises:
@@ -51,8 +49,14 @@ def changes(
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new):
             continue
+        if isinstance(new, list) and isinstance(old, str):
+            raise InputError(
+                f"resume: {where} was made by an earlier version, which spelled {name} as {old!r}; this one takes a "
+                "list and cannot go on with that run: start another, with --overwrite or another output_dir"
+            )
         moved = f"{name}={new}" in may_move and os.path.exists(new)
-        (taken if moved or _may_change(name, old, new) else refused).append(f"{name} {old} -> {new}")
+        same_files = name in SAME_FILES and {old, new} <= SAME_FILES[name]
+        (taken if moved or same_files or name in MAY_CHANGE else refused).append(f"{name} {old} -> {new}")
     if refused:
         raise InputError(
             f"resume: {where} was made with other options: {', '.join(refused)}; give the first value of each again "
@@ -63,10 +67,8 @@ def changes(
 
 def _same(old, new) -> bool:
     """Whether two values are one; two ways to write the path of a file are."""
+    if [old] == new:  # a list of one word may be that word
+        return True
     if old == new or not (isinstance(old, str) and isinstance(new, str)):
         return old == new
     return os.path.exists(old) and os.path.exists(new) and os.path.samefile(old, new)
-
-
-def _may_change(name: str, old, new) -> bool:
-    return name in MAY_CHANGE or (name in SAME_FILES and {old, new} <= SAME_FILES[name])

@@ -1,46 +1,23 @@
 """Scorers that look at a response's text or length alone: equal to the answer, of a pattern, of a form, of a length.
 
-    exact_match    regex('answer: (\\d+)')    format    0.1*length(target=100)
+    exact_match    regex:answer: (\\d+)    format    length:100
 
-Each is a `Scorer` (rollout.py). docs/verifiers.md has their definitions.
+Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
-import numbers
-import re
+import functools
 import unicodedata
 from collections.abc import Sequence
 
-from fused_rl.trainers.base.guests import Expired
+import regex
+
+from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Sample, where
-from fused_rl.trainers.scorers.limits import within_cpu
 
-ANSWER_COLUMNS = ("ground_truth", "answer")
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
 # One <think> and one <answer>, in this order, and nothing outside them.
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
-
-
-def answer_of(row: dict, column: str | None) -> str:
-    """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    columns = ANSWER_COLUMNS if column is None else (column,)
-    column = next((c for c in columns if row.get(c) is not None), columns[0])
-    place, value = row.get("__where__", "a row"), row.get(column)
-    if value is None:
-        present = sorted(key for key in row if not key.startswith("__"))
-        empty = [c for c in columns if c in row]
-        if empty:
-            raise InputError(f"{place}: column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
-        raise InputError(f"{place}: column {column!r} is missing; the row has {present}; use --answer_column")
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
-        came = f"{shown} ({type(value).__name__})"
-        remedy = "expected the answer as text or a number; use --answer_column"
-        raise InputError(f"{place}: column {column!r} is {came}; {remedy}")
-    answer = str(value).rsplit("####", 1)[-1].strip()
-    if not answer:
-        raise InputError(f"{place}: column {column!r} has no answer: {value!r:.80}")
-    return answer
 
 
 def normalized(text: str, *, ignore_case: bool = False) -> str:
@@ -49,67 +26,70 @@ def normalized(text: str, *, ignore_case: bool = False) -> str:
     return text.casefold() if ignore_case else text
 
 
-class ExactMatch:
+class Named:
+    """What every scorer is told: its name, its weight, and from which score on a sample counts as solved."""
+
+    def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
+        self.name, self.weight, self.solved_at = name, weight, solved_at
+
+    def check(self, row: dict) -> None:
+        """Any row will do."""
+
+
+class Limited(Named):
+    """One that notes, in words, which samples broke a limit."""
+
+    def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
+        super().__init__(name, weight, solved_at)
+        self.broken: list[str] = []
+
+    def take_incidents(self) -> Incidents:
+        """Those since this was last called."""
+        incidents = Incidents(len(self.broken), 0, self.broken[0] if self.broken else None)
+        self.broken.clear()
+        return incidents
+
+
+class ExactMatch(Named):
     """1.0 where the whole response equals the row's answer, both normalised (`normalized`), else 0.0."""
 
-    def __init__(
-        self,
-        answer_column: str | None = None,
-        *,
-        ignore_case: bool = False,
-        name: str = "exact_match",
-        weight: float = 1.0,
-        solved_at: float | None = 1.0,
-    ):
+    def __init__(self, answer_column: str | None = None, *, ignore_case: bool = False, **named):
+        super().__init__(**{"name": "exact_match", "solved_at": 1.0} | named)
         self.answer_column, self.ignore_case = answer_column, ignore_case
-        self.name, self.weight, self.solved_at = name, weight, solved_at
 
     def check(self, row: dict) -> None:
         """The row must have an answer."""
         answer_of(row, self.answer_column)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [float(self._equal(sample)) for sample in samples]
-
-    def _equal(self, sample: Sample) -> bool:
-        answer = answer_of(sample.row, self.answer_column)
-        found, expected = (normalized(text, ignore_case=self.ignore_case) for text in (sample.text, answer))
-        return found == expected
+        pairs = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
+        plain = functools.partial(normalized, ignore_case=self.ignore_case)
+        return [float(plain(text) == plain(answer)) for text, answer in pairs]
 
 
-class Pattern:
+class Pattern(Limited):
     """1.0 where a regular expression says so, else 0.0; one that takes more than MATCHING seconds of CPU is a 0.
 
     Args:
-        pattern: of Python's `re`.
+        pattern: of the package `regex`, which reads Python's `re` and more.
         whole: it must match the whole response, its dots newlines too; else it is looked for. Without `whole`, a
             pattern with a group is compared with the row's answer: the group's text in the last place where it matches,
             the group being the one named `answer`, or the first.
         answer_column: of the ground truth; None takes ground_truth or answer.
-        name, weight, solved_at: as `Scorer` has them.
+        **named: name, weight and solved_at, as `Scorer` has them.
     """
 
-    def __init__(
-        self,
-        pattern: str,
-        answer_column: str | None = None,
-        *,
-        whole: bool = False,
-        name: str = "regex",
-        weight: float = 1.0,
-        solved_at: float | None = None,
-    ):
-        self.name, self.weight, self.solved_at = name, weight, solved_at
+    def __init__(self, pattern: str, answer_column: str | None = None, *, whole: bool = False, **named):
+        super().__init__(**{"name": "regex"} | named)
         self.whole, self.answer_column = whole, answer_column
-        self.broken: list[str] = []
         try:
-            self.pattern = re.compile(pattern, re.DOTALL if whole else 0)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise InputError(f"verifier {name!r}: the pattern {pattern!r} does not compile: {error}") from error
+            self.pattern = regex.compile(pattern, regex.DOTALL if whole else 0)
+        except (regex.error, OverflowError, RecursionError) as error:
+            raise InputError(f"verifier {self.name!r}: the pattern {pattern!r} does not compile: {error}") from error
         self.group = None
         if self.pattern.groups and not whole:
             self.group = self.pattern.groupindex.get("answer", 1)
-            self.solved_at = 1.0 if solved_at is None else solved_at
+            self.solved_at = 1.0 if self.solved_at is None else self.solved_at
 
     def check(self, row: dict) -> None:
         """The row must have an answer, where there is a group to compare with it."""
@@ -121,52 +101,33 @@ class Pattern:
 
     def _score(self, sample: Sample) -> float:
         try:
-            return float(within_cpu(MATCHING, lambda: self._matches(sample)))
-        except Expired:
+            return float(self._matches(sample))
+        except TimeoutError:
             self.broken.append(f"{where(sample)} took more than {MATCHING:g} s of CPU")
             return 0.0
 
     def _matches(self, sample: Sample) -> bool:
         if self.whole:
-            return self.pattern.fullmatch(sample.text) is not None
+            return self.pattern.fullmatch(sample.text, timeout=MATCHING) is not None
         if self.group is None:
-            return self.pattern.search(sample.text) is not None
+            return self.pattern.search(sample.text, timeout=MATCHING) is not None
         last = None
-        for found in self.pattern.finditer(sample.text):
+        for found in self.pattern.finditer(sample.text, timeout=MATCHING):
             last = found
         if last is None or last[self.group] is None:
             return False
         return normalized(last[self.group]) == normalized(answer_of(sample.row, self.answer_column))
 
-    def take_incidents(self) -> Incidents:
-        """Responses on which matching did not end, since this was last called."""
-        incidents = Incidents(len(self.broken), 0, self.broken[0] if self.broken else None)
-        self.broken.clear()
-        return incidents
 
-
-class Length:
+class Length(Named):
     """What a response of n tokens costs, its stop token included; from 0 down to -1.
 
-    target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit).
+    target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit). One of them is given.
     """
 
-    def __init__(
-        self,
-        *,
-        target: int | None = None,
-        limit: int | None = None,
-        name: str = "length",
-        weight: float = 1.0,
-        solved_at: float | None = None,
-    ):
-        if (target is None) == (limit is None):
-            raise InputError(f"verifier {name!r}: expected length(target=N) or length(limit=N), N in tokens")
+    def __init__(self, *, target: int | None = None, limit: int | None = None, **named):
+        super().__init__(**{"name": "length"} | named)
         self.target, self.limit = target, limit
-        self.name, self.weight, self.solved_at = name, weight, solved_at
-
-    def check(self, row: dict) -> None:
-        """Any row will do."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return [self._score(len(sample.response.ids)) for sample in samples]

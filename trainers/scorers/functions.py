@@ -14,32 +14,29 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fused_rl.trainers.base.guests import Expired, ctrl_c, own_generators, place, raised
+from fused_rl.trainers.base.guests import Expired, ctrl_c, own_generators, place, raised, within
 from fused_rl.trainers.data.encode import PROMPT_COLUMNS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Sample, shortened, where
-from fused_rl.trainers.scorers import limits
-from fused_rl.trainers.scorers.limits import within
+from fused_rl.trainers.scorers.builtin import Named
 
 FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for the import of its module
 AWAIT_TIMEOUT = 120.0  # seconds for one response that an async function of one response is given
 SEARCH_TIMEOUT = 30.0  # seconds to find the row that a function of many raises on
 CONCURRENCY = 64  # responses that an async function of one response works on at once
-OURS = (__file__, limits.__file__)
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
 
 
-class FunctionScorer:
+class FunctionScorer(Named):
     """A function of the user's own; None as a score is "not applicable".
 
-    It runs in this process, in the main thread, so that it may hold state, a GPU or a client; an async one runs on one
-    event loop, the same for the whole run. What goes wrong in it (an exception, `sys.exit`, a call of more than
-    FUNCTION_TIMEOUT seconds, a result that is no list of finite numbers) is an InputError. What cannot be caught in a
-    process is `os._exit` or a crash in C code: the run ends there, and `--resume` continues from its last checkpoint.
+    It runs in the main thread, so that it may hold state, a GPU or a client; an async one runs on the run's one event
+    loop. What goes wrong in it is an InputError, but for `os._exit` and a crash in C code, which end the run.
     """
 
-    def __init__(self, name: str, function: Callable, *, weight: float = 1.0, solved_at: float | None = None):
-        self.name, self.function, self.weight, self.solved_at = name, function, weight, solved_at
+    def __init__(self, name: str, function: Callable, **judged):
+        super().__init__(name, **judged)
+        self.function = function
         self.form = form_of(name, function)
         self.columns = columns_of(function) if self.form == "columns" else ()
         self.at: Sample | None = None  # the response that a function of one response is called with
@@ -48,9 +45,8 @@ class FunctionScorer:
         """A function of TRL's kind must find the columns that it names; else the function knows what it reads."""
         missing = [name for name in self.columns if name not in row]
         if missing:
-            present = sorted(key for key in row if not key.startswith("__"))
-            place, what = row.get("__where__", "a row"), f"verifier {self.name!r} takes the column {missing[0]!r}"
-            raise InputError(f"{place}: {what}; the row has {present}")
+            what = f"verifier {self.name!r} takes the column {missing[0]!r}"
+            raise InputError(f"{what}; the row has {sorted(row)}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         self.at = None
@@ -65,12 +61,14 @@ class FunctionScorer:
             what = f"did not return within {limit:g} s; give what it waits for a time-out of its own"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples)}") from error
         except SystemExit as error:
-            what = f"called sys.exit({shortened(error.code)}){place(error, *OURS)}; raise an exception to end the run"
+            what = (
+                f"called sys.exit({shortened(error.code)}){place(error, __file__)}; raise an exception to end the run"
+            )
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples)}") from error
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and interrupted:
                 raise
-            what = f"{raised(error, *OURS)}; for a response that it cannot score, return None"
+            what = f"{raised(error, __file__)}; for a response that it cannot score, return None"
             raise InputError(f"verifier {self.name!r} {what}; {self._with(samples, error)}") from error
 
     def _called(self, samples: Sequence[Sample]):
@@ -118,21 +116,21 @@ class FunctionScorer:
 
     def _culprit(self, samples: Sequence[Sample], error: BaseException) -> Sample | None:
         """The first response on which it raises the same alone; None where there is none, or time runs out."""
-        for_each = functools.partial(self._first_that_raises, samples, type(error))
+
+        def first_that_raises() -> Sample | None:
+            for sample in samples:
+                try:
+                    self._called([sample])
+                except type(error):
+                    return sample
+            return None
+
         try:
-            return within(SEARCH_TIMEOUT, for_each)
+            return within(SEARCH_TIMEOUT, first_that_raises)
         except KeyboardInterrupt:
             raise
         except BaseException:  # another one, or the time is over
             return None
-
-    def _first_that_raises(self, samples: Sequence[Sample], kind: type[BaseException]) -> Sample | None:
-        for sample in samples:
-            try:
-                self._called([sample])
-            except kind:
-                return sample
-        return None
 
 
 def _copies(samples: Sequence[Sample]) -> list[Sample]:
@@ -171,7 +169,7 @@ def keywords(function: Callable, samples: Sequence[Sample]) -> dict[str, list]:
     """What TRL gives a reward function, and this one takes: prompts as the rows have them, completions as text (as
     messages, where the prompt is messages), their token ids, and every other column."""
     rows = [sample.row for sample in samples]
-    columns = [key for key in (rows[0] if rows else {}) if not key.startswith("__") and key not in ("prompt", *GIVEN)]
+    columns = [key for key in (rows[0] if rows else {}) if key not in ("prompt", *GIVEN)]
     given = {column: [row.get(column) for row in rows] for column in columns}
     given["prompts"] = [_prompt_of(row) for row in rows]
     given["completions"] = [_completion_of(sample) for sample in samples]

@@ -1,109 +1,107 @@
-"""Scorers by name: reward models, and the verifiers and functions of verifiers.py, in one weighted sum."""
+"""Scorers by name, loaded: `math`, reasoning-gym's own, reward models, those of builtin.py, and functions of users.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Each is a `Scorer` (rollouts/types.py): it knows its weight, and from which score on a sample counts as solved. What
+each may do to a run, and what the limits are: docs/verifiers.md.
+"""
 
-import torch
+import difflib
+import importlib.util
+from collections.abc import Callable
 
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_reads_policy, has_score_head
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.guests import Expired, load_function, within
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.policy.options import PolicyConfig
-from fused_rl.trainers.rollouts.types import Sample, Scorer
-from fused_rl.trainers.scorers import verifiers
-from fused_rl.trainers.scorers.spelling import Spelled, check_weights, read, reward_of
-
-REWARD_MODEL = "reward_model"
-
-
-class RewardModelScorer:
-    """A reward model's score of the token ids of prompt and response: the one that the reward trainer computes."""
-
-    def __init__(self, name: str, scorer: RewardScorer, *, weight: float = 1.0, solved_at: float | None = None):
-        self.name, self.scorer, self.weight, self.solved_at = name, scorer, weight, solved_at
-
-    def check(self, row: dict) -> None:
-        """Any row will do: it reads token ids alone."""
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        prompts = [sample.prompt_ids for sample in samples]
-        # NaN and Inf included: the rollout refuses them, and knows the dataset's rows.
-        return self.scorer.unchecked(prompts, [sample.response.ids for sample in samples]).tolist()
+from fused_rl.trainers.rollouts.types import Scorer
+from fused_rl.trainers.scorers import functions
+from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern
+from fused_rl.trainers.scorers.functions import FunctionScorer
+from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
+from fused_rl.trainers.scorers.math import MathVerifier
+from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read
+from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
 
 
-def check_scorers(config: PolicyConfig) -> str:
-    """What the reward is, in a line; refuses scorers that cannot be, without loading models.
+def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
+    """What the reward is, in a line; refuses scorers that cannot be, as far as it can be known without models.
 
-    In a dry run also what has to be imported for it: functions, and reasoning_gym where a dataset of it is named.
+    Args:
+        options: name them.
+        imports: also import the modules of functions, and reasoning_gym where a dataset of it is named.
     """
-    spelled = read(config.verifiers)
-    check_weights(spelled)
-    verifiers.check_loadable(spelled, imports=config.dry_run)
-    return reward_of(spelled)
+    spelled = read(options)
+    for part in spelled:
+        if part.kind == "math" and importlib.util.find_spec("math_verify") is None:
+            raise InputError("verifier 'math': math-verify is not installed; pip install 'math-verify>=0.9'")
+        lasting = part.kind in ("math", "reward_model") or (part.kind == "reasoning_gym" and not part.detail)
+        needs_imports = part.kind in (FUNCTION, "reasoning_gym")
+        if not lasting and (imports or not needs_imports):
+            _load(part, None)
+    return " + ".join(f"{part.weight:g}*{part.name}" for part in spelled)
 
 
-def load_scorers(config: PolicyConfig, tokenizer, device: torch.device) -> list[Scorer]:
-    """The scorers that `config.verifiers` names: as in verifiers.py, or `[weight*]reward_model:FOLDER`.
+def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Scorer]:
+    """The scorers that the options name.
+
+    A sample is solved when those say so that compare with an answer (`math`, `reasoning_gym`, `exact_match`, a `regex`
+    with a group: a score of 1), whatever else is among the scorers; where there is none, functions and patterns decide
+    by 1 too. All ranks call it together: where one cannot load its scorers, all raise.
+
+    Args:
+        options: name them.
+        reader: what reward models need, where there are any.
 
     Raises:
-        InputError: a name that is none; a scorer without a weight among weighted ones; a reward model with several
-            labels or another tokenizer than the policy's.
+        InputError: a name that is none; a reward model with several labels or another tokenizer than the policy's.
     """
-    reader = Reader(
-        config.model,
-        config.revision,
-        tokenizer,
-        device,
-        engine.torch_dtype(config),
-        config.attn_implementation,
-        config.rollout_batch_size,
-    )
-
-    def freeze(model):
-        return engine.initialize_frozen(model, config)
-
-    return load_spelled(read(config.verifiers), config.answer_column, reader, freeze)
+    spelled = read(options)
+    judges = [part for part in spelled if part.kind == "reward_model"]
+    others = [part for part in spelled if part.kind != "reward_model"]
+    scorers = [load_reward_model(part, reader) for part in judges]
+    with ranks.together():
+        verifiers = [_load(part, options.answer_column) for part in others]
+    if all(scorer.solved_at is None for scorer in verifiers):
+        for scorer in verifiers:
+            if not isinstance(scorer, Length):
+                scorer.solved_at = 1.0
+    return scorers + verifiers
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What a reward model needs to read the responses of a policy."""
-
-    policy: str
-    """Hub name or folder of the policy."""
-    revision: str | None
-    """The policy's."""
-    tokenizer: object
-    """The policy's."""
-    device: torch.device
-    dtype: torch.dtype
-    attn_implementation: str | None
-    batch_size: int
-    """Responses scored together."""
-
-
-def load_spelled(
-    spelled: list[Spelled], answer_column: str | None, reader: Reader, freeze: Callable = lambda model: model
-) -> list[Scorer]:
-    """`load_scorers` of scorers that have been read; `freeze` makes a reward model ready for forward passes alone."""
-    check_weights(spelled)
-    judges = [part for part in spelled if part.kind == REWARD_MODEL]
-    others = [part for part in spelled if part.kind != REWARD_MODEL]
-    loaded = []
-    for part in judges:
-        name = REWARD_MODEL if len(judges) == 1 else part.name
-        loaded.append(_load_reward_model(part, name, reader, freeze))
-    return loaded + (verifiers.load_scorers(others, answer_column) if others else [])
+def _load(part: Spelled, answer_column: str | None) -> Scorer:
+    judged = {"weight": part.weight}
+    if part.solved_at is not None:
+        judged["solved_at"] = part.solved_at
+    named = {"name": part.name, **judged}
+    match part.kind:
+        case "math":
+            return MathVerifier(answer_column, **judged)
+        case "reasoning_gym":
+            return ReasoningGymVerifier(part.detail, answer_column, **judged)
+        case "exact_match":
+            return ExactMatch(answer_column, ignore_case=part.detail == "ignore_case", **named)
+        case "regex":
+            return Pattern(part.detail, answer_column, **named)
+        case "format":
+            return Pattern(part.detail or THINK_THEN_ANSWER, whole=True, **named)
+        case "length":
+            return Length(target=_tokens(part), **named)
+        case "length_limit":
+            return Length(limit=_tokens(part), **named)
+    return FunctionScorer(part.name, _function(part), **judged)
 
 
-def _load_reward_model(part: Spelled, name: str, reader: Reader, freeze: Callable) -> RewardModelScorer:
-    options = {"dtype": reader.dtype, "attn_implementation": reader.attn_implementation}
-    model = RewardModel.from_pretrained(part.detail, **options)
-    if not has_score_head(model.classifier.config):
-        what = "a language model without a head for scores; train it first: fused-rl reward --model"
-        raise InputError(f"{part.name}: {what}")
-    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.policy, reader.revision)
-    frozen = freeze(model.to(reader.device).requires_grad_(False).eval())
-    scorer = RewardScorer(frozen, reader.batch_size)
-    weight = 1.0 if part.weight is None else part.weight
-    return RewardModelScorer(name, scorer, weight=weight, solved_at=part.solved_at)
+def _tokens(part: Spelled) -> int:
+    if not part.detail.isdecimal() or int(part.detail) == 0:
+        raise InputError(f"verifier {part.text!r}: expected a whole number above 0 after the colon, in tokens")
+    return int(part.detail)
+
+
+def _function(part: Spelled) -> Callable:
+    try:
+        return within(functions.FUNCTION_TIMEOUT, lambda: load_function(part.detail, "verifier"))
+    except Expired as error:
+        late = f"its module was not imported within {functions.FUNCTION_TIMEOUT:g} s"
+        raise InputError(f"verifier {part.name!r}: {late}") from error
+    except InputError as error:
+        near = difflib.get_close_matches(part.detail.partition(":")[0], KINDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"{error}{hint}") from error

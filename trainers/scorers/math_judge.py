@@ -113,8 +113,10 @@ def _normalized(text: str) -> str:
 def load():
     """The judge: (response, answer) -> 1 or 0. Raises where math-verify is missing, or judges other than it should."""
     import logging
+    import random
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy.core import random as sympy_random
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -129,6 +131,8 @@ def load():
             raise RuntimeError(f"math_verify says {not expected} where {response!r} is compared with {answer!r}")
 
     def judge(response: str, answer: str) -> bool:
+        random.seed(0)  # sympy's draws, by which it compares: not another number after another answer
+        sympy_random.seed(0)
         written = written_answers(response)
         if _normalized(answer) in written:
             return True

@@ -122,7 +122,7 @@ OPTIONS = [
     *option("sft", "head_dtype", "float16 fp32", "one of auto, float32, bfloat16"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
     *words("sft", "--resume", "resume continues .* and overwrite deletes it.*--overwrite false takes back"),
-    *words("grpo", "--verifiers 0*math", "verifiers: every weight is 0"),
+    *words("grpo", "--verifier_weights [0]", "verifier_weights: every weight is 0"),
     *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
     *words("sft", "--system_prompt x --raw_prompt", "system_prompt needs a tokenizer with a chat template"),
     *words("sft", "--attn_implementation fast", "attn_implementation=fast cannot be used for model='model'"),

@@ -1,0 +1,65 @@
+"""The verifier reasoning_gym: its own problems, rows that it cannot score, an import without a C compiler."""
+
+import sys
+
+import pytest
+
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.scorers.gym import import_reasoning_gym
+from tests.trainers.test_verifiers import load_scorers, samples
+
+
+def test_reasoning_gym_scores_its_own_problems():
+    gym = import_reasoning_gym()
+    (scorer,) = load_scorers("reasoning_gym")
+    for name in ("chain_sum", "basic_arithmetic"):
+        rows = list(gym.create_dataset(name, size=3, seed=1))
+        scored = scorer(samples([row["answer"] for row in rows] + ["x"], [*rows, rows[0]]))
+        assert scored[:3] == [1.0] * 3 and scored[3] < 0.1
+    row = {"question": rows[0]["question"], "ground_truth": rows[0]["answer"]}  # a file without metadata
+    (named,) = load_scorers("reasoning_gym:basic_arithmetic")
+    assert named(samples([f" {rows[0]['answer']} "], [row])) == [1.0]
+    with pytest.raises(InputError, match="source_dataset"):
+        scorer.check(row)
+
+
+def test_rows_that_reasoning_gym_cannot_score_are_named_before_the_run():
+    row = import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]
+    (scorer,) = load_scorers("reasoning_gym")
+    scorer.check(row)
+    for changed, message in (
+        ({"metadata": "chain_sum"}, "metadata' is 'chain_sum' [(]str[)]; reasoning_gym expects an object"),
+        ({"metadata": ["chain_sum"]}, "[(]list[)]"),
+        ({"metadata": {"source_dataset": "chain_sums"}}, "no dataset 'chain_sums'; did you mean 'chain_sum'"),
+        ({"metadata": {"source_dataset": ["chain_sum"]}}, "no dataset .'chain_sum'."),
+        ({"metadata": {}}, "no source_dataset"),
+        ({"answer": ""}, "column 'answer' has no answer"),
+    ):
+        with pytest.raises(InputError, match=message):
+            scorer.check(row | changed)
+    with pytest.raises(InputError, match="no dataset 'chain_sums'"):
+        load_scorers("reasoning_gym:chain_sums")
+
+
+def test_a_response_that_reasoning_gym_cannot_score_is_wrong_and_reported(monkeypatch):
+    (scorer,) = load_scorers("reasoning_gym:chain_sum")
+
+    def picky(name):
+        return lambda response, entry: float(response)
+
+    monkeypatch.setattr(scorer, "scorer", picky)
+    rows = [{"answer": "1"} for _ in (1, 2)]
+    assert scorer(samples(["1", "one"], rows)) == [1.0, 0.0]
+    assert scorer.take_incidents().first.startswith("d.jsonl, line 2 raised ValueError: could not convert")
+    scorer.check(rows[0])
+    (other,) = load_scorers("reasoning_gym:chain_sum")
+    monkeypatch.setattr(other, "scorer", picky)
+    with pytest.raises(InputError, match="chain_sum cannot score the row's own answer: ValueError"):
+        other.check(rows[1] | {"answer": "one"})
+
+
+def test_reasoning_gym_is_imported_without_pycosat(monkeypatch):
+    for name in [m for m in sys.modules if m.split(".")[0] in ("reasoning_gym", "pycosat")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pycosat", None)  # what `import` sees where it is not installed: ImportError
+    assert import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]["answer"]

@@ -1,0 +1,173 @@
+"""What `--verifiers`, `--verifier_weights` and `--solved_at` say, read but not yet loaded: three lists side by side.
+
+    verifiers: [math, my_module:f, 'regex:answer: (\\d+)', reward_model:runs/rm/model]
+    verifier_weights: [1, 0.2, 0.1, 0.5]
+    solved_at: [null, 0.5, null, null]
+
+What follows a prefix is taken whole, whatever stands in it.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from fused_rl.trainers.options.config import Finite, InputError, Options
+from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.options.source import Source
+
+
+class Kind(NamedTuple):
+    """A scorer of ours: whether its name alone is one, what may follow a colon, whether it compares with the answer."""
+
+    bare: bool = True
+    after: str | None = None
+    compares: bool = False
+
+
+KINDS = {
+    "math": Kind(compares=True),
+    "reasoning_gym": Kind(after="<dataset>", compares=True),
+    "reward_model": Kind(bare=False, after="<folder>"),
+    "exact_match": Kind(after="ignore_case", compares=True),
+    "regex": Kind(bare=False, after="<pattern>", compares=True),
+    "format": Kind(after="<pattern>"),
+    "length": Kind(bare=False, after="<tokens>"),
+    "length_limit": Kind(bare=False, after="<tokens>"),
+}
+FUNCTION = "function"
+COMPARING = ", ".join(name for name, kind in KINDS.items() if kind.compares)
+NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({COMPARING} do)"
+# In a name that is none of ours: what it was told by before these were lists, and how it is now.
+OF_BEFORE = {
+    "(": "what a scorer is told follows a colon (regex:<pattern>, length:<tokens>, exact_match:ignore_case)",
+    "*": "weights are a list of their own (verifier_weights: [1, 0.2])",
+    ">=": "thresholds are a list of their own (solved_at: [null, 0.5])",
+    ",": "several verifiers are a list (verifiers: [math, my_module:f])",
+}
+
+
+@dataclass(kw_only=True)
+class ScorerConfig(Options):
+    """Who judges a response, and what that is worth."""
+
+    verifiers: str | list[str] = "math"
+    """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
+    regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,
+    reward_model:<folder> (docs/verifiers.md). The reward is the sum of their scores. Those that compare with the answer
+    say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
+    solved_at says so; reward models and length do with solved_at alone."""
+    verifier_weights: list[Finite] | None = None
+    """Of each verifier's score in the reward; 0 logs a score and leaves it out. None is 1 for each."""
+    solved_at: list[Finite | None] | None = None
+    """Of each verifier the score from which on a response counts as solved; null, and None, is its own."""
+    answer_column: str | None = None
+    """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.verifiers, str):
+            self.verifiers = _as_list(self.verifiers)
+
+    def reads(self) -> list[Source]:
+        """The reward models and functions that the scorers are made of."""
+        kinds = {"reward_model": "reward_model", FUNCTION: "scorer"}
+        named = [part for part in read(self) if part.kind in kinds]
+        return super().reads() + [Source(kinds[part.kind], f"verifiers: {part.text}", part.detail) for part in named]
+
+
+def _as_list(text: str) -> list[str]:
+    """One verifier, or a list of them on the command line: no verifier begins with a bracket."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        listed = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"verifiers={text!r} is no list: {' '.join(str(error).split())}") from error
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise InputError(f"verifiers={text!r}: expected a list of texts; quote what holds a colon and a space")
+    return listed
+
+
+def _compares(options: ScorerConfig) -> bool:
+    return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
+
+
+SCORER_NEEDS = (Needs("answer_column", _compares, NO_ANSWER),)
+
+
+class Spelled(NamedTuple):
+    """One scorer as the options spell it."""
+
+    text: str
+    """As it stands in the list."""
+    kind: str
+    """One of `KINDS`, or `FUNCTION`."""
+    detail: str
+    """After the colon: a dataset, a folder, a pattern; of a function the whole module:function."""
+    name: str
+    """In metrics: what it is, and where two are of one kind the whole of it."""
+    weight: float
+    solved_at: float | None
+
+
+def read(options: ScorerConfig) -> list[Spelled]:
+    """The scorers that the options name; refuses what they cannot mean, and one that is named twice."""
+    texts = options.verifiers or []
+    if options.verifiers == []:
+        raise InputError("verifiers=[] is empty; name who judges")
+    named = [_kind_of(text) for text in texts]
+    kinds = [kind for kind, _ in named]
+    for text in texts:
+        if texts.count(text) > 1:
+            raise InputError(f"verifiers: {text!r} is named {texts.count(text)} times; for a weight: verifier_weights")
+    weights = _aligned(options, "verifier_weights", 1.0)
+    thresholds = _aligned(options, "solved_at", None)
+    if texts and not any(weights):
+        raise InputError("verifier_weights: every weight is 0, so every reward would be 0; give one scorer a weight")
+    found = []
+    for i, (kind, detail) in enumerate(named):
+        own_name = kind not in (FUNCTION, "reasoning_gym") and kinds.count(kind) == 1
+        name = kind if own_name else detail if kind == FUNCTION else texts[i]
+        found.append(Spelled(texts[i], kind, detail, name, weights[i], thresholds[i]))
+    return found
+
+
+def _aligned(options: ScorerConfig, option: str, default: float | None) -> list[float | None]:
+    """The list with one number for each verifier."""
+    given, count = getattr(options, option), len(options.verifiers or [])
+    if given is None:
+        return [default] * count
+    if len(given) != count:
+        raise InputError(f"{option}={given} has {len(given)} numbers for {count} verifiers; give one for each")
+    return given
+
+
+def _kind_of(text: str) -> tuple[str, str]:
+    """(kind, detail) of one verifier."""
+    name, colon, detail = text.partition(":")
+    if name in KINDS:
+        kind = KINDS[name]
+        fits = bool(kind.after and (detail == kind.after or (detail and kind.after.startswith("<"))))
+        if not fits and (colon or not kind.bare):
+            expected = [name] * kind.bare + [f"{name}:{kind.after}"] * (kind.after is not None)
+            raise InputError(f"verifier {text!r}: expected {' or '.join(expected)}")
+        of_home = name == "reward_model" and detail.startswith("~/")
+        return name, str(Path(detail).expanduser()) if of_home else detail
+    if re.fullmatch(r"[\w.]+:\w+", text):
+        return FUNCTION, text
+    if re.fullmatch(r"[\w.]+\.\w+", text):
+        return FUNCTION, ":".join(text.rsplit(".", 1))
+    now = "; ".join(said for sign, said in OF_BEFORE.items() if sign in text)
+    raise InputError(f"verifier {text!r}: {f'this spelling is of before: {now}' if now else _unknown(name)}")
+
+
+def _unknown(name: str) -> str:
+    forms = [name for name, kind in KINDS.items() if kind.bare]
+    forms += [f"{name}:{kind.after}" for name, kind in KINDS.items() if kind.after]
+    near = difflib.get_close_matches(name, KINDS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"expected {', '.join(forms)} or module:function{hint}"
