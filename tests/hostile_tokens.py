@@ -66,7 +66,8 @@ def build(case: Case) -> Batch:
 
     logprobs = -3 * noise().abs() - 60
     far = torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
-    old, ref = logprobs + far, logprobs + torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
+    old = logprobs + far
+    ref = logprobs + torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
     tokens = [x.to(case.dtype).masked_fill(~mask, torch.nan) for x in (logprobs, old, ref, 10**case.gap**0.3 * noise())]
     return Batch(*tokens, mask, torch.randn(case.shape[0], generator=generator, dtype=torch.float64).to(case.dtype))
 

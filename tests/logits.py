@@ -39,7 +39,8 @@ def assert_outputs_close(actual, expected):
         a, e = getattr(actual, name).double(), getattr(expected, name)
         same = (a == e) | ((a - e).abs() <= allowed)  # == holds for infinities
         assert same.all(), f"{name}: {a[~same][:5].tolist()} for {e[~same][:5].tolist()}"
-    assert (actual.entropy >= 0).all() and (actual.logprobs <= 0).all()
+    assert (actual.entropy >= 0).all()
+    assert (actual.logprobs <= 0).all()
 
 
 def assert_gradient_close(actual, expected, naive):
@@ -47,7 +48,8 @@ def assert_gradient_close(actual, expected, naive):
 
     Where terms cancel (log p + H changes its sign; a vocabulary of one) two fp32 ulps of the row's largest are allowed.
     """
-    error, allowed = (actual.double() - expected).abs(), (naive.double() - expected).abs().max()
+    error = (actual.double() - expected).abs()
+    allowed = (naive.double() - expected).abs().max()
     cancelled = 2**-22 * expected.abs().amax(-1, keepdim=True) + 1e-12
     assert (error <= 2 * allowed + cancelled).all(), (error.max(), allowed)
     if actual.dtype != torch.float32:

@@ -16,7 +16,8 @@ def batch(b, t, keep=0.7, seed=0, device="cpu"):
     rewards, values = torch.randn(2, b, t, generator=generator)
     mask = torch.rand(b, t, generator=generator) < keep
     # what no one may read
-    rewards, values = rewards.masked_fill(~mask, torch.nan), values.masked_fill(~mask, torch.inf)
+    rewards = rewards.masked_fill(~mask, torch.nan)
+    values = values.masked_fill(~mask, torch.inf)
     return rewards.to(device), values.to(device), mask.to(device)
 
 
@@ -24,7 +25,8 @@ def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
     got = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
     want = reference.gae(rewards.double(), values.double(), mask, gamma=gamma, gae_lambda=gae_lambda)
     for ours, best in zip(got, want, strict=True):
-        assert ours.dtype == torch.float32 and (ours[~mask] == 0).all()
+        assert ours.dtype == torch.float32
+        assert (ours[~mask] == 0).all()
         torch.testing.assert_close(ours, best.float(), rtol=1e-6, atol=1e-6)
 
 
@@ -42,7 +44,8 @@ def test_known_values(backend, gae_lambda, want, mask):
     want = torch.tensor(want, device=backend)
     torch.testing.assert_close(advantages[mask], want, rtol=0, atol=1e-6)
     torch.testing.assert_close(returns[mask], want + values[mask], rtol=0, atol=1e-6)
-    assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
+    assert (advantages[~mask] == 0).all()
+    assert (returns[~mask] == 0).all()
 
 
 # undiscounted, usual, strong decay (short blocks in the kernel), one-step, myopic, a decay that fp32 cannot hold
@@ -97,7 +100,8 @@ def test_dtypes_strides_and_detachment(backend):
     wide = torch.stack([rewards, rewards], 2)[:, :, 0]  # stride 2 along T
     rows = torch.cat([values, values], 1)[:, :50].requires_grad_()
     for ours, best in zip(fused_rl.gae(wide, rows, mask, gamma=0.9, gae_lambda=0.9), plain, strict=True):
-        assert torch.equal(ours, best) and not ours.requires_grad
+        assert torch.equal(ours, best)
+        assert not ours.requires_grad
     low = fused_rl.gae(rewards.bfloat16(), values.half(), mask, gamma=0.9, gae_lambda=0.9)
     want = reference.gae(rewards.bfloat16().double(), values.half().double(), mask, gamma=0.9, gae_lambda=0.9)
     torch.testing.assert_close(low[0], want[0].float(), rtol=1e-6, atol=1e-6)

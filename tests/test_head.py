@@ -201,7 +201,8 @@ def test_a_row_of_the_head_beyond_all_others():
     clean = fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
     weight[0] = -1e30 * hidden.sign()[0]
     spoilt = fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
-    assert spoilt.logprobs[0].isfinite() and (spoilt.logprobs[0] - clean.logprobs[0]).abs() < 0.1
+    assert spoilt.logprobs[0].isfinite()
+    assert (spoilt.logprobs[0] - clean.logprobs[0]).abs() < 0.1
     weight[:] = torch.nan
     assert fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32).logprobs.isnan().all()
 
@@ -252,12 +253,18 @@ def test_none_is_fp32_where_products_return_it(monkeypatch):
     hidden = SimpleNamespace(device=torch.device("cuda"), dtype=BF16)
     assert tiles.budget(1, hidden, copied=False) == (2**20, FP32)
     assert tiles.budget(1, hidden, copied=False, logits_dtype=BF16) == (2**20, BF16)
-    weight, out, calls = torch.zeros(5, 3, dtype=BF16), torch.zeros(2, 5), []
+    weight = torch.zeros(5, 3, dtype=BF16)
+    out = torch.zeros(2, 5)
+    calls = []
     monkeypatch.setattr(torch, "mm", lambda *args, **options: calls.append((args, options)))
     tiles.product(hidden, weight, out)
     ((given, head), options) = calls[0]
-    assert given is hidden and head.shape == (3, 5) and head.data_ptr() == weight.data_ptr()
-    assert options["out_dtype"] == FP32 and options["out"] is out and len(calls) == 1
+    assert given is hidden
+    assert head.shape == (3, 5)
+    assert head.data_ptr() == weight.data_ptr()
+    assert options["out_dtype"] == FP32
+    assert options["out"] is out
+    assert len(calls) == 1
 
 
 def test_tiles_are_counted_in_fp32():
@@ -265,10 +272,14 @@ def test_tiles_are_counted_in_fp32():
     hidden = torch.empty(1024, 64, dtype=BF16)
     plain = tiles.Budget(48 << 20, BF16)
     wide = tiles.Budget(48 << 20, FP32)
-    assert tiles.forward_rows(hidden, 65536, plain) == 384 and tiles.forward_rows(hidden, 65536, wide) == 192
-    assert wide.per_logit(BF16) == 6 and wide.per_logit(FP32) == 4 and plain.per_logit(BF16) == 2
+    assert tiles.forward_rows(hidden, 65536, plain) == 384
+    assert tiles.forward_rows(hidden, 65536, wide) == 192
+    assert wide.per_logit(BF16) == 6
+    assert wide.per_logit(FP32) == 4
+    assert plain.per_logit(BF16) == 2
     n, columns = tiles.backward_tile(hidden, 65536, (True, True), wide)
-    assert n == 1024 and n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
+    assert n == 1024
+    assert n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
     rows = (wide.bytes - tiles.sum_bytes(8192, 64, 2)) // (8192 * 6)
     assert tiles.one_pass_rows(hidden.repeat(4, 1), 8192, (True, True), wide) == rows
 
@@ -292,10 +303,12 @@ def test_work():
     hidden, weight, bias = leaves
     with Work() as work:
         outputs = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32)
-    assert work.flop == 2 * n * width * vocab and work.dtypes == {FP32}
+    assert work.flop == 2 * n * width * vocab
+    assert work.dtypes == {FP32}
     with Work() as work:
         outputs.logprobs.sum().backward()
-    assert work.flop == 6 * n * width * vocab and work.dtypes == {FP32, BF16}
+    assert work.flop == 6 * n * width * vocab
+    assert work.dtypes == {FP32, BF16}
 
 
 OPS = {

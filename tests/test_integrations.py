@@ -153,17 +153,20 @@ def test_trl_run_is_as_near_to_fp64_as_trl(cell, exactly, accumulation, trl, tmp
     exact = trl_runs.train(cell, "exact", tmp_path, **exactly, **how)
     theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in ("host", "ours"))
     assert ours.served == theirs.host and not ours.host, "TRL's own primitive was called"
-    allowed, found = trl_runs.differences(theirs, exact), trl_runs.differences(ours, exact)
+    allowed = trl_runs.differences(theirs, exact)
+    found = trl_runs.differences(ours, exact)
     assert all(found[kind] <= max(FP32, 2 * allowed[kind]) for kind in found), (found, allowed)
 
 
 @pytest.mark.parametrize("accumulation", [1, slow(2)])
 def test_trl_reward_is_untouched(accumulation, trl, tmp_path):
     """A reward model has no vocabulary: patched and unpatched runs are the same to the last bit."""
-    cell, how = Cell("Reward"), {"gradient_accumulation_steps": accumulation}
+    cell = Cell("Reward")
+    how = {"gradient_accumulation_steps": accumulation}
     theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in ("host", "ours"))
     assert max(trl_runs.differences(ours, theirs).values()) == 0
-    assert not ours.served and not ours.host
+    assert not ours.served
+    assert not ours.host
 
 
 @pytest.mark.slow  # by the primitive itself: test_other_divergences_are_the_hosts
@@ -183,7 +186,8 @@ def check_low_precision(cell, how, folder):
     """In bf16, tokens and gradients are as near to an exact head's, and loss and metrics to an fp64 run's, as TRL's."""
     how = {"max_steps": 1, "scripted": True, **how}
     exact, theirs, ours = (trl_runs.train(cell, primitive, folder, **how) for primitive in ("exact", "host", "ours"))
-    assert ours.served == theirs.host and not ours.host
+    assert ours.served == theirs.host
+    assert not ours.host
     assert not worse(trl_runs.token_errors(ours, exact), trl_runs.token_errors(theirs, exact))
     # Of an exact head on the same bf16 hidden states.
     gradients = ({"gradients": trl_runs.errors(run, exact)["gradients"]} for run in (ours, theirs))
@@ -225,7 +229,9 @@ def ranks(run, primitive, folder):
 def test_trl_on_two_processes(run, trl, tmp_path):
     """DDP, and ZeRO-3, which gathers the head around the primitive: where parameters end shows their gradients."""
     theirs, ours = (ranks(run, primitive, tmp_path) for primitive in ("host", "ours"))
-    assert ours.served and ours.served == theirs.host and not ours.host
+    assert ours.served
+    assert ours.served == theirs.host
+    assert not ours.host
     assert max(trl_runs.differences(ours, theirs).values()) <= FP32
 
 
@@ -253,7 +259,8 @@ def test_trl_saves_and_resumes_as_before(cell, trl, tmp_path):
     left = {primitive: interrupted(cell, primitive, folder) for primitive, folder in folders.items()}
     for primitive in folders:
         ends = {writer: resumed(cell, primitive, tmp_path / "rest", left[writer]) for writer in folders}
-        own, other = ends[primitive], ends["host" if primitive == "ours" else "ours"]
+        own = ends[primitive]
+        other = ends["host" if primitive == "ours" else "ours"]
         assert moved(own, whole[primitive]) == 0, "resuming is not exact"
         assert moved(other, own) <= FP32
     assert moved(whole["ours"], whole["host"]) <= FP32

@@ -109,10 +109,19 @@ def test_top1_is_the_first_of_equal_tokens(backend):
         found = []
         for function, device in ((ChunkedLogProbFunction, "cpu"), (integration.ChunkedLogProbFunction, backend)):
             rows = [
-                function.apply(torch.zeros(1, 4, dtype=dtype, device=device), weight.to(device), row.to(device, dtype),
-                               target.to(device), 1.0, 4, None, 1.0, ALL)[-1].cpu()
+                function.apply(
+                    torch.zeros(1, 4, dtype=dtype, device=device),
+                    weight.to(device),
+                    row.to(device, dtype),
+                    target.to(device),
+                    1.0,
+                    4,
+                    None,
+                    1.0,
+                    ALL,
+                )[-1].cpu()
                 for row, target in zip(logits, targets[:, None], strict=True)
-            ]  # fmt: skip
+            ]
             found.append(torch.cat(rows).tolist())
         assert found[0] == found[1] == [True, False, False, False, True]
 
@@ -145,7 +154,8 @@ def test_without_rows():
     student = [leaves[0][:0], *leaves[1:]]
     ours, _ = integration.ChunkedDivergenceFunction.apply(*student, *(x.detach() for x in student), 0.5)
     ours.sum().backward()
-    assert ours.shape == (0,) and all(x.grad.abs().sum() == 0 for x in leaves)
+    assert ours.shape == (0,)
+    assert all(x.grad.abs().sum() == 0 for x in leaves)
 
 
 MIXED = {
@@ -227,7 +237,9 @@ def test_a_sharded_head_is_gathered_again_in_the_backward_pass(monkeypatch):
             p.data = p.data.new_empty(0)
 
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    head, options, teacher = make_head(FP32), (1.0, None, 1.0), make_head(FP32, seed=1)
+    head = make_head(FP32)
+    options = (1.0, None, 1.0)
+    teacher = make_head(FP32, seed=1)
     targets = make_targets(head, options)
     exact = exact_head(head, targets, options)[5:], exact_divergence(head, teacher, 1.0, 1.0)[2:]
     for i, truths in enumerate(exact):
@@ -272,7 +284,8 @@ def exact_divergence(student, teacher, beta, temperature, scales=(1.0, None, 1.0
 def divergence_on_both(beta, dtype, scales, n, device="cpu"):
     """(name, ours, theirs, exact) of every output and gradient."""
     bias = scales[1] is not None
-    student, teacher = make_head(dtype, bias, n=n), make_head(dtype, not bias, seed=1, width=24, n=n)
+    student = make_head(dtype, bias, n=n)
+    teacher = make_head(dtype, not bias, seed=1, width=24, n=n)
     exact = exact_divergence(student, teacher, beta, 0.7, scales)
     theirs = run_divergence(ChunkedDivergenceFunction.apply, leaves_of(student, dtype), teacher, beta, 0.7, scales)
     student, teacher = ([None if x is None else x.to(device) for x in head] for head in (student, teacher))

@@ -33,7 +33,8 @@ def test_value_and_gradients(backend, direction, size):
     upstream = torch.randn(2, 3, device=backend)
     options = {"direction": direction, "temperature": 0.7}
     got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
-    assert got[0].dtype == torch.float32 and got[1].dtype == dtype
+    assert got[0].dtype == torch.float32
+    assert got[1].dtype == dtype
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
@@ -106,7 +107,8 @@ def check_never_negative_never_nan(vocab, spread, distance, offset, banned, dtyp
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", interpret)
             values.append(fused_rl.token_kl(x, y, direction=direction))
-        assert (values[-1] >= 0).all() and torch.isfinite(values[-1]).all()
+        assert (values[-1] >= 0).all()
+        assert torch.isfinite(values[-1]).all()
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
     if direction == "jensen-shannon":
         assert (values[0] <= 0.6931473).all()
@@ -128,7 +130,8 @@ def test_banned_in_both(backend, direction):
     x, y = (z.masked_fill(~keep, -torch.inf) for z in (x, y))
     upstream = torch.randn(3, device=backend)
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
-    assert (dx[~keep] == 0).all() and (dy[~keep] == 0).all()
+    assert (dx[~keep] == 0).all()
+    assert (dy[~keep] == 0).all()
     for row in range(3):
         at = keep[row]
         want = both_gradients(
@@ -164,10 +167,15 @@ def test_banned_in_one(backend):
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="reverse")
     want = reference.token_kl(x[0].double(), y[0].double())
     torch.testing.assert_close(value[0].double(), want, rtol=1e-6, atol=0)
-    assert value[1] == torch.inf and (dx[1] == 0).all() and (dy[1] == 0).all()
-    assert torch.isfinite(dx).all() and torch.isfinite(dy).all()
+    assert value[1] == torch.inf
+    assert (dx[1] == 0).all()
+    assert (dy[1] == 0).all()
+    assert torch.isfinite(dx).all()
+    assert torch.isfinite(dy).all()
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="forward")
-    assert value[0] == torch.inf and (dx[0] == 0).all() and torch.isfinite(value[1])
+    assert value[0] == torch.inf
+    assert (dx[0] == 0).all()
+    assert torch.isfinite(value[1])
     got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
     want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
     for ours, best in zip(got, want, strict=True):
@@ -187,7 +195,8 @@ def test_disjoint_and_empty_rows(backend, direction):
         assert value.tolist()[1:] == ([0, torch.inf] if direction == "reverse" else [torch.inf, 0])
     assert not value.isnan().any()
     # no step would bring the two together
-    assert dx.abs().max() < 1e-6 and dy.abs().max() < 1e-6
+    assert dx.abs().max() < 1e-6
+    assert dy.abs().max() < 1e-6
 
 
 @on_backends("which, bad", ["logits", "ref_logits"], [torch.nan, torch.inf], most=0)
@@ -200,8 +209,11 @@ def test_nan_shows_unless_masked(backend, which, bad):
             fused_rl.token_kl, x, y, torch.ones(4, device=backend), direction=direction, mask=mask
         )
         assert value.isnan().tolist() == [False, True, False, False]
-        assert (dx[2] == 0).all() and (dy[2] == 0).all() and value[2] == 0
-        assert torch.isfinite(dx[[0, 3]]).all() and torch.isfinite(dy[[0, 3]]).all()
+        assert (dx[2] == 0).all()
+        assert (dy[2] == 0).all()
+        assert value[2] == 0
+        assert torch.isfinite(dx[[0, 3]]).all()
+        assert torch.isfinite(dy[[0, 3]]).all()
 
 
 @on_backends("direction", DIRECTIONS, most=0)
@@ -214,7 +226,9 @@ def test_temperature_per_row_and_mask(backend, direction):
     got = both_gradients(fused_rl.token_kl, x, y, upstream, temperature=temperature, **options)
     # floor: 1 / temperature is rounded to fp32, and divided logits reach 40
     assert_as_good_as_reference(got, x, y, upstream, floor=3e-6, temperature=temperature.expand(2, 3), **options)
-    assert (got[0][~mask] == 0).all() and (got[1][~mask] == 0).all() and (got[2][~mask] == 0).all()
+    assert (got[0][~mask] == 0).all()
+    assert (got[1][~mask] == 0).all()
+    assert (got[2][~mask] == 0).all()
 
 
 @on_backends("direction", DIRECTIONS, most=0)
@@ -331,7 +345,9 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
     whole = torch.randn(2, 3, 5056)
     for x in (whole[..., 1:5009], whole[..., :5008].expand(2, 3, 5008), torch.randn(2, 3, 5009)[..., :5008]):
         got, same, *_ = pair_of_rows.launch_arguments(x, whole[..., :5008], 1.0)
-        assert torch.equal(got, x) and got.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in got.stride()[:2])
+        assert torch.equal(got, x)
+        assert got.data_ptr() % 16 == 0
+        assert all(n % 16 == 0 for n in got.stride()[:2])
         assert same.data_ptr() == whole.data_ptr(), "no copy without need"
 
 
@@ -346,7 +362,8 @@ def test_only_what_is_asked_for(backend):
     x, y = pair(3, 700, device=backend)
     x.requires_grad_()
     fused_rl.token_kl(x, y).sum().backward()
-    assert x.grad is not None and y.grad is None
+    assert x.grad is not None
+    assert y.grad is None
     with pytest.raises(RuntimeError, match="differentiable once"):
         (dx,) = torch.autograd.grad(fused_rl.token_kl(x, y).sum(), x, create_graph=True)
         dx.sum().backward()
@@ -388,8 +405,10 @@ def test_traffic_and_memory(direction):
             fused_rl.token_kl(x, y, direction=direction, mask=mask).sum().backward()
         forward, backward = launches
         unit = 2 * vocab
-        assert round(forward.bytes()[0] / unit, 1) == 2 * reads and forward.bytes()[1] <= 0.01 * n * unit
-        assert round(backward.bytes()[0] / unit, 1) == 2 * reads and backward.bytes()[1] == n * unit
+        assert round(forward.bytes()[0] / unit, 1) == 2 * reads
+        assert forward.bytes()[1] <= 0.01 * n * unit
+        assert round(backward.bytes()[0] / unit, 1) == 2 * reads
+        assert backward.bytes()[1] == n * unit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device")
@@ -457,7 +476,8 @@ def test_errors(change, message):
 def test_no_rows_and_one_row(backend, shape):
     x, y = pair(*shape, device=backend)
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(shape[:-1], device=backend))
-    assert value.shape == shape[:-1] and dx.shape == dy.shape == shape
+    assert value.shape == shape[:-1]
+    assert dx.shape == dy.shape == shape
 
 
 @pytest.mark.slow

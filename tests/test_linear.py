@@ -40,9 +40,12 @@ def test_tiles():
         return tiles.forward_rows(hidden, vocab, budget), tiles.backward_tile(hidden, vocab, (True,) * 3, budget)
 
     assert plan(ONE_TILE, FP32) == plan(ONE_TILE, BF16) == (22, (22, 131))
-    assert plan(MORE_TOKENS, FP32) == (8, (8, 131)) and plan(MORE_TOKENS, BF16) == (16, (22, 32))
-    assert plan(MORE_ROWS, FP32) == (28, (28, 37)) and plan(MORE_ROWS, BF16) == (56, (14, 37))
-    assert plan(SINGLE_ROWS, FP32) == (1, (1, 131)) and plan(SINGLE_ROWS, BF16) == (1, (14, 16))
+    assert plan(MORE_TOKENS, FP32) == (8, (8, 131))
+    assert plan(MORE_TOKENS, BF16) == (16, (22, 32))
+    assert plan(MORE_ROWS, FP32) == (28, (28, 37))
+    assert plan(MORE_ROWS, BF16) == (56, (14, 37))
+    assert plan(SINGLE_ROWS, FP32) == (1, (1, 131))
+    assert plan(SINGLE_ROWS, BF16) == (1, (14, 16))
 
 
 THREE = {name: CUTS[name] for name in ("one", "more tokens", "more rows")}
@@ -98,9 +101,14 @@ def test_leading_dimensions(run, integers):
         original = per_token(targets)
         patch.setattr("tests.heads.per_token", lambda t: [original[0].view(2, 11), original[1].view(2, 11, 2)])
         results = run(
-            fused_rl, folded, targets.view(2, 11).to(integers), *args,
-            mask=mask.view(2, 11), temperature=temperature.view(2, 11), workspace_mb=MORE_TOKENS[1],
-        )  # fmt: skip
+            fused_rl,
+            folded,
+            targets.view(2, 11).to(integers),
+            *args,
+            mask=mask.view(2, 11),
+            temperature=temperature.view(2, 11),
+            workspace_mb=MORE_TOKENS[1],
+        )
     for a, b in zip(results, flat, strict=True):
         torch.testing.assert_close(a.reshape(b.shape), b, rtol=0, atol=0)
 
@@ -116,7 +124,8 @@ def test_masked_rows_are_not_read(run):
     results = run(fused_rl, spoilt, targets.where(mask, -100), *args, mask=mask, workspace_mb=MORE_TOKENS[1])
     for a, b in zip(results, clean, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert (results[-3][~mask] == 0).all() and (results[1][~mask] == 0).all()
+    assert (results[-3][~mask] == 0).all()
+    assert (results[1][~mask] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")
@@ -144,7 +153,8 @@ def test_banned_tokens(workspace):
     targets = (~banned).nonzero()[targets % 20, 0]
     leaves[2] = leaves[2].detach().masked_fill(banned, -torch.inf).requires_grad_()
     results = compare(logprobs_and_gradients, leaves, targets, upstream_of(targets), workspace_mb=workspace_mb)
-    assert (results[-2][banned] == 0).all() and (results[-1][banned] == 0).all()
+    assert (results[-2][banned] == 0).all()
+    assert (results[-1][banned] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")

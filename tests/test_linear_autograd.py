@@ -68,9 +68,11 @@ def test_loss_without_entropy_or_gradient():
     assert all((g == 0).all() for g in torch.autograd.grad(constant.loss, leaves))
     with torch.no_grad(), Work() as work:
         evaluated = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs)
-    assert evaluated.loss == loss and not evaluated.loss.requires_grad
+    assert evaluated.loss == loss
+    assert not evaluated.loss.requires_grad
     assert work.flop == 2 * 22 * 16 * 131
-    assert not evaluated.logprobs.requires_grad and not evaluated.entropy.requires_grad
+    assert not evaluated.logprobs.requires_grad
+    assert not evaluated.entropy.requires_grad
 
 
 @pytest.mark.usefixtures("cpu")
@@ -84,7 +86,8 @@ def test_work(workspace, dtype):
     unit = 2 * int(mask.sum()) * width * vocab
     with Work() as work:
         logprobs_and_gradients(fused_rl, leaves, targets, upstream_of(targets), mask=mask, workspace_mb=workspace_mb)
-    assert work.flop == 4 * unit and work.dtypes == {dtype}
+    assert work.flop == 4 * unit
+    assert work.dtypes == {dtype}
     with Work() as work:
         loss_and_gradients(fused_rl, leaves, targets, mask=mask, workspace_mb=workspace_mb)
     # a bf16 sum over several blocks of so few rows is what recomputing saves

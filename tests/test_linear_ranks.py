@@ -18,7 +18,8 @@ class Policy(torch.nn.Module):
     def __init__(self, tied):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.layer = torch.nn.Embedding(131, 16), torch.nn.Linear(16, 16)
+        self.embed = torch.nn.Embedding(131, 16)
+        self.layer = torch.nn.Linear(16, 16)
         self.head = torch.nn.Linear(16, 131, bias=not tied)
         if tied:
             self.head.weight = self.embed.weight

@@ -92,7 +92,8 @@ def test_clipfrac_is_what_the_surrogate_clips(batch, preset):
     if not options:
         assert "clipfrac" not in metrics
         return
-    log_ratio, a = torch.where(mask, logprobs - old, 0).double(), advantages.double()[:, None]
+    log_ratio = torch.where(mask, logprobs - old, 0).double()
+    a = advantages.double()[:, None]
     if chosen.ratio_level == "sequence":
         log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand(B, T)
     ratio = log_ratio.exp()
@@ -166,7 +167,8 @@ def test_explained_variance_of_returns_far_from_0():
     parts = [
         fused_rl.value_loss(values[i::2], values[i::2], returns[i::2], mask[i::2], num_tokens=4000)[1] for i in (0, 1)
     ]
-    error, exact = (returns - values.double()).var(), returns.double().var()
+    error = (returns - values.double()).var()
+    exact = returns.double().var()
     got = explained_variance(summed(parts))
     assert 0.7 < got < 0.8
     torch.testing.assert_close(got, 1 - error / exact, rtol=1e-5, atol=0)

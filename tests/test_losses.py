@@ -184,7 +184,8 @@ def test_micro_batches_add_up(loss_agg, parts, dtype, tolerance):
         mask, _, advantages, _, drift = batch(kind)
         leaf = torch.randn(B, T, generator=generator, dtype=dtype).sub(3).requires_grad_()
         tensors = {"ref_logprobs": leaf.detach() + drift[1], "entropy": torch.rand(B, T, generator=generator)}
-        old, options = leaf.detach() + drift[0], {"preset": preset, "loss_agg": loss_agg, "kl_coef": 0.1}
+        old = leaf.detach() + drift[0]
+        options = {"preset": preset, "loss_agg": loss_agg, "kl_coef": 0.1}
         options["entropy_coef"] = 0.01
         whole, metrics = fused_rl.policy_loss(leaf, old, advantages, mask, **tensors, **options)
         options |= {"num_tokens": mask.sum(), "num_sequences": B, "max_length": T}
@@ -232,7 +233,8 @@ def test_packing_changes_no_loss_and_no_metric():
     """Four sequences in rows of their own, and the same in one row, in another order of ids."""
     mask, _, advantages, _, drift = batch("partial")
     logprobs = torch.randn(B, T, dtype=F64) - 3
-    old, ids = logprobs + drift[0], torch.tensor([2, 0, 3, 1])[:, None].expand(B, T)
+    old = logprobs + drift[0]
+    ids = torch.tensor([2, 0, 3, 1])[:, None].expand(B, T)
     packed_advantages = advantages[torch.tensor([1, 3, 0, 2])]
     for preset, loss_agg in itertools.product(PAPERS, LOSS_AGGS):
         options = {"preset": preset, "loss_agg": loss_agg, "max_length": 7}
@@ -262,7 +264,9 @@ def test_far_from_the_old_policy_nothing_overflows(preset):
     for advantages in (torch.tensor([1.0, -1]), torch.tensor([-1.0, 1])):
         loss, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
         (grad,) = torch.autograd.grad(loss, logprobs)
-        assert loss.isfinite() and grad.isfinite().all() and all(m.isfinite() for m in metrics.values())
+        assert loss.isfinite()
+        assert grad.isfinite().all()
+        assert all(m.isfinite() for m in metrics.values())
     if preset in ("ppo", "grpo"):
         loss, _ = fused_rl.policy_loss(logprobs, old, -torch.ones(2), mask, preset=preset)
         (grad,) = torch.autograd.grad(loss, logprobs)
@@ -274,7 +278,8 @@ def test_an_empty_batch_keeps_the_graph():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     for preset in PAPERS:
         loss, metrics = fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, preset=preset)
-        assert loss == 0 and all(m == 0 for m in metrics.values())
+        assert loss == 0
+        assert all(m == 0 for m in metrics.values())
         assert (torch.autograd.grad(loss, logprobs)[0] == 0).all()
 
 
@@ -369,8 +374,10 @@ def test_preference_loss(options, want):
     assert torch.autograd.gradcheck(
         lambda x, y: fused_rl.preference_loss(x, y, **options)[0], (leads, leads.detach().flip(0).requires_grad_())
     )
-    assert metrics["accuracy"] == 0.5 and metrics["reward_margin"] == 1.25
-    assert metrics["min_reward"] == -1 and metrics["max_reward"] == 5
+    assert metrics["accuracy"] == 0.5
+    assert metrics["reward_margin"] == 1.25
+    assert metrics["min_reward"] == -1
+    assert metrics["max_reward"] == 5
 
 
 def test_k1_as_a_loss_warns_and_says_what_to_use():

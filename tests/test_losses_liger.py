@@ -40,7 +40,8 @@ def differs(fused_linear, kind, level, feature):
 @pytest.fixture(scope="module")
 def inputs():
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(B, T, H, generator=generator), torch.randn(V, H, generator=generator)
+    hidden = torch.randn(B, T, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator)
     targets = torch.randint(V, (B, T), generator=generator)
     mask = torch.rand(B, T, generator=generator) < 0.7
     mask[:, 0] = True
@@ -52,7 +53,9 @@ def inputs():
 
 def ours(inputs, kind, level, feature, mask):
     hidden, weight, targets, _, advantages, old, ref, (token_weights, sequence_weights) = inputs
-    hidden, weight, old = hidden.double().requires_grad_(), weight.double().requires_grad_(), old.double()
+    hidden = hidden.double().requires_grad_()
+    weight = weight.double().requires_grad_()
+    old = old.double()
     logits = hidden @ weight.T
     surrogate, loss_agg = KINDS[kind]
     options = {"surrogate": surrogate, "loss_agg": loss_agg, "clip_low": 0.2, "clip_high": 0.25, "max_length": 9}
@@ -83,7 +86,8 @@ def liger(inputs, fused_linear, kind, level, feature, mask):
     options |= {"loss_type": kind, "importance_sampling_level": level}
     high = 1.25 if kind == "cispo" else 0.25
     if fused_linear:
-        hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        hidden = hidden.clone().requires_grad_()
+        weight = weight.clone().requires_grad_()
         options |= {"compiled": False, "use_ref_model": options["beta"] > 0, "chunk_size": 2}
         op = LigerFusedLinearGRPOLoss(epsilon_low=0.2, epsilon_high=high, **options)
         loss = op(hidden, weight, targets, mask.float(), advantages, None, ref, old, vllm_is_ratio=weights)[0]

@@ -23,7 +23,8 @@ def trl_loss(lp, old, advantages, mask, loss_type, level, o):
         losses = -torch.sigmoid(tau * (w - 1)) * 4 / tau * a
     elif loss_type == "vespo":
         log_sum = ((lp - old).detach() * mask).sum(1, keepdim=True)
-        k, rate = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
+        k = torch.where(a >= 0, 2.0, 3.0)
+        rate = torch.where(a >= 0, 3.0, 2.0)
         losses = -torch.exp(rate + k * log_sum - rate * log_sum.exp()) * a * lp
     else:
         capped = w if o.get("delta") is None else w.clamp(max=o["delta"])

@@ -20,7 +20,8 @@ def documented():
     section = text.split("## Presets")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert rows[0] == HEADER and all(len(row) == len(HEADER) for row in rows)
+    assert rows[0] == HEADER
+    assert all(len(row) == len(HEADER) for row in rows)
     table = {}
     for name, _, level, surrogate, loss_agg, clips, advantage, paper in rows[2:]:
         bounds = None if clips == "—" else tuple(float(x) for x in re.match(r"(\S+), (\S+)", clips).groups())

@@ -59,6 +59,7 @@ def test_token_logprobs_of_banned_and_masked_rows():
     mask = torch.tensor([True, True, False])
     outputs = reference.token_logprobs(logits, torch.tensor([0, 2, -100]), mask=mask)
     assert outputs.logprobs.tolist() == [-torch.inf, 0, 0]
-    assert outputs.entropy.tolist() == [0, 0, 0] and outputs.lse.tolist() == [-torch.inf, 7, 0]
+    assert outputs.entropy.tolist() == [0, 0, 0]
+    assert outputs.lse.tolist() == [-torch.inf, 7, 0]
     sum(outputs).sum().backward()
     assert logits.grad.tolist() == [[0] * 4, [0, 0, 1, 0], [0] * 4]

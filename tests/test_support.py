@@ -26,18 +26,24 @@ from tests.marks import cpu_fast, on_backends
 
 def test_lists_and_scores_and_selections():
     support = TokenSupport.from_lists([[3, 1], None, [], [4]])
-    assert support.ids.tolist() == [3, 1, 4] and support.offsets.tolist() == [0, 2, 2, 2, 3] and len(support) == 4
+    assert support.ids.tolist() == [3, 1, 4]
+    assert support.offsets.tolist() == [0, 2, 2, 2, 3]
+    assert len(support) == 4
     chosen = support.select(torch.tensor([3, 0, 1, 0]))
-    assert chosen.ids.tolist() == [4, 3, 1, 3, 1] and chosen.offsets.tolist() == [0, 1, 3, 3, 5]
+    assert chosen.ids.tolist() == [4, 3, 1, 3, 1]
+    assert chosen.offsets.tolist() == [0, 1, 3, 3, 5]
     assert support.select(torch.tensor([False, True, False, True])).offsets.tolist() == [0, 0, 1]
-    assert support.to("cpu") is support and support.to("meta").ids.device.type == "meta"
+    assert support.to("cpu") is support
+    assert support.to("meta").ids.device.type == "meta"
     with pytest.raises(dataclasses.FrozenInstanceError):
         support.ids = torch.zeros(3)
     assert len(TokenSupport.from_lists([])) == 0
 
     # what is finite is kept; a row of which nothing was filtered is whole; steps become rows in the targets' order
     scores = torch.full((2, 3, 5), -torch.inf)
-    scores[0, 0, 2], scores[0, 1, [4, 0]], scores[1, 2, 3] = 1.0, -80.0, 0.0
+    scores[0, 0, 2] = 1.0
+    scores[0, 1, [4, 0]] = -80.0
+    scores[1, 2, 3] = 0.0
     scores[0, 2], scores[1, 0, 1], scores[1, 1, 1:] = 7.0, 2.0, 0.0
     for given in (scores, tuple(scores.unbind(1))):
         support = TokenSupport.from_scores(given)
@@ -52,17 +58,21 @@ def test_sets_are_joined_split_and_spread():
     assert [len(part) for part in parts] == [2, 0, 3]
     for part, wanted in zip(parts, (lists[:2], [], lists[2:]), strict=True):
         same = TokenSupport.from_lists(wanted)
-        assert torch.equal(part.ids, same.ids) and torch.equal(part.offsets, same.offsets)
+        assert torch.equal(part.ids, same.ids)
+        assert torch.equal(part.offsets, same.offsets)
         # nothing of the others goes with it to another process
         assert part.ids.untyped_storage().nbytes() == 8 * len(part.ids)
     again = TokenSupport.cat(reversed(parts))
-    assert again.ids.tolist() == [4, 0, 2, 5, 3, 1] and again.offsets.tolist() == [0, 1, 1, 4, 6, 6]
-    assert len(TokenSupport.cat([])) == 0 and support.split([5])[0].offsets.tolist() == support.offsets.tolist()
+    assert again.ids.tolist() == [4, 0, 2, 5, 3, 1]
+    assert again.offsets.tolist() == [0, 1, 1, 4, 6, 6]
+    assert len(TokenSupport.cat([])) == 0
+    assert support.split([5])[0].offsets.tolist() == support.offsets.tolist()
     assert TokenSupport.from_lists([]).split([]) == []
 
     mask = torch.tensor([[False, True, True], [True, False, True], [False, True, False]])
     spread = support.spread(mask)
-    assert len(spread) == 9 and torch.equal(spread.ids, support.ids)
+    assert len(spread) == 9
+    assert torch.equal(spread.ids, support.ids)
     assert spread.offsets.diff().tolist() == [0, 2, 0, 1, 0, 0, 0, 3, 0]
 
 
@@ -86,7 +96,7 @@ BAD_SETS = {
     "spread: places": (lambda: TokenSupport.from_lists([[1]]).spread(torch.ones(2) > 0), "bool with 1 True places"),
     "spread: floats": (lambda: TokenSupport.from_lists([[1]]).spread(torch.ones(1)), "mask must be bool with 1 True"),
     "select: mask": (lambda: TokenSupport.from_lists([[1]]).select(torch.ones(2) > 0), r"\(1,\), got \(2,\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_SETS.values(), ids=BAD_SETS)
@@ -100,12 +110,16 @@ BAD_CALLS = {
     "no support": ([[1]] * 6, {}, "support must be a TokenSupport or None, got list"),
     "rows": (TokenSupport.from_lists([[1]] * 5), {}, r"support has 5 rows, the targets \(2, 3\) have 6; rows stand in"),
     "rows, shift": (TokenSupport.from_lists([[1]] * 4), {"shift": True}, "rows of all T targets, the first of each"),
-    "target outside": (TokenSupport.from_lists([[1]] * 4 + [[0, 2], [1]]), {}, r"target 1 of logits\[1, 1\] is not in "
-                       r"its kept set of 2 ids; 1 of 6"),
+    "target outside": (
+        TokenSupport.from_lists([[1]] * 4 + [[0, 2], [1]]),
+        {},
+        r"target 1 of logits\[1, 1\] is not in "
+        r"its kept set of 2 ids; 1 of 6",
+    ),
     "target outside, shift": (TokenSupport.from_lists([[0]] * 5 + [[0, 2]]), {"shift": True}, r"of logits\[0, 0\]"),
     "id outside": (TokenSupport.from_lists([[1]] * 5 + [[1, 8]]), {}, r"logits\[1, 2\] has id 8, outside .* of 8 \(0"),
     "device": (TokenSupport.from_lists([[1]] * 6).to("meta"), {}, "support is on meta, the targets are on cpu"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_CALLS.values(), ids=BAD_CALLS)
@@ -123,7 +137,8 @@ def test_sets_that_do_not_fit(case, backend):
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_several_targets_have_no_set(k):
-    support, targets = TokenSupport.from_lists([[1, 2]] * 3), torch.ones(3, k, dtype=torch.int64)
+    support = TokenSupport.from_lists([[1, 2]] * 3)
+    targets = torch.ones(3, k, dtype=torch.int64)
     for dtype in (FP32, FP64):
         with pytest.raises(ValueError, match="one target per row"):
             fused_rl.token_logprobs(random_logits(3, 8).to(dtype), targets, support=support)
@@ -132,13 +147,16 @@ def test_several_targets_have_no_set(k):
 
 
 def test_what_the_mask_drops_may_have_any_set(backend):
-    targets, mask = torch.tensor([1, 2], device=backend), torch.tensor([True, False], device=backend)
+    targets = torch.tensor([1, 2], device=backend)
+    mask = torch.tensor([True, False], device=backend)
     support = TokenSupport.from_lists([[1, 3], [99, 1]]).to(backend)
     logits = random_logits(2, 8).to(backend)
     out = fused_rl.token_logprobs(logits, targets, mask=mask, support=support)
-    assert out.logprobs[1] == 0 and out.logprobs[0] < 0
+    assert out.logprobs[1] == 0
+    assert out.logprobs[0] < 0
     out = fused_rl.linear_token_logprobs(logits, logits.new_ones(8, 8), targets, mask=mask, support=support)
-    assert out.logprobs[1] == 0 and out.logprobs[0] < 0
+    assert out.logprobs[1] == 0
+    assert out.logprobs[0] < 0
 
 
 @on_backends("dtype, name", [FP32, BF16, FP16], OPTIONS.keys(), most=1)
@@ -155,7 +173,9 @@ def test_values_and_gradients(backend, dtype, name):
     assert found[3].dtype == dtype
     assert_as_good(found, exact, same, atol=1e-6)
     outside = exact[3] == 0
-    assert (found[3][outside] == 0).all() and (found[0] <= 0).all() and (found[1] >= 0).all()
+    assert (found[3][outside] == 0).all()
+    assert (found[0] <= 0).all()
+    assert (found[1] >= 0).all()
     in_place = outputs_and_gradient(fused_rl, logits, targets, upstream, inplace=True, **options)
     assert_same_bits(in_place, found)
 
@@ -210,7 +230,8 @@ def test_few_whole_rows_have_the_bits_of_all_on_a_cpu(monkeypatch, whole, compil
     monkeypatch.setattr("fused_rl.cpu.support.CHUNK", 2 * 2048)
     if not compiled_c:
         monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
-    logits, targets = random_logits(6, 2048), torch.zeros(6, dtype=torch.long)
+    logits = random_logits(6, 2048)
+    targets = torch.zeros(6, dtype=torch.long)
     support = TokenSupport.from_lists([[]] * whole + [[0, 1]] * (6 - whole))
     found = outputs_and_gradient(fused_rl, logits, targets, upstream_of(targets), support=support)
     plain = outputs_and_gradient(fused_rl, logits, targets, upstream_of(targets))
@@ -279,7 +300,8 @@ def test_shapes_strides_and_shift(backend):
     part = whole[:, :-1]
     out = fused_rl.token_logprobs(part, targets[:, 1:], support=later, inplace=True)
     (gradient,) = torch.autograd.grad(out, part, upstream)
-    assert torch.equal(gradient, shifted[3][:, :-1]) and gradient.data_ptr() == whole.data_ptr()
+    assert torch.equal(gradient, shifted[3][:, :-1])
+    assert gradient.data_ptr() == whole.data_ptr()
 
 
 def test_masked_and_banned_rows(backend):
@@ -293,10 +315,14 @@ def test_masked_and_banned_rows(backend):
     support = TokenSupport.from_lists(lists).to(backend)
     targets, mask = run_on(backend, torch.tensor([1, 3, 4, 9]), torch.tensor([False, True, True, True]))
     out = fused_rl.token_logprobs(logits, targets, mask=mask, support=support)
-    assert [o[0].item() for o in out] == [0, 0, 0] and out.logprobs[1] == -torch.inf and out.entropy[1] > 0
+    assert [o[0].item() for o in out] == [0, 0, 0]
+    assert out.logprobs[1] == -torch.inf
+    assert out.entropy[1] > 0
     assert [o[2].item() for o in out] == [-torch.inf, 0, -torch.inf]
     (gradient,) = torch.autograd.grad(out.entropy.sum() + out.logprobs[[0, 2, 3]].sum(), logits)
-    assert gradient.isfinite().all() and not gradient[0].any() and not gradient[2].any()
+    assert gradient.isfinite().all()
+    assert not gradient[0].any()
+    assert not gradient[2].any()
     assert gradient[1].nonzero()[:, 0].tolist() == [7, 8]
     with torch.no_grad():
         logits[3, 9] = torch.nan
@@ -345,14 +371,16 @@ def test_no_rows(backend):
     hidden, weight = (torch.zeros(n, 3, device=backend, requires_grad=True) for n in (0, 9))
     out = fused_rl.linear_token_logprobs(hidden, weight, leaf.new_zeros(0).long(), support=support)
     out.logprobs.sum().backward()
-    assert weight.grad.shape == (9, 3) and not weight.grad.any()
+    assert weight.grad.shape == (9, 3)
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 2.0}, {"shift": True}], ids=str)
 def test_reference_by_finite_differences(options):
     logits = random_logits(6, 7).view(2, 3, 7).double().requires_grad_()
     lists = [[1], [2, 0, 5], None, [3, 6], [0, 1, 2, 3, 4, 5, 6], [5, 4]]
-    targets, support = torch.tensor([[1, 0, 3], [6, 2, 4]]), TokenSupport.from_lists(lists)
+    targets = torch.tensor([[1, 0, 3], [6, 2, 4]])
+    support = TokenSupport.from_lists(lists)
     for output in ("logprobs", "entropy", "lse"):
         assert torch.autograd.gradcheck(
             lambda x, output=output: getattr(reference.token_logprobs(x, targets, support=support, **options), output),
@@ -362,7 +390,8 @@ def test_reference_by_finite_differences(options):
 
 @cpu_fast
 def test_operators_pass_opcheck(backend):
-    lists, targets = [[3], [5, 2, 9], [], [1, 0, 40]], torch.tensor([3, 9, 50, 1])
+    lists = [[3], [5, 2, 9], [], [1, 0, 40]]
+    targets = torch.tensor([3, 9, 50, 1])
     logits, targets = run_on(backend, random_logits(len(lists), 61).to(BF16), targets)
     kept = TokenSupport.from_lists(lists).to(backend).of_rows(targets.shape, targets.device)
     per_row = torch.linspace(0.5, 2, len(lists), device=backend)
@@ -380,7 +409,8 @@ def test_operators_pass_opcheck(backend):
 def test_compiled_without_a_break(backend, shift):
     lists, targets = some_rows(vocab=701, longest=300)
     logits = random_logits(len(lists), 701).view(2, 6, 701).to(backend)
-    targets, support = targets.view(2, 6).to(backend), TokenSupport.from_lists(lists).to(backend)
+    targets = targets.view(2, 6).to(backend)
+    support = TokenSupport.from_lists(lists).to(backend)
     shape = (2, 5) if shift else (2, 6)
     upstream = torch.randn(shape, device=backend)
 

@@ -85,7 +85,8 @@ BAD_SURROGATES = {
 @pytest.mark.parametrize("surrogate", BAD_SURROGATES.values(), ids=BAD_SURROGATES)
 def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
     """Each would broadcast into a loss of B T times the size, or end somewhere inside."""
-    mask, logprobs = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    logprobs = torch.zeros(2, 3, requires_grad=True)
     options = {"preset": "grpo", "surrogate": surrogate}
     with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(2, 3\)[^\n]*$"):
         fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, **options)
@@ -93,7 +94,8 @@ def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
 
 @pytest.mark.parametrize("name", ["a sum", "another dtype", "nothing", "another signature"])
 def test_and_so_it_is_token_by_token(name):
-    mask, options = torch.ones(2, 3, dtype=torch.bool), {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    options = {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
     token_loss, per_token = fused_rl.policy_token_loss(None, torch.ones(2), mask, **options)
     with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(6,\)[^\n]*$"):
         token_loss(torch.zeros(6, requires_grad=True), torch.zeros(6), *(x.flatten() for x in per_token))

@@ -96,7 +96,8 @@ def check_never_negative_never_above_and_larger_with_more_tokens(seed, vocab, di
     open_ = first * relative.clamp(max=1) if direction != "jensen-shannon" else torch.zeros_like(first)
     open_ = torch.cat([open_, torch.zeros(2, 1)], 1).t()
     rounding = 16 * torch.finfo(dtype).eps * (1 + exact_kl)
-    assert values.isfinite().all() and (values >= 0).all()
+    assert values.isfinite().all()
+    assert (values >= 0).all()
     assert (values <= exact_kl + rounding + open_).all()
     assert (values.diff(dim=0) >= -rounding - open_[:-1] - open_[1:]).all()
 
@@ -110,7 +111,8 @@ def test_never_negative_never_above_and_larger_with_more_tokens(examples):
 def test_a_tail_keeps_its_digits():
     """Down to 1e-30: 1 - p of one token near certainty is not 1 - exp(log p)."""
     small = torch.tensor([1e-3, 1e-6, 1e-9, 1e-30], dtype=torch.float64)
-    p, q = torch.log1p(-small), torch.log1p(-torch.tensor(0.3, dtype=torch.float64)).expand(4)
+    p = torch.log1p(-small)
+    q = torch.log1p(-torch.tensor(0.3, dtype=torch.float64)).expand(4)
     p[3] = -1e-30
     logp, logq = (x.float()[:, None].requires_grad_() for x in (p, q))
     value = topk_kl(logp, logq, direction="forward")
@@ -150,11 +152,13 @@ def test_tokens_without_probability():
         value = topk_kl(*leaves, direction=direction)
         assert value.isinf().tolist() == infinite
         for d in torch.autograd.grad(value.sum(), leaves):
-            assert d.isfinite().all() and not d[infinite].any()
+            assert d.isfinite().all()
+            assert not d[infinite].any()
     torch.testing.assert_close(topk_kl(logp, logq, direction="reverse")[:1], alone)
     js = topk_kl(logp, logq, direction="jensen-shannon")
     torch.testing.assert_close(js, topk_kl(logq, logp, direction="jensen-shannon"))
-    assert js.isfinite().all() and (js <= math.log(2)).all()
+    assert js.isfinite().all()
+    assert (js <= math.log(2)).all()
 
 
 def test_what_is_masked_may_hold_anything():
@@ -166,7 +170,8 @@ def test_what_is_masked_may_hold_anything():
     value = topk_kl(*leaves, direction="reverse", mask=mask)
     assert torch.equal(value, torch.where(mask, clean, 0))
     for d in torch.autograd.grad(value.sum(), leaves):
-        assert d[mask].any(-1).all() and not d[~mask].any()
+        assert d[mask].any(-1).all()
+        assert not d[~mask].any()
 
 
 def test_half_precision_is_computed_in_fp32():
@@ -184,11 +189,15 @@ BAD_KL = {
     "devices": (P, P.to("meta"), {}, "logprobs are on cpu, ref_logprobs on meta"),
     "direction": (P, P, {"direction": "sideways"}, "one of reverse, forward, jensen-shannon; got 'sideways'"),
     "mask": (P, P, {"mask": torch.ones(2, dtype=torch.bool)}, r"shape of the rows, \(2, 3\), got \(2,\)"),
-    "sum": (P, P + torch.tensor([0.0, 0.3])[:, None, None], {},
-            r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows"),
+    "sum": (
+        P,
+        P + torch.tensor([0.0, 0.3])[:, None, None],
+        {},
+        r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows",
+    ),
     "positive": (P + 2.0, P, {}, r"logprobs\[0, 0\] holds 0.39\d* at k = 0; .* no logits"),
     "NaN": (P, P.where(torch.arange(4) != 2, torch.nan), {}, r"ref_logprobs\[0, 0\] holds NaN at k = 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_KL.values(), ids=BAD_KL)

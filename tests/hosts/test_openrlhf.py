@@ -91,7 +91,8 @@ def test_ignored_labels_as_with_flash_attn():
     labels[::3] = -100
     with integration.patch():
         value, gradient = value_and_gradient(lambda x: utils.log_probs_from_logits(x, labels), logits)
-    assert (value[::3] == 0).all() and (gradient[::3] == 0).all()
+    assert (value[::3] == 0).all()
+    assert (gradient[::3] == 0).all()
     assert (value[1::3] < 0).all()
 
 
@@ -257,7 +258,8 @@ def test_unknown_versions_are_refused(monkeypatch, version):
 
 def test_what_is_not_served_is_openrlhfs():
     """Tensors of other devices, and labels of another shape than the logits' rows."""
-    logits, labels = torch.empty(4, 50, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    logits = torch.empty(4, 50, device="meta")
+    labels = torch.zeros(4, dtype=torch.int64, device="meta")
     with integration.patch():
         assert utils.log_probs_from_logits(logits, labels).device.type == "meta"
         with pytest.raises(RuntimeError, match="Size|shape|dimension|size"):

@@ -64,7 +64,8 @@ def train(model, folder, way: str = "stock", **options) -> Run:
 def assert_equal_runs(run: Run, stock: Run, tolerance: float = 1e-5) -> None:
     """Logged values, gradients and weights, within the tolerance, absolute and relative."""
     close = {"atol": tolerance, "rtol": tolerance}
-    assert len(run.logs) == len(stock.logs) and len(run.gradients) == len(stock.gradients) > 0
+    assert len(run.logs) == len(stock.logs)
+    assert len(run.gradients) == len(stock.gradients) > 0
     for ours, theirs in zip([*run.logs, run.evaluation], [*stock.logs, stock.evaluation], strict=True):
         torch.testing.assert_close(ours, theirs, **close)
     for ours, theirs in zip([*run.gradients, run.weights], [*stock.gradients, stock.weights], strict=True):

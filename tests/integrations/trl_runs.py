@@ -342,7 +342,8 @@ def differences(run: Run, reference: Run) -> dict[str, float]:
     Of losses and metrics relative to the value, or absolute where that is below 1; of a gradient and of what the
     parameters have become relative to the largest element of the tensor.
     """
-    assert len(run.losses) == len(reference.losses) and len(run.grads) == len(reference.grads)
+    assert len(run.losses) == len(reference.losses)
+    assert len(run.grads) == len(reference.grads)
     losses = [_of_number(*pair) for pair in zip(run.losses, reference.losses, strict=True)]
     metrics = [_of_metrics(*pair) for pair in zip(run.metrics, reference.metrics, strict=True)]
     grads = [max(of_tensors(*pair).values(), default=0.0) for pair in zip(run.grads, reference.grads, strict=True)]
