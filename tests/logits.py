@@ -35,7 +35,11 @@ def exact(logits, targets, upstream, **options):
 def assert_outputs_close(actual, expected):
     """1e-6 of the log-sum-exp, which also is what fp32 holds of a log-probability; 2e-6 of the entropy."""
     scale = expected.lse.abs().clamp(min=1).maximum(expected.logprobs.abs())
-    for name, allowed in (("logprobs", 1e-6 * scale), ("lse", 1e-6 * scale), ("entropy", 2e-6 * expected.entropy)):
+    for name, allowed in (
+        ("logprobs", 1e-6 * scale),
+        ("lse", 1e-6 * scale),
+        ("entropy", 2e-6 * expected.entropy),
+    ):
         a, e = getattr(actual, name).double(), getattr(expected, name)
         same = (a == e) | ((a - e).abs() <= allowed)  # == holds for infinities
         assert same.all(), f"{name}: {a[~same][:5].tolist()} for {e[~same][:5].tolist()}"

@@ -93,13 +93,21 @@ def test_compiled_cpu_path(monkeypatch, dtype):
     assert_gradient_close(gradient, expected_gradient, naive)
     part = slice(1, 8)
     again, gradient_again = run(
-        token_logprobs, logits[part], targets[part], {k: u[part] for k, u in upstream.items()}, temperature=0.7
+        token_logprobs,
+        logits[part],
+        targets[part],
+        {k: u[part] for k, u in upstream.items()},
+        temperature=0.7,
     )
     kept = mask[part]
     assert all(torch.equal(a[kept], o[part][kept]) for a, o in zip(again, outputs, strict=True))
     assert torch.equal(gradient_again[kept], gradient[part][kept])
     _, inplace = run(
-        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k), logits, targets, upstream, **options
+        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k),
+        logits,
+        targets,
+        upstream,
+        **options,
     )
     assert torch.equal(inplace, gradient)
 

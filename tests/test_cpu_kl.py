@@ -157,7 +157,8 @@ def test_compiled_keeps_no_intermediate(compiled, direction):
     x.requires_grad_()
     least = min(
         machine.peak_extra_bytes(
-            lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x), "cpu"
+            lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x),
+            "cpu",
         )
         for _ in range(3)  # the first time compiles
     )

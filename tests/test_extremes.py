@@ -175,7 +175,12 @@ def test_finite_masks(backend, direction, fill):
     assert_divergence(*masked_pairs(torch.float32, fill), direction, backend)
 
 
-HALVES = [(torch.bfloat16, -1e4), (torch.bfloat16, -1e9), (torch.bfloat16, LOWEST), (torch.float16, LOWEST)]
+HALVES = [
+    (torch.bfloat16, -1e4),
+    (torch.bfloat16, -1e9),
+    (torch.bfloat16, LOWEST),
+    (torch.float16, LOWEST),
+]
 
 
 @on_backends("direction, of", DIRECTIONS, HALVES, most=0)

@@ -32,7 +32,11 @@ def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
 
 @pytest.mark.parametrize(
     ("gae_lambda", "want"),
-    [(1.0, [0.9, 0.8, 0.7, 0.6]), (0.95, [0.799675, 0.7365, 0.67, 0.6]), (0.0, [0.1, 0.1, 0.1, 0.6])],
+    [
+        (1.0, [0.9, 0.8, 0.7, 0.6]),
+        (0.95, [0.799675, 0.7365, 0.67, 0.6]),
+        (0.0, [0.1, 0.1, 0.1, 0.6]),
+    ],
 )
 @pytest.mark.parametrize("mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]])  # masked positions are as if not there
 def test_known_values(backend, gae_lambda, want, mask):
@@ -132,9 +136,15 @@ def test_operator_registration():
     ("change", "message"),
     [
         ({"rewards": torch.zeros(4)}, r"rewards must be \(B, T\) floating point"),
-        ({"values": torch.zeros(2, 3, dtype=torch.int64)}, r"values must be \(B, T\) floating point"),
+        (
+            {"values": torch.zeros(2, 3, dtype=torch.int64)},
+            r"values must be \(B, T\) floating point",
+        ),
         ({"mask": torch.ones(2, 3)}, "mask must be a bool tensor"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)"),
+        (
+            {"mask": torch.ones(2, 4, dtype=torch.bool)},
+            r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)",
+        ),
         ({"gamma": 1.01}, "gamma must be between 0 and 1"),
         ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
         ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1"),
@@ -142,6 +152,12 @@ def test_operator_registration():
 )
 def test_errors(change, message):
     rewards, values, mask = batch(2, 3)
-    arguments = {"rewards": rewards, "values": values, "mask": mask, "gamma": 1.0, "gae_lambda": 0.95} | change
+    arguments = {
+        "rewards": rewards,
+        "values": values,
+        "mask": mask,
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+    } | change
     with pytest.raises(ValueError, match=message):
         fused_rl.gae(arguments.pop("rewards"), arguments.pop("values"), arguments.pop("mask"), **arguments)

@@ -49,7 +49,12 @@ class Rounded(torch.autograd.Function):
     def backward(ctx, dlogits):
         hidden, weight = ctx.saved_tensors
         rounded = dlogits.to(ctx.dtype).to(FP64)
-        return rounded @ weight, rounded.t() @ hidden, dlogits.sum(0) if ctx.needs_input_grad[2] else None, None
+        return (
+            rounded @ weight,
+            rounded.t() @ hidden,
+            dlogits.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
+        )
 
 
 def check(run, leaves, targets, *args, monkeypatch, **options):
@@ -101,7 +106,12 @@ def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace)
     leaves, targets, mask = make(shape, dtype, bias=bias)
     temperature = torch.linspace(0.5, 2, shape[0])
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {"mask": mask, "softcap": softcap, "temperature": temperature, "workspace_mb": workspace_mb}
+    options = {
+        "mask": mask,
+        "softcap": softcap,
+        "temperature": temperature,
+        "workspace_mb": workspace_mb,
+    }
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
@@ -110,7 +120,12 @@ def test_divergence(backend, monkeypatch, direction, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
     head = reference_head(shape, BF16, backend)
-    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    options = {
+        "direction": direction,
+        "mask": mask,
+        "temperature": 0.8,
+        "workspace_mb": workspace_mb,
+    }
     check(kl_and_gradients, leaves, targets, head, monkeypatch=monkeypatch, **options)
 
 
@@ -119,7 +134,14 @@ def test_divergence(backend, monkeypatch, direction, workspace):
 def test_divergence_in_tiles(monkeypatch, direction):
     leaves, targets, mask = make(MORE_TOKENS[0], BF16)
     options = {"direction": direction, "mask": mask, "workspace_mb": MORE_TOKENS[1]}
-    check(kl_and_gradients, leaves, targets, reference_head(MORE_TOKENS[0], BF16), monkeypatch=monkeypatch, **options)
+    check(
+        kl_and_gradients,
+        leaves,
+        targets,
+        reference_head(MORE_TOKENS[0], BF16),
+        monkeypatch=monkeypatch,
+        **options,
+    )
 
 
 @on_backends("lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0)
@@ -322,11 +344,22 @@ OPS = {
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 @pytest.mark.parametrize(
     ("operands", "asked"),
-    [(FP32, BF16), (FP32, FP16), (FP32, FP64), (BF16, FP16), (BF16, FP64), (BF16, torch.int32), (BF16, "float32")],
+    [
+        (FP32, BF16),
+        (FP32, FP16),
+        (FP32, FP64),
+        (BF16, FP16),
+        (BF16, FP64),
+        (BF16, torch.int32),
+        (BF16, "float32"),
+    ],
 )
 def test_other_dtypes_are_refused(op, operands, asked):
     (hidden, weight), targets, _ = make(ONE_TILE[0], operands, bias=False)
-    with pytest.raises(ValueError, match=r"logits_dtype must be None, torch.float32 or the dtype of hidden and weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"logits_dtype must be None, torch.float32 or the dtype of hidden and weight",
+    ):
         op(hidden, weight, targets, logits_dtype=asked)
 
 

@@ -17,7 +17,10 @@ from tests.marks import first_fast, slow
 # TRL's trainers: whole runs, patched against unpatched
 
 FP32 = 1e-5  # what the integration promises
-OFF_POLICY = {"num_iterations": 2, "beta": 0.04}  # the second step's ratios are not 1, and the reference has a say
+OFF_POLICY = {
+    "num_iterations": 2,
+    "beta": 0.04,
+}  # the second step's ratios are not 1, and the reference has a say
 GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 DPO_LOSSES = ["hinge", "ipo", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down"]
 DPO_LOSSES += ["sft", "sigmoid_norm"]
@@ -84,7 +87,10 @@ ILL_CONDITIONED = [
     (Cell("DPO", {"loss_type": ["discopop"]}), FP64),
     (Cell("DPO", {"loss_type": ["sppo_hard"]}), FP64),
     (Cell("DPO", {"f_divergence_type": "forward_kl"}), FP64),
-    (Cell("DPO", {"f_divergence_type": "alpha_divergence"}), {}),  # TRL has no fp64 for it: the head alone is exact
+    (
+        Cell("DPO", {"f_divergence_type": "alpha_divergence"}),
+        {},
+    ),  # TRL has no fp64 for it: the head alone is exact
 ]
 BF16 = {"dtype": torch.bfloat16}
 AUTOCAST = {"bf16": True}
@@ -215,7 +221,14 @@ def test_trl_every_run_in_bf16(cell, how, accumulation, trl, tmp_path):
 
 def ranks(run, primitive, folder):
     """What rank 0 of two saw."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     command += ["-m", "tests.integrations.trl_ranks", run, primitive, str(folder)]
     environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=500)

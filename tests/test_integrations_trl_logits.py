@@ -134,7 +134,11 @@ def test_logits_without_rows():
     index = torch.zeros(0, 4, dtype=torch.long)
     outputs = integration.selective_log_softmax_and_entropy(logits, index)
     assert [x.shape for x in outputs] == [(0, 4)] * 2
-    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (0, 4, 2)
+    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (
+        0,
+        4,
+        2,
+    )
     sum(x.sum() for x in outputs).backward()
 
 

@@ -43,10 +43,28 @@ def test_the_documented_example_runs(tmp_path, monkeypatch):
 
 
 # What imports the primitives by name, in TRL and in its experimental trainers.
-USERS = ("trainer.distillation_trainer", "trainer.grpo_trainer", "trainer.sft_trainer", "trainer.dpo_trainer")
-USERS += ("experimental.orpo.orpo_trainer", "experimental.cpo.cpo_trainer", "experimental.tpo.tpo_trainer")
-USERS += ("experimental.sdft.loss_utils", "experimental.sdpo.loss_utils", "experimental.a2po.a2po_trainer")
-OURS = ("ChunkedLogProbFunction", "ChunkedDivergenceFunction", "selective_log_softmax", "entropy_from_logits")
+USERS = (
+    "trainer.distillation_trainer",
+    "trainer.grpo_trainer",
+    "trainer.sft_trainer",
+    "trainer.dpo_trainer",
+)
+USERS += (
+    "experimental.orpo.orpo_trainer",
+    "experimental.cpo.cpo_trainer",
+    "experimental.tpo.tpo_trainer",
+)
+USERS += (
+    "experimental.sdft.loss_utils",
+    "experimental.sdpo.loss_utils",
+    "experimental.a2po.a2po_trainer",
+)
+OURS = (
+    "ChunkedLogProbFunction",
+    "ChunkedDivergenceFunction",
+    "selective_log_softmax",
+    "entropy_from_logits",
+)
 OURS += ("selective_log_softmax_and_entropy",)
 
 
@@ -67,7 +85,10 @@ def attributes():
 
 def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     before = attributes()
-    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [ChunkedLogProbFunction, ChunkedDivergenceFunction]
+    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [
+        ChunkedLogProbFunction,
+        ChunkedDivergenceFunction,
+    ]
     copies = {place for place, value in before.items() if any(value is original for original in originals)}
     integration.patch()
     try:
@@ -110,7 +131,12 @@ def test_the_hosts_own_function_is_reached_while_patched():
     targets = make_targets(head, (1.0, None, 1.0))
     theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
     with integration.patch():
-        ours = run_head(trl_utils._ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
+        ours = run_head(
+            trl_utils._ChunkedLogProbFunction.apply,
+            leaves_of(head, FP64),
+            targets,
+            (1.0, None, 1.0),
+        )
     assert all(map(torch.equal, ours, theirs))
 
 

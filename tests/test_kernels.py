@@ -81,7 +81,13 @@ def test_split_and_in_place_touch_no_element_twice(vocab, monkeypatch):
     row, target = one_row(vocab, torch.bfloat16)
     logits = at(5, row, n=3, stride=vocab + 5)
     with interpreter.check_memory():
-        both(logits, target.expand(3), mask=torch.tensor([True, False, True]), softcap=20.0, inplace=True)
+        both(
+            logits,
+            target.expand(3),
+            mask=torch.tensor([True, False, True]),
+            softcap=20.0,
+            inplace=True,
+        )
     assert torch.isfinite(logits).all()
     assert not logits[1].any()
 
@@ -93,7 +99,16 @@ def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
         outputs = logprob.logprob_fwd(row, torch.tensor([bad]), None, 1.0, None)
         upstream = torch.ones(1)
         gradient = logprob.logprob_bwd(
-            upstream, None, None, row, torch.tensor([bad]), None, *outputs[1::2], outputs[4], 1.0, None
+            upstream,
+            None,
+            None,
+            row,
+            torch.tensor([bad]),
+            None,
+            *outputs[1::2],
+            outputs[4],
+            1.0,
+            None,
         )
     assert outputs[0].isnan()
     assert outputs[1].isfinite()
@@ -231,7 +246,13 @@ def test_memory_faults_are_found():
     x, y = torch.ones(1000), torch.empty(1000)
     with interpreter.check_memory():
         scale_kernel[(4,)](x, y, 1000, 1.0, STEP=256, BLOCK=256)
-    with interpreter.check_memory(), pytest.raises(interpreter.MemoryFault, match="outside every argument"):
+    with (
+        interpreter.check_memory(),
+        pytest.raises(interpreter.MemoryFault, match="outside every argument"),
+    ):
         scale_kernel[(4,)](x, y, 1001, 1.0, STEP=256, BLOCK=256)
-    with interpreter.check_memory(), pytest.raises(interpreter.MemoryFault, match="another program"):
+    with (
+        interpreter.check_memory(),
+        pytest.raises(interpreter.MemoryFault, match="another program"),
+    ):
         scale_kernel[(4,)](x, y, 1000, 1.0, STEP=255, BLOCK=256)  # neighbours write one element twice

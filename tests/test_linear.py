@@ -51,12 +51,27 @@ def test_tiles():
 THREE = {name: CUTS[name] for name in ("one", "more tokens", "more rows")}
 
 
-@on_backends("run, dtype, workspace", [logprobs_and_gradients, loss_and_gradients], [BF16, FP32], THREE, most=1)
+@on_backends(
+    "run, dtype, workspace",
+    [logprobs_and_gradients, loss_and_gradients],
+    [BF16, FP32],
+    THREE,
+    most=1,
+)
 def test_on_both_backends(backend, run, dtype, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, backend)
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    compare(run, leaves, targets, *upstream, mask=mask, softcap=4.0, temperature=0.8, workspace_mb=workspace_mb)
+    compare(
+        run,
+        leaves,
+        targets,
+        *upstream,
+        mask=mask,
+        softcap=4.0,
+        temperature=0.8,
+        workspace_mb=workspace_mb,
+    )
 
 
 @pytest.mark.usefixtures("cpu")
@@ -68,7 +83,14 @@ def test_values_and_gradients(run, dtype, name, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, bias=name != "no bias")
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    compare(run, leaves, targets, *upstream, **options_for(name, targets, mask), workspace_mb=workspace_mb)
+    compare(
+        run,
+        leaves,
+        targets,
+        *upstream,
+        **options_for(name, targets, mask),
+        workspace_mb=workspace_mb,
+    )
 
 
 @pytest.mark.usefixtures("cpu")
@@ -94,7 +116,15 @@ def test_leading_dimensions(run, integers):
     temperature = torch.linspace(0.5, 2, 22)
     upstream = upstream_of(targets)
     args = [upstream] if run is logprobs_and_gradients else []
-    flat = run(fused_rl, leaves, targets, *args, mask=mask, temperature=temperature, workspace_mb=MORE_TOKENS[1])
+    flat = run(
+        fused_rl,
+        leaves,
+        targets,
+        *args,
+        mask=mask,
+        temperature=temperature,
+        workspace_mb=MORE_TOKENS[1],
+    )
     folded = [leaves[0].detach().view(2, 11, 16).requires_grad_(), *leaves[1:]]
     args = [[u.view(2, 11) for u in upstream]] if args else []
     with pytest.MonkeyPatch.context() as patch:  # the same per-token values, folded
@@ -120,7 +150,10 @@ def test_masked_rows_are_not_read(run):
     leaves, targets, mask = make(MORE_TOKENS[0], FP32)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     clean = run(fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1])
-    spoilt = [leaves[0].detach().masked_fill(~mask[:, None], torch.nan).requires_grad_(), *leaves[1:]]
+    spoilt = [
+        leaves[0].detach().masked_fill(~mask[:, None], torch.nan).requires_grad_(),
+        *leaves[1:],
+    ]
     results = run(fused_rl, spoilt, targets.where(mask, -100), *args, mask=mask, workspace_mb=MORE_TOKENS[1])
     for a, b in zip(results, clean, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -198,26 +231,53 @@ def test_sum_over_many_tiles():
 
 
 BAD = {
-    "weight of another width": ({"weight": torch.zeros(131, 15)}, "hidden must be .* got .*22, 16.* and .*131, 15"),
+    "weight of another width": (
+        {"weight": torch.zeros(131, 15)},
+        "hidden must be .* got .*22, 16.* and .*131, 15",
+    ),
     "weight transposed": ({"weight": torch.zeros(16, 131)}, "weight .V, H."),
-    "targets of another shape": ({"targets": torch.zeros(21, dtype=torch.long)}, "targets must have the shape"),
-    "targets not integer": ({"targets": torch.zeros(22)}, "targets must be an integer tensor .* got torch.float32"),
+    "targets of another shape": (
+        {"targets": torch.zeros(21, dtype=torch.long)},
+        "targets must have the shape",
+    ),
+    "targets not integer": (
+        {"targets": torch.zeros(22)},
+        "targets must be an integer tensor .* got torch.float32",
+    ),
     "target too large": (
         {"targets": torch.arange(22) * 10},
         r"logits\[14\] is 140, outside .* 131",
     ),
     "target negative": ({"targets": torch.arange(22) - 1}, r"target of logits\[0\] is -1"),
-    "bias of another length": ({"bias": torch.zeros(130)}, "bias must be .V,. = .131,., got .130,."),
-    "mixed dtypes": ({"weight": torch.zeros(131, 16, dtype=BF16)}, "one dtype.*torch.float32, torch.bfloat16"),
-    "fp64": ({"hidden": torch.zeros(22, 16).double(), "weight": torch.zeros(131, 16).double()}, "float32, bfloat16"),
+    "bias of another length": (
+        {"bias": torch.zeros(130)},
+        "bias must be .V,. = .131,., got .130,.",
+    ),
+    "mixed dtypes": (
+        {"weight": torch.zeros(131, 16, dtype=BF16)},
+        "one dtype.*torch.float32, torch.bfloat16",
+    ),
+    "fp64": (
+        {"hidden": torch.zeros(22, 16).double(), "weight": torch.zeros(131, 16).double()},
+        "float32, bfloat16",
+    ),
     "mask not bool": ({"mask": torch.ones(22)}, "mask must be a bool tensor"),
     "mask of another shape": (
         {"mask": torch.ones(11, dtype=torch.bool)},
         "mask must have .* .22,., got .11,.",
     ),
-    "temperature zero": ({"temperature": 0.0}, r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0"),
-    "temperature of another shape": ({"temperature": torch.ones(21)}, "temperature must be a number or broadcastable"),
-    "temperature of a row negative": ({"temperature": torch.arange(22) - 1.0}, r"got -1.0 for\s+logits\[0\]"),
+    "temperature zero": (
+        {"temperature": 0.0},
+        r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0",
+    ),
+    "temperature of another shape": (
+        {"temperature": torch.ones(21)},
+        "temperature must be a number or broadcastable",
+    ),
+    "temperature of a row negative": (
+        {"temperature": torch.arange(22) - 1.0},
+        r"got -1.0 for\s+logits\[0\]",
+    ),
     "softcap negative": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
     "no workspace": ({"workspace_mb": 0}, "workspace_mb must be a finite number > 0"),
 }

@@ -63,7 +63,12 @@ def test_loss_without_entropy_or_gradient():
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
     for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, exact), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-6 * b.abs().max().item())
-    constant = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: torch.ones(len(logprobs)))
+    constant = call(
+        fused_rl.linear_token_loss,
+        leaves,
+        targets,
+        lambda logprobs, entropy: torch.ones(len(logprobs)),
+    )
     assert constant.loss == 22
     assert all((g == 0).all() for g in torch.autograd.grad(constant.loss, leaves))
     with torch.no_grad(), Work() as work:
@@ -112,7 +117,12 @@ def test_frozen(run, frozen):
         else:
             values = per_token(targets)
             loss = call(
-                fused_rl.linear_token_loss, leaves, targets, token_loss, *values, workspace_mb=MORE_TOKENS[1]
+                fused_rl.linear_token_loss,
+                leaves,
+                targets,
+                token_loss,
+                *values,
+                workspace_mb=MORE_TOKENS[1],
             ).loss
             grads = torch.autograd.grad(0.37 * loss, trained)
     expected = [g for i, g in enumerate(complete[-3:]) if i != which]
@@ -173,7 +183,14 @@ def test_checkpoint(run, reentrant):
     def block(hidden):
         inputs = [hidden.tanh(), *leaves[1:]]
         if run == "loss":
-            return call(fused_rl.linear_token_loss, inputs, targets, token_loss, *per_token(targets), **options).loss
+            return call(
+                fused_rl.linear_token_loss,
+                inputs,
+                targets,
+                token_loss,
+                *per_token(targets),
+                **options,
+            ).loss
         logprobs, entropy, lse = call(fused_rl.linear_token_logprobs, inputs, targets, **options)
         return (logprobs * entropy).sum() + lse.square().sum()
 
@@ -213,6 +230,18 @@ def test_tied_weight(run):
 def test_weight_that_is_not_contiguous():
     leaves, targets, _ = make(MORE_TOKENS[0], FP32)
     transposed = [leaves[0], leaves[1].detach().t().contiguous().t().requires_grad_(), leaves[2]]
-    compare(logprobs_and_gradients, transposed, targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
+    compare(
+        logprobs_and_gradients,
+        transposed,
+        targets,
+        upstream_of(targets),
+        workspace_mb=MORE_TOKENS[1],
+    )
     strided = leaves[0].detach().repeat_interleave(2, 0)[::2].requires_grad_()
-    compare(logprobs_and_gradients, [strided, *leaves[1:]], targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
+    compare(
+        logprobs_and_gradients,
+        [strided, *leaves[1:]],
+        targets,
+        upstream_of(targets),
+        workspace_mb=MORE_TOKENS[1],
+    )

@@ -25,7 +25,12 @@ from tests.pairs import DIRECTIONS
 def test_kl_on_both_backends(backend, direction, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
-    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    options = {
+        "direction": direction,
+        "mask": mask,
+        "temperature": 0.8,
+        "workspace_mb": workspace_mb,
+    }
     compare(kl_and_gradients, leaves, targets, reference_head(shape, BF16, backend), **options)
 
 

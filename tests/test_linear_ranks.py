@@ -26,7 +26,11 @@ class Policy(torch.nn.Module):
 
     def forward(self, module, tokens, advantages):
         hidden = self.layer(self.embed(tokens[:, :-1])).tanh()
-        options = {"bias": self.head.bias, "mask": tokens[:, 1:] % 3 > 0, "workspace_mb": MORE_TOKENS[1]}
+        options = {
+            "bias": self.head.bias,
+            "mask": tokens[:, 1:] % 3 > 0,
+            "workspace_mb": MORE_TOKENS[1],
+        }
         weights = torch.stack([advantages, advantages.square()], -1)
         args = hidden, self.head.weight, tokens[:, 1:]
         loss = module.linear_token_loss(*args, token_loss, advantages, weights, **options).loss

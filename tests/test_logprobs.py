@@ -68,8 +68,20 @@ def test_temperature_per_row_in_any_broadcastable_shape(backend, shape):
 @pytest.mark.parametrize(
     "backend, dtype, vocab, flat",
     [
-        *diagonal(["kernel"], FLOATS, [32, 1000, 50304, 151936], {"flat rest": True, "random rest": False}, most=2),
-        *diagonal(["cpu"], FLOATS, [32, 1000, 50304, 151936], {"flat rest": True, "random rest": False}, most=3),
+        *diagonal(
+            ["kernel"],
+            FLOATS,
+            [32, 1000, 50304, 151936],
+            {"flat rest": True, "random rest": False},
+            most=2,
+        ),
+        *diagonal(
+            ["cpu"],
+            FLOATS,
+            [32, 1000, 50304, 151936],
+            {"flat rest": True, "random rest": False},
+            most=3,
+        ),
     ],
     indirect=["backend"],
 )
@@ -280,17 +292,37 @@ X, Y = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long)
 LEAF = torch.zeros(2, 3, 8, requires_grad=True)
 BAD = {
     "logits: not a tensor": ([[0.0]], Y, {}, r"bf16, fp16 or fp32 tensor, got list"),
-    "logits: complex": (X.cfloat(), Y, {}, r"bf16, fp16 or fp32 tensor, got torch.complex64 \(2, 3, 8\); convert"),
+    "logits: complex": (
+        X.cfloat(),
+        Y,
+        {},
+        r"bf16, fp16 or fp32 tensor, got torch.complex64 \(2, 3, 8\); convert",
+    ),
     "fp64: targets outside": (X.double(), Y + 8, {}, r"outside the vocabulary of 8"),
-    "fp64: temperature": (X.double(), Y, {"temperature": torch.zeros(2, 3)}, r"got 0.0 for logits\[0, 0\]"),
+    "fp64: temperature": (
+        X.double(),
+        Y,
+        {"temperature": torch.zeros(2, 3)},
+        r"got 0.0 for logits\[0, 0\]",
+    ),
     "logits: integers": (X.long(), Y, {}, "got torch.int64"),
     "logits: no dimension": (torch.tensor(1.0), Y, {}, r"\(\.\.\., V\) with V >= 1, got \(\)"),
     "logits: no vocabulary": (torch.zeros(2, 3, 0), Y, {}, r"V >= 1, got \(2, 3, 0\)"),
     "targets: floats": (X, Y.float(), {}, "integer tensor .* got torch.float32"),
     "targets: bool": (X, Y.bool(), {}, "integer tensor .* got torch.bool"),
     "targets: a number": (X, 3, {}, "integer tensor .* got int 3"),
-    "targets: other shape": (X, Y[:, 1:], {}, r"shape of the rows of logits \(2, 3, 8\), \(2, 3\), got \(2, 2\)"),
-    "targets: shifted already": (X, Y[:, 1:], {"shift": True}, r"shift=True takes the targets of all T positions"),
+    "targets: other shape": (
+        X,
+        Y[:, 1:],
+        {},
+        r"shape of the rows of logits \(2, 3, 8\), \(2, 3\), got \(2, 2\)",
+    ),
+    "targets: shifted already": (
+        X,
+        Y[:, 1:],
+        {"shift": True},
+        r"shift=True takes the targets of all T positions",
+    ),
     "targets: other device": (X, Y.to("meta"), {}, "targets is on meta, the logits are on cpu"),
     "targets: too large": (
         X,
@@ -305,11 +337,26 @@ BAD = {
         {"shift": True, "mask": torch.tensor([[False, False], [False, True]])},
         r"logits\[1, 1\] is -1",
     ),
-    "mask: other shape": (X, Y, {"mask": torch.ones(2, 2, dtype=torch.bool)}, r"outputs, \(2, 3\), got \(2, 2\)"),
-    "mask: all T": (X, Y, {"mask": Y == 0, "shift": True}, r"\(2, 2\), got \(2, 3\); shift=True takes mask\[:, 1:\]"),
+    "mask: other shape": (
+        X,
+        Y,
+        {"mask": torch.ones(2, 2, dtype=torch.bool)},
+        r"outputs, \(2, 3\), got \(2, 2\)",
+    ),
+    "mask: all T": (
+        X,
+        Y,
+        {"mask": Y == 0, "shift": True},
+        r"\(2, 2\), got \(2, 3\); shift=True takes mask\[:, 1:\]",
+    ),
     "mask: integers": (X, Y, {"mask": Y}, r"bool tensor, .* got torch.int64 .* mask.bool\(\)"),
     "shift: no batch": (X[0], Y[0], {"shift": True}, r"\(B, T, V\), got \(3, 8\)"),
-    "softcap: 0": (X, Y, {"softcap": 0.0}, "softcap must be a finite number > 0, got 0.0; pass None"),
+    "softcap: 0": (
+        X,
+        Y,
+        {"softcap": 0.0},
+        "softcap must be a finite number > 0, got 0.0; pass None",
+    ),
     "softcap: NaN": (X, Y, {"softcap": torch.nan}, "softcap must be a finite number > 0, got nan"),
     "temperature: per row, one bad": (
         X,
@@ -317,11 +364,31 @@ BAD = {
         {"temperature": torch.tensor([[1.0, 2, 0], [1, 1, 1]])},
         r"from 1e-06 to 1e\+06 .*, got 0.0 for logits\[0, 2\]",
     ),
-    "temperature: other shape": (X, Y, {"temperature": torch.ones(3, 3)}, r"broadcastable .* \(2, 3\), .* \(3, 3\)"),
-    "temperature: other device": (X, Y, {"temperature": torch.ones(2, 3, device="meta")}, "temperature is on meta"),
-    "temperature: with gradient": (X, Y, {"temperature": torch.ones(3, requires_grad=True)}, r"temperature.detach\(\)"),
+    "temperature: other shape": (
+        X,
+        Y,
+        {"temperature": torch.ones(3, 3)},
+        r"broadcastable .* \(2, 3\), .* \(3, 3\)",
+    ),
+    "temperature: other device": (
+        X,
+        Y,
+        {"temperature": torch.ones(2, 3, device="meta")},
+        "temperature is on meta",
+    ),
+    "temperature: with gradient": (
+        X,
+        Y,
+        {"temperature": torch.ones(3, requires_grad=True)},
+        r"temperature.detach\(\)",
+    ),
     "inplace: leaf": (LEAF, Y, {"inplace": True}, "overwrite a leaf"),
-    "inplace: shared rows": ((LEAF * 1)[:, :1].expand(2, 3, 8), Y, {"inplace": True}, "do not overlap, got strides"),
+    "inplace: shared rows": (
+        (LEAF * 1)[:, :1].expand(2, 3, 8),
+        Y,
+        {"inplace": True},
+        "do not overlap, got strides",
+    ),
 }
 BAD |= {f"temperature: {t}": (X, Y, {"temperature": t}, f"got {t}") for t in (0, -1.0, torch.nan, torch.inf)}
 
@@ -354,7 +421,11 @@ def test_other_integer_targets(backend, dtype):
         assert torch.equal(a, b)
 
 
-EVERY = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+EVERY = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
 
 
 @given(
@@ -410,7 +481,11 @@ def test_an_offset_cancels(interpret, ulps, seed, monkeypatch):
     def results(x):
         x = x.clone().requires_grad_()
         out = token_logprobs(x, targets, temperature=0.7)
-        return out.logprobs, out.entropy, *torch.autograd.grad((out.logprobs + out.entropy).sum(), x)
+        return (
+            out.logprobs,
+            out.entropy,
+            *torch.autograd.grad((out.logprobs + out.entropy).sum(), x),
+        )
 
     for offset in (64.0, 512.0, -1024.0):
         for ours, moved in zip(results(eighths), results(eighths + offset), strict=True):

@@ -136,7 +136,20 @@ def test_operators_pass_opcheck(backend):
     forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0))
     logprobs, entropy, lse, m, rest = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
-    arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
+    arguments = (
+        logprobs,
+        None,
+        lse,
+        logits.detach(),
+        targets,
+        None,
+        entropy,
+        m,
+        rest,
+        0.7,
+        None,
+        None,
+    )
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 

@@ -78,7 +78,10 @@ def test_padding_changes_nothing(rows, length, keep, extra, seed):
 def test_variance_divides_by_n_when_asked():
     values, mask = example(4, 9)
     torch.testing.assert_close(
-        masked_var(values, mask, unbiased=False).double(), values[mask].double().var(unbiased=False), rtol=1e-6, atol=0
+        masked_var(values, mask, unbiased=False).double(),
+        values[mask].double().var(unbiased=False),
+        rtol=1e-6,
+        atol=0,
     )
 
 

@@ -130,7 +130,10 @@ def test_two_hundred_steps_in_two_groups_are_the_formula(name):
     optimizer = fused_rl.tf_adam_epsilon(OPTIMIZERS[name](groups, lr=1.0, eps=EPS, betas=BETAS))
     gradients = gradients_of(200)
     for found, once, thrice in zip(
-        run(optimizer, [a, b, c], gradients), tensorflow(gradients, 1e-5), tensorflow(gradients, 3e-5), strict=True
+        run(optimizer, [a, b, c], gradients),
+        tensorflow(gradients, 1e-5),
+        tensorflow(gradients, 3e-5),
+        strict=True,
     ):
         for p, expected in zip(found, (once, once, thrice), strict=True):
             torch.testing.assert_close(p, expected, atol=1e-15, rtol=1e-9)
@@ -200,7 +203,10 @@ def test_the_trainers_option():
     optimizer = optim.adamw([p], config.OptimConfig(lr=1e-5, adam_eps=EPS, tf_adam=True))
     gradients = gradients_of(5)
     torch.testing.assert_close(
-        run(optimizer, [p], gradients)[-1][0], tensorflow(gradients, 1e-5)[-1], atol=1e-15, rtol=1e-9
+        run(optimizer, [p], gradients)[-1][0],
+        tensorflow(gradients, 1e-5)[-1],
+        atol=1e-15,
+        rtol=1e-9,
     )
 
 

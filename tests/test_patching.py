@@ -75,7 +75,9 @@ def test_unknown_version_names_the_known_ones(host):
 def test_absent_attribute_leaves_nothing_replaced(host):
     utils, _ = host
     patch = patching.Patch(
-        "toyhost", ">=1.16", lambda: {"toyhost.utils.function": replacement, "toyhost.utils.gone": replacement}
+        "toyhost",
+        ">=1.16",
+        lambda: {"toyhost.utils.function": replacement, "toyhost.utils.gone": replacement},
     )
     with pytest.raises(ImportError, match=r"toyhost\.utils\.gone"):
         patch.apply()

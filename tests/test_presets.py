@@ -10,7 +10,16 @@ import fused_rl
 from fused_rl import PRESETS, PolicyLossOptions
 from fused_rl.surrogates import SURROGATES
 
-HEADER = ["preset", "loss", "ratio level", "surrogate", "aggregation", "clip_low, clip_high", "advantages", "paper"]
+HEADER = [
+    "preset",
+    "loss",
+    "ratio level",
+    "surrogate",
+    "aggregation",
+    "clip_low, clip_high",
+    "advantages",
+    "paper",
+]
 UNCLIPPED = {"sapo", "vespo", "policy-gradient"}  # surrogates without a bound: the table has a dash
 
 

@@ -26,7 +26,8 @@ def test_token_logprobs_gradients_by_finite_differences(output, options):
     if "temperature" in options and isinstance(options["temperature"], torch.Tensor):
         options["temperature"] = options["temperature"].expand(2, 3)
     assert torch.autograd.gradcheck(
-        lambda x: getattr(reference.token_logprobs(x, targets, **options), output), logits.requires_grad_()
+        lambda x: getattr(reference.token_logprobs(x, targets, **options), output),
+        logits.requires_grad_(),
     )
 
 

@@ -77,7 +77,12 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
         hidden, weight = random_logits(3, 16), random_logits(40, 16)
         kernels.kept_dot(x, hidden, weight, None, kept)
         kernels.kept_hidden(x, weight, kept)
-        entries = torch.ones(3), torch.tensor([0, 0, 1]), torch.tensor([-1, 3, 40]), torch.arange(1, 4)
+        entries = (
+            torch.ones(3),
+            torch.tensor([0, 0, 1]),
+            torch.tensor([-1, 3, 40]),
+            torch.arange(1, 4),
+        )
         dweight, _ = kernels.kept_head(*entries, hidden, 40, None, None, (True, False))
     assert x.isnan().tolist() == [False, True, False, False, False, True]
     assert dweight.any(1).nonzero()[:, 0].tolist() == [3]
@@ -113,7 +118,13 @@ def sets_of(sizes, vocab=701):
     return TokenSupport.from_lists(lists), torch.stack(targets)
 
 
-@on_backends("dtype, name, sizes", [FP32, BF16, FP16], OPTIONS.keys(), {"mixed": MIXED, "short": SHORT}, most=1)
+@on_backends(
+    "dtype, name, sizes",
+    [FP32, BF16, FP16],
+    OPTIONS.keys(),
+    {"mixed": MIXED, "short": SHORT},
+    most=1,
+)
 def test_linear_values_and_gradients(backend, dtype, name, sizes):
     support, targets = sets_of(sizes)
     options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
@@ -256,7 +267,12 @@ def test_what_generate_sampled_is_replayed():
     """Ratio 1 on the first step with the sets that top-p, top-k and min-p left; without them it is far from it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = transformers.Qwen2Config(vocab_size=517, num_key_value_heads=2, **sizes)
     model = transformers.Qwen2ForCausalLM(config).eval()
     model.lm_head.weight.data.normal_(0, 0.6)

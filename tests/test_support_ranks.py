@@ -28,7 +28,11 @@ class Head(torch.nn.Module):
         targets = tokens[:, 1:]
         near = (targets[..., None] + 17 * torch.arange(4)) % 131
         lists = [row[: len(row) if i % 3 else 0] for i, row in enumerate(near.flatten(0, 1).tolist())]
-        options = {"bias": self.head.bias, "mask": targets % 3 > 0, "support": TokenSupport.from_lists(lists)}
+        options = {
+            "bias": self.head.bias,
+            "mask": targets % 3 > 0,
+            "support": TokenSupport.from_lists(lists),
+        }
         logprobs, entropy, _ = module.linear_token_logprobs(hidden, self.head.weight, targets, **options)
         return -(logprobs * advantages + 0.1 * entropy.square()).sum()
 

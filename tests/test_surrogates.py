@@ -34,7 +34,10 @@ def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
     ("surrogate", "message"),
     [
         ("geo-mean", "surrogate='geo-mean' needs more than one token at a time"),
-        (surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments)), "needs more than one token"),
+        (
+            surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments)),
+            "needs more than one token",
+        ),
     ],
     ids=["built-in", "declared"],
 )
@@ -50,7 +53,8 @@ def test_an_undeclared_surrogate_that_reaches_for_sequences_hears_what_to_do():
     mask, _, advantages, _, drift = batch("partial")
     token_loss, per_token = fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=needs_lengths)
     with pytest.raises(
-        ValueError, match="uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol"
+        ValueError,
+        match="uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol",
     ):
         fused_rl.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
 

@@ -39,7 +39,11 @@ def upstream_of(targets, names=OUTPUTS, seed=1):
 def assert_outputs_close(actual, expected):
     """As of one target per row, each log-probability by its own size."""
     lse = expected.lse.abs().clamp(min=1)
-    allowed = [1e-6 * lse[..., None].maximum(expected.logprobs.abs()), 2e-6 * expected.entropy, 1e-6 * lse]
+    allowed = [
+        1e-6 * lse[..., None].maximum(expected.logprobs.abs()),
+        2e-6 * expected.entropy,
+        1e-6 * lse,
+    ]
     for a, e, most in zip(actual, expected, allowed, strict=True):
         assert ((a == e) | ((a.double() - e).abs() <= most)).all()
 
@@ -204,7 +208,10 @@ def test_shift_and_gradient_in_place(backend, inplace):
     upstream = upstream_of(targets[:, 1:])
     mask = torch.arange(9, device=backend).view(3, 3) % 4 != 0
     outputs, gradient = run(
-        lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=inplace, mask=mask), logits, targets, upstream
+        lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=inplace, mask=mask),
+        logits,
+        targets,
+        upstream,
     )
     expected, sliced = run(token_logprobs, logits[:, :-1], targets[:, 1:], upstream, mask=mask)
     assert all(map(torch.equal, outputs, expected))
@@ -254,7 +261,20 @@ def test_operators_pass_opcheck(backend):
     forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits, targets, mask, 1.0, per_row, 3.0))
     logprobs, entropy, lse, m, rest = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
-    arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
+    arguments = (
+        logprobs,
+        None,
+        lse,
+        logits.detach(),
+        targets,
+        None,
+        entropy,
+        m,
+        rest,
+        0.7,
+        None,
+        None,
+    )
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 
@@ -284,7 +304,12 @@ BAD = {
         {},
         r"target 3 of logits\[1, 2\] is 8, outside the vocabulary of 8 \(0 to 7\); 1 of 24 targets",
     ),
-    "ignore index": (X, Y - 100, {"mask": torch.arange(6).view(2, 3) > 4}, r"target 0 of logits\[1, 2\] is -100"),
+    "ignore index": (
+        X,
+        Y - 100,
+        {"mask": torch.arange(6).view(2, 3) > 4},
+        r"target 0 of logits\[1, 2\] is -100",
+    ),
     "fp64": (X.double(), Y + 8, {}, r"target 0 of logits\[0, 0\] is 8"),
     "mask of targets": (X, Y, {"mask": Y == 0}, r"outputs, \(2, 3\), got \(2, 3, 4\)"),
 }
@@ -392,7 +417,10 @@ def sharded(rank, world, interpret):
     edges[-1] = 1300
     logits, targets = random_rows(6, 1300, 7, torch.float32, "cpu")
     logits, targets = logits.view(2, 3, -1), targets.view(2, 3, 7)
-    options = {"mask": torch.arange(6).view(2, 3) != 4, "temperature": torch.linspace(0.5, 2, 6).view(2, 3)}
+    options = {
+        "mask": torch.arange(6).view(2, 3) != 4,
+        "temperature": torch.linspace(0.5, 2, 6).view(2, 3),
+    }
     columns = slice(edges[rank], edges[rank + 1])
 
     def local(x, y, **more):

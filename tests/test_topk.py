@@ -69,7 +69,11 @@ def test_of_all_tokens_it_is_the_exact_kl(backend, direction, distance):
     logits, ref = (x.float().to(backend) for x in distributions(5, 300, distance=distance))
     logits.requires_grad_()
     every = torch.arange(300, device=backend).expand(5, 300)
-    value = topk_kl(token_logprobs(logits, every).logprobs, token_logprobs(ref, every).logprobs, direction=direction)
+    value = topk_kl(
+        token_logprobs(logits, every).logprobs,
+        token_logprobs(ref, every).logprobs,
+        direction=direction,
+    )
     exact_kl = token_kl(logits, ref, direction=direction)
     torch.testing.assert_close(value, exact_kl, rtol=1e-6, atol=1e-6)
     gradient, expected = (torch.autograd.grad(x.sum(), logits)[0] for x in (value, exact_kl))
@@ -147,7 +151,10 @@ def test_tokens_without_probability():
     logp = torch.tensor([[-0.5, -torch.inf], [-0.5, -torch.inf], [-0.5, -3.0]])
     logq = torch.tensor([[-0.7, -torch.inf], [-0.7, -2.0], [-0.7, -torch.inf]])
     alone = topk_kl(logp[:1, :1], logq[:1, :1], direction="reverse")
-    for direction, infinite in (("reverse", [False, False, True]), ("forward", [False, True, False])):
+    for direction, infinite in (
+        ("reverse", [False, False, True]),
+        ("forward", [False, True, False]),
+    ):
         leaves = [logp.clone().requires_grad_(), logq.clone().requires_grad_()]
         value = topk_kl(*leaves, direction=direction)
         assert value.isinf().tolist() == infinite
@@ -187,8 +194,18 @@ BAD_KL = {
     "no dimension": (P[0, 0, 0], P[0, 0, 0], {}, r"\(\.\.\., K\) of one shape, got \(\) and \(\)"),
     "integers": (P, P.long(), {}, r"ref_logprobs must be floating point, got torch.int64"),
     "devices": (P, P.to("meta"), {}, "logprobs are on cpu, ref_logprobs on meta"),
-    "direction": (P, P, {"direction": "sideways"}, "one of reverse, forward, jensen-shannon; got 'sideways'"),
-    "mask": (P, P, {"mask": torch.ones(2, dtype=torch.bool)}, r"shape of the rows, \(2, 3\), got \(2,\)"),
+    "direction": (
+        P,
+        P,
+        {"direction": "sideways"},
+        "one of reverse, forward, jensen-shannon; got 'sideways'",
+    ),
+    "mask": (
+        P,
+        P,
+        {"mask": torch.ones(2, dtype=torch.bool)},
+        r"shape of the rows, \(2, 3\), got \(2,\)",
+    ),
     "sum": (
         P,
         P + torch.tensor([0.0, 0.3])[:, None, None],
@@ -196,7 +213,12 @@ BAD_KL = {
         r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows",
     ),
     "positive": (P + 2.0, P, {}, r"logprobs\[0, 0\] holds 0.39\d* at k = 0; .* no logits"),
-    "NaN": (P, P.where(torch.arange(4) != 2, torch.nan), {}, r"ref_logprobs\[0, 0\] holds NaN at k = 2"),
+    "NaN": (
+        P,
+        P.where(torch.arange(4) != 2, torch.nan),
+        {},
+        r"ref_logprobs\[0, 0\] holds NaN at k = 2",
+    ),
 }
 
 

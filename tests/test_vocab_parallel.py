@@ -13,7 +13,10 @@ from tests.marks import slow
 from tests.masks import by_definition, masked_pairs
 
 VOCAB = 2003
-STARTS = {2: [0, 500, VOCAB], 3: [0, 7, 1100, VOCAB]}  # the columns of rank i are [starts[i], starts[i + 1])
+STARTS = {
+    2: [0, 500, VOCAB],
+    3: [0, 7, 1100, VOCAB],
+}  # the columns of rank i are [starts[i], starts[i + 1])
 ROWS = (2, 4)
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")
 
@@ -74,7 +77,8 @@ def check_logprobs(rank, world, dtype, options, which):
 
     start = STARTS[world][rank]
     got = run(
-        lambda x: vocab_parallel.vocab_parallel_token_logprobs(x, targets, start, **options), shard(x, rank, world)
+        lambda x: vocab_parallel.vocab_parallel_token_logprobs(x, targets, start, **options),
+        shard(x, rank, world),
     )
     want, plain = (run(lambda x: reference.token_logprobs(x, targets, **options), z) for z in (x.double(), x))
     best, theirs = ([*w[:3], shard(w[3], rank, world)] for w in (want, plain))
@@ -140,7 +144,10 @@ def check_edges(rank, world):
     kl = vocab_parallel.vocab_parallel_token_kl(shard(x, rank, world), shard(y, rank, world), mask=mask)
     assert kl[1, 3].isnan()
     assert kl[0, 0] == 0
-    x[:, :, 1600], y[:, :, 1600] = 300.0, -torch.inf  # all of the policy's mass where the reference has none
+    x[:, :, 1600], y[:, :, 1600] = (
+        300.0,
+        -torch.inf,
+    )  # all of the policy's mass where the reference has none
     js = vocab_parallel.vocab_parallel_token_kl(
         shard(x, rank, world), shard(y, rank, world), mask=mask, direction="jensen-shannon"
     )
@@ -156,7 +163,11 @@ def check_finite_masks(rank, world):
         got = torch.autograd.grad(value.sum(), leaves)
         exact, *best = by_definition(x, y, direction)
         distance = (x.amax(-1) - y.amax(-1)).abs()
-        assert ((value - exact).abs() <= 3e-6 * exact + 1e-7 * distance + 1e-12).all(), (direction, value, exact)
+        assert ((value - exact).abs() <= 3e-6 * exact + 1e-7 * distance + 1e-12).all(), (
+            direction,
+            value,
+            exact,
+        )
         scale = 1e-6 + 2e-7 * (exact if direction != "jensen-shannon" else 0) + 2e-7 * distance
         for ours, whole in zip(got, best, strict=True):
             allowed = 5e-6 * whole.abs().amax(-1) + scale

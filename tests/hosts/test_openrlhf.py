@@ -70,7 +70,9 @@ def test_compiled_entropy():
         compiled = torch.compile(utils.compute_entropy, dynamic=True, fullgraph=True)
         logits, _ = cases.hard_logits("plain", torch.float32)
         assert_both_close(
-            value_and_gradient(compiled, logits), value_and_gradient(utils.compute_entropy, logits), tolerance=0
+            value_and_gradient(compiled, logits),
+            value_and_gradient(utils.compute_entropy, logits),
+            tolerance=0,
         )
 
 
@@ -181,7 +183,11 @@ def test_kl_losses(estimator, unbiased_gradient):
         {"policy_loss_type": "gspo"},
         {"is_correction_level": "token", "is_correction_mode": "clip"},
         {"is_correction_level": "seq"},
-        {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": (0, 0.1)},
+        {
+            "is_correction_level": "token",
+            "is_correction_gating": "tv",
+            "is_correction_threshold": (0, 0.1),
+        },
     ],
     ids=["dual clip", "sequence mean", "gspo", "token clip", "sequence mask", "tv"],
 )

@@ -53,7 +53,8 @@ def test_the_flash_attn_path_needs_no_flash_attn(inplace_backward):
     theirs = value_and_gradient(lambda x: verl_F.logprobs_from_logits_naive(x, labels), logits)
     with integration.patch():
         ours = value_and_gradient(
-            lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward), logits
+            lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward),
+            logits,
         )
     assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1])

@@ -48,7 +48,12 @@ def test_training_equals_the_stock_trainer(name, accumulation, tmp_path):
 
 def lora(name="qwen2", **options):
     peft = pytest.importorskip("peft")
-    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_dropout": 0.0, **options}
+    options = {
+        "target_modules": ["q_proj", "v_proj"],
+        "init_lora_weights": False,
+        "lora_dropout": 0.0,
+        **options,
+    }
     torch.manual_seed(0)
     return peft.get_peft_model(tiny_models.model(name), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
 
@@ -193,7 +198,11 @@ def test_evaluation_with_metrics_gets_its_logits(bf16, tmp_path):
 
 def two_processes(rank, world, folder, way):
     model = tiny_models.model("qwen2-tied")
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False}
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "ddp_find_unused_parameters": False,
+    }
     run = train(model, folder, way, seed=0, **options)
     return [{key: value.numpy() for key, value in run.gradients[0].items()}, run.logs]
 
