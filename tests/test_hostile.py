@@ -24,7 +24,7 @@ from tests.hostile import (
     sizes_of_head,
 )
 from tests.hostile import OTHERS as OTHER_ROWS
-from tests.marks import diagonal
+from tests.marks import diagonal, slow
 
 SETTINGS = {
     "deadline": None,
@@ -186,7 +186,7 @@ def check_tokens(function, case):
         assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, slow(120)])
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
 def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]

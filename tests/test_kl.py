@@ -337,6 +337,7 @@ def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
     torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
 
 
+@cpu_fast
 @pytest.mark.parametrize("apart", [30.0, 1000.0, 3000.0])
 def test_jensen_shannon_of_rows_that_share_only_some_tokens(backend, apart):
     """KL is half of `apart`; where Q has its mass log(p / q) is -log 2, and would lose as many digits as KL has."""

@@ -27,7 +27,7 @@ from tests.heads import (
     token_loss,
     upstream_of,
 )
-from tests.marks import on_backends
+from tests.marks import grid, on_backends
 
 
 def test_tiles():
@@ -75,10 +75,13 @@ def test_on_both_backends(backend, run, dtype, workspace):
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+@grid(
+    "run, dtype, name, workspace",
+    [logprobs_and_gradients, loss_and_gradients],
+    [FP32, BF16, FP16],
+    OPTIONS.keys(),
+    CUTS,
+)
 def test_values_and_gradients(run, dtype, name, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, bias=name != "no bias")

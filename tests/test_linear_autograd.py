@@ -28,6 +28,7 @@ from tests.heads import (
     token_loss,
     upstream_of,
 )
+from tests.marks import grid
 
 
 @pytest.mark.usefixtures("cpu")
@@ -133,11 +134,11 @@ def test_frozen(run, frozen):
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize(("workspace_mb", "masked"), [(32, False), (48, True)])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_memory(run, dtype, masked, workspace_mb):
+# MiB of workspace, masked
+@grid("run, dtype, budget", [logprobs_and_gradients, loss_and_gradients], [FP32, BF16], [(48, True), (32, False)])
+def test_memory(run, dtype, budget):
     """Outputs, gradients, workspace + 10 %, where logits would take 40 or 80 MB."""
+    workspace_mb, masked = budget
     shape = (1024, 64, 20480)
     leaves, targets, mask = make(shape, dtype, bias=False)
     options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}

@@ -216,6 +216,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(backend, dtype, vocab):
         assert torch.equal(gradient_alone, gradient[b, t])
 
 
+@cpu_fast
 def test_four_leading_dimensions_that_do_not_merge(backend):
     logits, targets = random_rows(2 * 3 * 4, 77, torch.float32, backend)
     logits = logits.view(2, 3, 4, 77)[:, :2, 1:]

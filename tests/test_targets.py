@@ -106,6 +106,7 @@ def test_one_target_in_two_shapes_has_the_same_bits(backend):
     assert torch.equal(gradient, single_gradient)
 
 
+@cpu_fast
 def test_an_id_that_comes_again_adds_up_in_one_order(backend):
     """The same bits each time, and those of the sum, for terms of very different sizes."""
     logits, _ = random_rows(2, 400, 1, torch.float32, backend)
@@ -159,6 +160,7 @@ def test_targets_that_tie_at_the_maximum(backend):
         assert gradient[1].abs().max() <= 1e-7
 
 
+@cpu_fast
 def test_banned_tokens_and_rows(backend):
     logits, targets = random_rows(4, 900, 5, torch.float32, backend)
     logits[0, targets[0, 1]] = -torch.inf
@@ -188,7 +190,7 @@ def test_nan_shows_in_its_row_unless_masked(backend, bad):
     assert torch.equal(gradient[mask], clean_gradient[mask])
 
 
-@on_backends("view", [name for name in VIEWS if name not in ("columns apart", "contiguous")], most=1)
+@on_backends("view", [name for name in VIEWS if name not in ("columns apart", "contiguous")], most=0)
 def test_bits_of_a_row_depend_on_the_row_alone(backend, view):
     logits, targets = random_rows(8, 601, 5, torch.bfloat16, backend)
     logits, targets = logits.view(2, 4, -1), targets.view(2, 4, 5)[:, :3]
@@ -229,6 +231,7 @@ def test_nothing_to_score(backend):
         assert logits.grad.shape == logits.shape
 
 
+@cpu_fast
 def test_outputs_may_be_modified_in_place(backend):
     logits, targets = random_rows(3, 90, 4, torch.float32, backend)
     upstream = upstream_of(targets)
