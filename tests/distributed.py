@@ -37,7 +37,11 @@ def _rank(work, environment, rank, world, folder, results, timeout):
         torch.set_num_threads(1)
         store = f"file://{folder}/rendezvous"  # no port, so no two tests collide
         torch.distributed.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
         )
         fn, args = pickle.loads(work)
         status, value = "returned", fn(rank, world, *args)

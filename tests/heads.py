@@ -48,7 +48,10 @@ def token_loss(logprobs, entropy, advantages, weights):
 def per_token(targets, seed=1):
     generator = torch.Generator().manual_seed(seed)
     advantages = torch.randn(targets.shape, generator=generator)
-    return [advantages.to(targets.device), torch.rand(*targets.shape, 2, generator=generator).to(targets.device)]
+    return [
+        advantages.to(targets.device),
+        torch.rand(*targets.shape, 2, generator=generator).to(targets.device),
+    ]
 
 
 def logprobs_and_gradients(module, leaves, targets, upstream, **options):

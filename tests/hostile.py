@@ -294,7 +294,9 @@ def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bi
     """The reference is a constant: ours gives it no gradient, and the definition is told to give none."""
     options = _given(batch, hidden, *PAIRS) | {"bias": bias}
     if op is not fused_rl.linear_token_kl:
-        ref_hidden, ref_weight, ref_bias = ref_hidden.detach(), ref_weight.detach(), ref_bias.detach()
+        ref_hidden = ref_hidden.detach()
+        ref_weight = ref_weight.detach()
+        ref_bias = ref_bias.detach()
     return (op(hidden, weight, ref_hidden, ref_weight, ref_bias=ref_bias, **options),)
 
 

@@ -66,9 +66,14 @@ def build(case: Case) -> Batch:
 
     logprobs = -3 * noise().abs() - 60
     far = torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
-    old, ref = logprobs + far, logprobs + torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
+    old = logprobs + far
+    ref = logprobs + torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
     tokens = [x.to(case.dtype).masked_fill(~mask, torch.nan) for x in (logprobs, old, ref, 10**case.gap**0.3 * noise())]
-    return Batch(*tokens, mask, torch.randn(case.shape[0], generator=generator, dtype=torch.float64).to(case.dtype))
+    return Batch(
+        *tokens,
+        mask,
+        torch.randn(case.shape[0], generator=generator, dtype=torch.float64).to(case.dtype),
+    )
 
 
 def numbers(batch):
@@ -188,17 +193,23 @@ FUNCTIONS = {
     **{f"policy_loss, {preset}": _policy(preset) for preset in fused_rl.PRESETS},
     **{f"policy_token_loss, {preset}": _by_token(preset) for preset in ("ppo", "dapo", "cispo", "sapo", "rloo")},
     "value_loss": Function(
-        lambda x, b: fused_rl.value_loss(x, b.old, b.ref, b.mask, num_tokens=11)[0], _value, "values"
+        lambda x, b: fused_rl.value_loss(x, b.old, b.ref, b.mask, num_tokens=11)[0],
+        _value,
+        "values",
     ),
     "entropy_bonus": Function(
-        lambda x, b: fused_rl.entropy_bonus(x, b.mask, 0.3)[0], lambda x, b: -0.3 * _mean(x, b), "values"
+        lambda x, b: fused_rl.entropy_bonus(x, b.mask, 0.3)[0],
+        lambda x, b: -0.3 * _mean(x, b),
+        "values",
     ),
     "preference_loss": Function(
         lambda x, b: fused_rl.preference_loss(x.nan_to_num()[:, 0], b.old.nan_to_num()[:, 0], num_sequences=5)[0],
         _preferred,
     ),
     "masked_sum": Function(
-        lambda x, b: fused_rl.masked_sum(x, b.mask), lambda x, b: torch.where(b.mask, x, 0).sum(), "values"
+        lambda x, b: fused_rl.masked_sum(x, b.mask),
+        lambda x, b: torch.where(b.mask, x, 0).sum(),
+        "values",
     ),
     "masked_mean": Function(lambda x, b: fused_rl.masked_mean(x, b.mask), _mean, "values"),
     "masked_var": Function(lambda x, b: fused_rl.masked_var(x, b.mask), _var, "values"),
@@ -209,7 +220,9 @@ FUNCTIONS = {
         "values",
     ),
     "group_advantages": Function(
-        lambda x, b: fused_rl.group_advantages(_rewards(x), 2), lambda x, b: _group(_rewards(x), b), "values"
+        lambda x, b: fused_rl.group_advantages(_rewards(x), 2),
+        lambda x, b: _group(_rewards(x), b),
+        "values",
     ),
     "response_advantages": Function(
         lambda x, b: fused_rl.response_advantages(_rewards(x), "group-mean", group_size=2),

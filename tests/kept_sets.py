@@ -34,7 +34,8 @@ def outputs_and_gradient(module, logits, targets, upstream, inplace=False, **opt
 
 def assert_same_bits(actual, expected):
     for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a, e) and not a.isnan().any()
+        assert torch.equal(a, e)
+        assert not a.isnan().any()
 
 
 def run_on(backend, *tensors):

@@ -35,11 +35,16 @@ def exact(logits, targets, upstream, **options):
 def assert_outputs_close(actual, expected):
     """1e-6 of the log-sum-exp, which also is what fp32 holds of a log-probability; 2e-6 of the entropy."""
     scale = expected.lse.abs().clamp(min=1).maximum(expected.logprobs.abs())
-    for name, allowed in (("logprobs", 1e-6 * scale), ("lse", 1e-6 * scale), ("entropy", 2e-6 * expected.entropy)):
+    for name, allowed in (
+        ("logprobs", 1e-6 * scale),
+        ("lse", 1e-6 * scale),
+        ("entropy", 2e-6 * expected.entropy),
+    ):
         a, e = getattr(actual, name).double(), getattr(expected, name)
         same = (a == e) | ((a - e).abs() <= allowed)  # == holds for infinities
         assert same.all(), f"{name}: {a[~same][:5].tolist()} for {e[~same][:5].tolist()}"
-    assert (actual.entropy >= 0).all() and (actual.logprobs <= 0).all()
+    assert (actual.entropy >= 0).all()
+    assert (actual.logprobs <= 0).all()
 
 
 def assert_gradient_close(actual, expected, naive):
@@ -47,7 +52,8 @@ def assert_gradient_close(actual, expected, naive):
 
     Where terms cancel (log p + H changes its sign; a vocabulary of one) two fp32 ulps of the row's largest are allowed.
     """
-    error, allowed = (actual.double() - expected).abs(), (naive.double() - expected).abs().max()
+    error = (actual.double() - expected).abs()
+    allowed = (naive.double() - expected).abs().max()
     cancelled = 2**-22 * expected.abs().amax(-1, keepdim=True) + 1e-12
     assert (error <= 2 * allowed + cancelled).all(), (error.max(), allowed)
     if actual.dtype != torch.float32:

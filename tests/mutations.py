@@ -18,7 +18,7 @@ class Mutation(NamedTuple):
 
 
 ADVANTAGES = "tests/test_advantages.py"
-LOSSES = "tests/test_losses.py tests/test_losses_trl.py"
+LOSSES = "tests/test_losses.py tests/test_losses_trl.py tests/test_aggregation.py"
 METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
 LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"

@@ -22,7 +22,8 @@ def test_group_advantages():
     # no variance means equal rewards: 0.1 has no exact mean in fp32, and a small deviation is still one
     groups = torch.tensor([0.1] * 6 + [1.0, 1.0 + 1e-6, 1.0, 1.0, 1.0, 1.0])
     advantages = fused_rl.group_advantages(groups, 6, eps=0.0)
-    assert (advantages[:6] == 0).all() and advantages[7] > 1.5
+    assert (advantages[:6] == 0).all()
+    assert advantages[7] > 1.5
     with pytest.raises(ValueError, match="do not divide into groups of group_size=3"):
         fused_rl.group_advantages(rewards, 3)
 
@@ -44,7 +45,8 @@ def test_each_name_is_its_definition():
     assert {*want, "gae"} == set(fused_rl.ADVANTAGES)
     for advantage, values in want.items():
         got = response_advantages(REWARDS, advantage, group_size=8)
-        assert got.dtype == torch.float32 and got.shape == (16,)
+        assert got.dtype == torch.float32
+        assert got.shape == (16,)
         torch.testing.assert_close(got.double(), values.view(-1), rtol=1e-6, atol=1e-6, msg=advantage)
 
 
@@ -103,6 +105,7 @@ def test_the_batch_is_that_of_all_ranks():
     assert first[0] + second[0] == pytest.approx(want, rel=1e-6)
     assert first[1] == second[1] == [0.0, 0.0]
     whole = response_advantages(REWARDS, "batch-std", group_size=8).tolist()
-    assert first[2] == pytest.approx(whole, rel=1e-6) and second[2] == []
+    assert first[2] == pytest.approx(whole, rel=1e-6)
+    assert second[2] == []
     whole = response_advantages(REWARDS, "group-mean-batch-std", group_size=8).tolist()
     assert first[3] + second[3] == pytest.approx(whole, rel=1e-6)

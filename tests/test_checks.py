@@ -6,7 +6,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fused_rl
 
-LOGITS, TARGETS = torch.zeros(2, 3, 50), torch.zeros(2, 3, dtype=torch.int64)
+LOGITS = torch.zeros(2, 3, 50)
+TARGETS = torch.zeros(2, 3, dtype=torch.int64)
 HIDDEN, HEAD = torch.zeros(2, 3, 4), torch.nn.Linear(4, 50)
 PER_TOKEN, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 GIVEN = {
@@ -36,4 +37,5 @@ CALLS = {
 def test_what_is_no_tensor_is_one_short_line(call, came):
     with pytest.raises(ValueError, match=f"must be .*tensor.*, got {came}") as refused:
         CALLS[call](GIVEN[came])
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200

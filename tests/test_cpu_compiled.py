@@ -45,7 +45,8 @@ def test_bits_do_not_depend_on_chunks_or_threads(monkeypatch):
             monkeypatch.setattr(compiled, "CHUNK", chunk)
             torch.set_num_threads(count)
             outputs, gradient = run(token_logprobs, logits, targets, upstream)
-            assert all(map(torch.equal, outputs, expected[0])) and torch.equal(gradient, expected[1])
+            assert all(map(torch.equal, outputs, expected[0]))
+            assert torch.equal(gradient, expected[1])
     finally:
         torch.set_num_threads(threads)
 
@@ -79,7 +80,9 @@ def test_compiled_cpu_path(monkeypatch, dtype):
     if not compiled.compiler_found():
         pytest.skip("no C++ compiler")
     logits, targets = random_rows(9, 20001, dtype, "cpu")
-    logits[2], logits[3, :9000], logits[4, 77] = -torch.inf, -torch.inf, torch.nan
+    logits[2] = -torch.inf
+    logits[3, :9000] = -torch.inf
+    logits[4, 77] = torch.nan
     mask = torch.arange(9) % 4 != 0
     upstream = upstream_of((9,), "cpu")
     options = {"mask": mask, "temperature": 0.7}
@@ -90,13 +93,21 @@ def test_compiled_cpu_path(monkeypatch, dtype):
     assert_gradient_close(gradient, expected_gradient, naive)
     part = slice(1, 8)
     again, gradient_again = run(
-        token_logprobs, logits[part], targets[part], {k: u[part] for k, u in upstream.items()}, temperature=0.7
+        token_logprobs,
+        logits[part],
+        targets[part],
+        {k: u[part] for k, u in upstream.items()},
+        temperature=0.7,
     )
     kept = mask[part]
     assert all(torch.equal(a[kept], o[part][kept]) for a, o in zip(again, outputs, strict=True))
     assert torch.equal(gradient_again[kept], gradient[part][kept])
     _, inplace = run(
-        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k), logits, targets, upstream, **options
+        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k),
+        logits,
+        targets,
+        upstream,
+        **options,
     )
     assert torch.equal(inplace, gradient)
 
@@ -117,5 +128,6 @@ def test_large_gradients_ask_for_huge_pages():
 
     large, small = torch.empty(1 << 24), torch.empty(1 << 10)
     assert "hg" not in flags(large)
-    assert compiled.in_huge_pages(large) is large and "hg" in flags(large)
+    assert compiled.in_huge_pages(large) is large
+    assert "hg" in flags(large)
     assert "hg" not in flags(compiled.in_huge_pages(small))

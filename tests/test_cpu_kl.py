@@ -94,13 +94,21 @@ def test_compiled(compiled, direction, dtype):
     got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
     names = {"_js_sums", "js_dx", "js_dy"} if direction == "jensen-shannon" else {"_kl_dx", "_kl_dy"}
     assert set(compiled) == {"_near_sums"} | names
-    assert all((z[~mask] == 0).all() for z in got) and got[0][1, 2] == 0 and (got[1][1, 2] == 0).all()
+    assert all((z[~mask] == 0).all() for z in got)
+    assert got[0][1, 2] == 0
+    assert (got[1][1, 2] == 0).all()
     finite = [z.masked_fill(~mask[..., None], 0).clamp(min=-1e4) for z in (x, y)]
     # floor: 1 / temperature is rounded to fp32
     assert_as_good_as_reference(got, *finite, upstream, floor=3e-6, **options)
     # the bits of a row are its own
-    alone = both_gradients(fused_rl.token_kl, x[1:, :2], y[1:, :2], upstream[1:, :2], direction=direction,
-                           temperature=options["temperature"][1:])  # fmt: skip
+    alone = both_gradients(
+        fused_rl.token_kl,
+        x[1:, :2],
+        y[1:, :2],
+        upstream[1:, :2],
+        direction=direction,
+        temperature=options["temperature"][1:],
+    )
     for ours, best in zip(alone, got, strict=True):
         assert torch.equal(ours[0], best[1, :2])
 
@@ -132,7 +140,8 @@ def test_compiled_semantics(compiled, direction):
     assert value.isnan().tolist() == [False] * 4 + [True] * 3 + [False]
     infinite = {"reverse": [1, 3], "forward": [0, 2], "jensen-shannon": []}[direction]
     assert value.isinf().nonzero()[:, 0].tolist() == infinite
-    assert (dx[infinite] == 0).all() and (dy[infinite] == 0).all()
+    assert (dx[infinite] == 0).all()
+    assert (dy[infinite] == 0).all()
     for row in [row for row in (0, 1, 7) if row not in infinite]:
         want = fused_rl.reference.token_kl(x[row].double(), y[row].double(), direction=direction)
         torch.testing.assert_close(value[row].double(), want, rtol=1e-6, atol=0)
@@ -148,7 +157,8 @@ def test_compiled_keeps_no_intermediate(compiled, direction):
     x.requires_grad_()
     least = min(
         machine.peak_extra_bytes(
-            lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x), "cpu"
+            lambda: torch.autograd.grad(fused_rl.token_kl(x, y, direction=direction).sum(), x),
+            "cpu",
         )
         for _ in range(3)  # the first time compiles
     )

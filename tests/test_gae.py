@@ -16,7 +16,8 @@ def batch(b, t, keep=0.7, seed=0, device="cpu"):
     rewards, values = torch.randn(2, b, t, generator=generator)
     mask = torch.rand(b, t, generator=generator) < keep
     # what no one may read
-    rewards, values = rewards.masked_fill(~mask, torch.nan), values.masked_fill(~mask, torch.inf)
+    rewards = rewards.masked_fill(~mask, torch.nan)
+    values = values.masked_fill(~mask, torch.inf)
     return rewards.to(device), values.to(device), mask.to(device)
 
 
@@ -24,13 +25,18 @@ def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
     got = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
     want = reference.gae(rewards.double(), values.double(), mask, gamma=gamma, gae_lambda=gae_lambda)
     for ours, best in zip(got, want, strict=True):
-        assert ours.dtype == torch.float32 and (ours[~mask] == 0).all()
+        assert ours.dtype == torch.float32
+        assert (ours[~mask] == 0).all()
         torch.testing.assert_close(ours, best.float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("gae_lambda", "want"),
-    [(1.0, [0.9, 0.8, 0.7, 0.6]), (0.95, [0.799675, 0.7365, 0.67, 0.6]), (0.0, [0.1, 0.1, 0.1, 0.6])],
+    [
+        (1.0, [0.9, 0.8, 0.7, 0.6]),
+        (0.95, [0.799675, 0.7365, 0.67, 0.6]),
+        (0.0, [0.1, 0.1, 0.1, 0.6]),
+    ],
 )
 @pytest.mark.parametrize("mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]])  # masked positions are as if not there
 def test_known_values(backend, gae_lambda, want, mask):
@@ -42,7 +48,8 @@ def test_known_values(backend, gae_lambda, want, mask):
     want = torch.tensor(want, device=backend)
     torch.testing.assert_close(advantages[mask], want, rtol=0, atol=1e-6)
     torch.testing.assert_close(returns[mask], want + values[mask], rtol=0, atol=1e-6)
-    assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
+    assert (advantages[~mask] == 0).all()
+    assert (returns[~mask] == 0).all()
 
 
 # undiscounted, usual, strong decay (short blocks in the kernel), one-step, myopic, a decay that fp32 cannot hold
@@ -97,7 +104,8 @@ def test_dtypes_strides_and_detachment(backend):
     wide = torch.stack([rewards, rewards], 2)[:, :, 0]  # stride 2 along T
     rows = torch.cat([values, values], 1)[:, :50].requires_grad_()
     for ours, best in zip(fused_rl.gae(wide, rows, mask, gamma=0.9, gae_lambda=0.9), plain, strict=True):
-        assert torch.equal(ours, best) and not ours.requires_grad
+        assert torch.equal(ours, best)
+        assert not ours.requires_grad
     low = fused_rl.gae(rewards.bfloat16(), values.half(), mask, gamma=0.9, gae_lambda=0.9)
     want = reference.gae(rewards.bfloat16().double(), values.half().double(), mask, gamma=0.9, gae_lambda=0.9)
     torch.testing.assert_close(low[0], want[0].float(), rtol=1e-6, atol=1e-6)
@@ -128,9 +136,15 @@ def test_operator_registration():
     ("change", "message"),
     [
         ({"rewards": torch.zeros(4)}, r"rewards must be \(B, T\) floating point"),
-        ({"values": torch.zeros(2, 3, dtype=torch.int64)}, r"values must be \(B, T\) floating point"),
+        (
+            {"values": torch.zeros(2, 3, dtype=torch.int64)},
+            r"values must be \(B, T\) floating point",
+        ),
         ({"mask": torch.ones(2, 3)}, "mask must be a bool tensor"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)"),
+        (
+            {"mask": torch.ones(2, 4, dtype=torch.bool)},
+            r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)",
+        ),
         ({"gamma": 1.01}, "gamma must be between 0 and 1"),
         ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
         ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1"),
@@ -138,6 +152,12 @@ def test_operator_registration():
 )
 def test_errors(change, message):
     rewards, values, mask = batch(2, 3)
-    arguments = {"rewards": rewards, "values": values, "mask": mask, "gamma": 1.0, "gae_lambda": 0.95} | change
+    arguments = {
+        "rewards": rewards,
+        "values": values,
+        "mask": mask,
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+    } | change
     with pytest.raises(ValueError, match=message):
         fused_rl.gae(arguments.pop("rewards"), arguments.pop("values"), arguments.pop("mask"), **arguments)

@@ -49,7 +49,12 @@ class Rounded(torch.autograd.Function):
     def backward(ctx, dlogits):
         hidden, weight = ctx.saved_tensors
         rounded = dlogits.to(ctx.dtype).to(FP64)
-        return rounded @ weight, rounded.t() @ hidden, dlogits.sum(0) if ctx.needs_input_grad[2] else None, None
+        return (
+            rounded @ weight,
+            rounded.t() @ hidden,
+            dlogits.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
+        )
 
 
 def check(run, leaves, targets, *args, monkeypatch, **options):
@@ -101,7 +106,12 @@ def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace)
     leaves, targets, mask = make(shape, dtype, bias=bias)
     temperature = torch.linspace(0.5, 2, shape[0])
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {"mask": mask, "softcap": softcap, "temperature": temperature, "workspace_mb": workspace_mb}
+    options = {
+        "mask": mask,
+        "softcap": softcap,
+        "temperature": temperature,
+        "workspace_mb": workspace_mb,
+    }
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
@@ -110,7 +120,12 @@ def test_divergence(backend, monkeypatch, direction, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
     head = reference_head(shape, BF16, backend)
-    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    options = {
+        "direction": direction,
+        "mask": mask,
+        "temperature": 0.8,
+        "workspace_mb": workspace_mb,
+    }
     check(kl_and_gradients, leaves, targets, head, monkeypatch=monkeypatch, **options)
 
 
@@ -119,7 +134,14 @@ def test_divergence(backend, monkeypatch, direction, workspace):
 def test_divergence_in_tiles(monkeypatch, direction):
     leaves, targets, mask = make(MORE_TOKENS[0], BF16)
     options = {"direction": direction, "mask": mask, "workspace_mb": MORE_TOKENS[1]}
-    check(kl_and_gradients, leaves, targets, reference_head(MORE_TOKENS[0], BF16), monkeypatch=monkeypatch, **options)
+    check(
+        kl_and_gradients,
+        leaves,
+        targets,
+        reference_head(MORE_TOKENS[0], BF16),
+        monkeypatch=monkeypatch,
+        **options,
+    )
 
 
 @on_backends("lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0)
@@ -201,7 +223,8 @@ def test_a_row_of_the_head_beyond_all_others():
     clean = fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
     weight[0] = -1e30 * hidden.sign()[0]
     spoilt = fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
-    assert spoilt.logprobs[0].isfinite() and (spoilt.logprobs[0] - clean.logprobs[0]).abs() < 0.1
+    assert spoilt.logprobs[0].isfinite()
+    assert (spoilt.logprobs[0] - clean.logprobs[0]).abs() < 0.1
     weight[:] = torch.nan
     assert fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32).logprobs.isnan().all()
 
@@ -252,12 +275,18 @@ def test_none_is_fp32_where_products_return_it(monkeypatch):
     hidden = SimpleNamespace(device=torch.device("cuda"), dtype=BF16)
     assert tiles.budget(1, hidden, copied=False) == (2**20, FP32)
     assert tiles.budget(1, hidden, copied=False, logits_dtype=BF16) == (2**20, BF16)
-    weight, out, calls = torch.zeros(5, 3, dtype=BF16), torch.zeros(2, 5), []
+    weight = torch.zeros(5, 3, dtype=BF16)
+    out = torch.zeros(2, 5)
+    calls = []
     monkeypatch.setattr(torch, "mm", lambda *args, **options: calls.append((args, options)))
     tiles.product(hidden, weight, out)
     ((given, head), options) = calls[0]
-    assert given is hidden and head.shape == (3, 5) and head.data_ptr() == weight.data_ptr()
-    assert options["out_dtype"] == FP32 and options["out"] is out and len(calls) == 1
+    assert given is hidden
+    assert head.shape == (3, 5)
+    assert head.data_ptr() == weight.data_ptr()
+    assert options["out_dtype"] == FP32
+    assert options["out"] is out
+    assert len(calls) == 1
 
 
 def test_tiles_are_counted_in_fp32():
@@ -265,10 +294,14 @@ def test_tiles_are_counted_in_fp32():
     hidden = torch.empty(1024, 64, dtype=BF16)
     plain = tiles.Budget(48 << 20, BF16)
     wide = tiles.Budget(48 << 20, FP32)
-    assert tiles.forward_rows(hidden, 65536, plain) == 384 and tiles.forward_rows(hidden, 65536, wide) == 192
-    assert wide.per_logit(BF16) == 6 and wide.per_logit(FP32) == 4 and plain.per_logit(BF16) == 2
+    assert tiles.forward_rows(hidden, 65536, plain) == 384
+    assert tiles.forward_rows(hidden, 65536, wide) == 192
+    assert wide.per_logit(BF16) == 6
+    assert wide.per_logit(FP32) == 4
+    assert plain.per_logit(BF16) == 2
     n, columns = tiles.backward_tile(hidden, 65536, (True, True), wide)
-    assert n == 1024 and n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
+    assert n == 1024
+    assert n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
     rows = (wide.bytes - tiles.sum_bytes(8192, 64, 2)) // (8192 * 6)
     assert tiles.one_pass_rows(hidden.repeat(4, 1), 8192, (True, True), wide) == rows
 
@@ -292,10 +325,12 @@ def test_work():
     hidden, weight, bias = leaves
     with Work() as work:
         outputs = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32)
-    assert work.flop == 2 * n * width * vocab and work.dtypes == {FP32}
+    assert work.flop == 2 * n * width * vocab
+    assert work.dtypes == {FP32}
     with Work() as work:
         outputs.logprobs.sum().backward()
-    assert work.flop == 6 * n * width * vocab and work.dtypes == {FP32, BF16}
+    assert work.flop == 6 * n * width * vocab
+    assert work.dtypes == {FP32, BF16}
 
 
 OPS = {
@@ -309,11 +344,22 @@ OPS = {
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 @pytest.mark.parametrize(
     ("operands", "asked"),
-    [(FP32, BF16), (FP32, FP16), (FP32, FP64), (BF16, FP16), (BF16, FP64), (BF16, torch.int32), (BF16, "float32")],
+    [
+        (FP32, BF16),
+        (FP32, FP16),
+        (FP32, FP64),
+        (BF16, FP16),
+        (BF16, FP64),
+        (BF16, torch.int32),
+        (BF16, "float32"),
+    ],
 )
 def test_other_dtypes_are_refused(op, operands, asked):
     (hidden, weight), targets, _ = make(ONE_TILE[0], operands, bias=False)
-    with pytest.raises(ValueError, match=r"logits_dtype must be None, torch.float32 or the dtype of hidden and weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"logits_dtype must be None, torch.float32 or the dtype of hidden and weight",
+    ):
         op(hidden, weight, targets, logits_dtype=asked)
 
 

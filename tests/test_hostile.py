@@ -10,11 +10,28 @@ from hypothesis import HealthCheck, Phase, given, settings
 import fused_rl
 from bench.compiled import interpreter
 from tests import hostile_tokens
-from tests.hostile import FILLS, LOOKS, OPS, PLACES, SIDES, Case, Row, blurred, build, cases, sizes_of_head
+from tests.hostile import (
+    FILLS,
+    LOOKS,
+    OPS,
+    PLACES,
+    SIDES,
+    Case,
+    Row,
+    blurred,
+    build,
+    cases,
+    sizes_of_head,
+)
 from tests.hostile import OTHERS as OTHER_ROWS
-from tests.marks import diagonal
+from tests.marks import diagonal, slow
 
-SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+SETTINGS = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
 SETTINGS["phases"] = [Phase.generate]  # what fails is printed as it was drawn: looking for less would take minutes
 
 
@@ -45,7 +62,10 @@ def allowed_gradient(op, batch, leaf, exact, naive, size):
     """Twice the error of the reference, two roundings to the leaf's dtype, and the op's part of the largest."""
     of_head = op.sizes is sizes_of_head
     summed = 2**-21 * batch.logits.shape[1] ** 0.5 if of_head else 0  # by a GEMM in fp32
-    largest = [2 * (naive.double() - exact).abs().nan_to_num(0, 0, 0), (op.floor + blurred(batch) + summed) * size]
+    largest = [
+        2 * (naive.double() - exact).abs().nan_to_num(0, 0, 0),
+        (op.floor + blurred(batch) + summed) * size,
+    ]
     if exact.numel():
         dims = tuple(range(exact.dim())) if of_head else -1
         largest = [z.amax(dims, keepdim=True) for z in largest]
@@ -125,7 +145,10 @@ def test_ops(backend, name):
     """On the CPU path a dozen draws; on the kernels, whose interpreter takes seconds, one batch of `WHOLE`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         # the ranks of a split vocabulary run again for each reduction: the smallest
-        check(OPS[name], WHOLE[-1 if name.startswith("vocab_parallel") else [*OPS].index(name) % len(WHOLE)])
+        check(
+            OPS[name],
+            WHOLE[-1 if name.startswith("vocab_parallel") else [*OPS].index(name) % len(WHOLE)],
+        )
         return
     examples = 6 if name.startswith("vocab_parallel") else 12  # whose ranks run again for each reduction
     settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
@@ -163,7 +186,7 @@ def check_tokens(function, case):
         assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, slow(120)])
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
 def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]
@@ -173,7 +196,15 @@ def test_functions_of_tokens(name, examples):
 
 
 # Names that are no functions of logits, hidden states or tokens.
-OTHERS = {"ADVANTAGES", "PRESETS", "LinearTokenLoss", "PolicyLossOptions", "Preset", "TokenLogprobs", "TokenSupport"}
+OTHERS = {
+    "ADVANTAGES",
+    "PRESETS",
+    "LinearTokenLoss",
+    "PolicyLossOptions",
+    "Preset",
+    "TokenLogprobs",
+    "TokenSupport",
+}
 OTHERS |= {"tf_adam_epsilon"}  # of an optimizer
 
 
@@ -204,4 +235,8 @@ if __name__ == "__main__":
     interpreter.fix_numerics()
     for name in sys.argv[2:] or (*OPS, *hostile_tokens.FUNCTIONS):
         found = draws_until_wrong(name, int(sys.argv[1]))
-        print(name, "right in all draws" if found is None else "wrong at draw {}: {}\n  {}".format(*found), sep=": ")
+        print(
+            name,
+            "right in all draws" if found is None else "wrong at draw {}: {}\n  {}".format(*found),
+            sep=": ",
+        )

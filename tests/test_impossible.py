@@ -46,16 +46,20 @@ def test_skipped_tokens_are_as_masked_ones(options):
 
         loss, gradient, metrics = run(logprobs, mask, skip_impossible=True)
         wanted_loss, wanted_gradient, wanted_metrics = run(logprobs, kept)
-        assert loss.isfinite() and torch.equal(loss, wanted_loss)
-        assert torch.equal(gradient, wanted_gradient) and (gradient[~kept] == 0).all()
-        assert metrics == wanted_metrics and all(value.isfinite() for value in metrics.values())
+        assert loss.isfinite()
+        assert torch.equal(loss, wanted_loss)
+        assert torch.equal(gradient, wanted_gradient)
+        assert (gradient[~kept] == 0).all()
+        assert metrics == wanted_metrics
+        assert all(value.isfinite() for value in metrics.values())
         assert not run(logprobs, mask)[0].isfinite()  # as the docstring says
 
 
 def test_skipped_tokens_of_a_token_loss():
     """The policy's own -inf comes from a banned logit and is known only inside; the caller's denominator is used."""
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(*SHAPE, 8, generator=generator), torch.randn(20, 8, generator=generator)
+    hidden = torch.randn(*SHAPE, 8, generator=generator)
+    weight = torch.randn(20, 8, generator=generator)
     targets = torch.randint(20, SHAPE, generator=generator)
     _, old, ref, advantages, mask, kept = inputs()
     bias = torch.zeros(20)
@@ -70,4 +74,5 @@ def test_skipped_tokens_of_a_token_loss():
         loss, *_ = fused_rl.linear_token_loss(h, weight, targets, token_loss, *per_token, bias=bias, mask=counted)
         gradients.append((loss.detach(), *torch.autograd.grad(loss, h)))
     (loss, gradient), (wanted_loss, wanted_gradient) = gradients
-    assert torch.allclose(loss, wanted_loss) and torch.allclose(gradient, wanted_gradient, atol=1e-7)
+    assert torch.allclose(loss, wanted_loss)
+    assert torch.allclose(gradient, wanted_gradient, atol=1e-7)

@@ -38,7 +38,8 @@ def test_beyond_the_cap_value_and_gradient_are_those_at_the_cap(estimator):
 
 
 def test_with_gradient_of_is_exact():
-    value, carrier = torch.tensor([0.1, torch.inf]), torch.tensor([1e20, -torch.inf], requires_grad=True)
+    value = torch.tensor([0.1, torch.inf])
+    carrier = torch.tensor([1e20, -torch.inf], requires_grad=True)
     out = primitives.with_gradient_of(value, carrier)
     assert torch.equal(out, value)
     out.backward(torch.tensor([2.0, 3.0]))

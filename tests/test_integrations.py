@@ -17,7 +17,10 @@ from tests.marks import first_fast, slow
 # TRL's trainers: whole runs, patched against unpatched
 
 FP32 = 1e-5  # what the integration promises
-OFF_POLICY = {"num_iterations": 2, "beta": 0.04}  # the second step's ratios are not 1, and the reference has a say
+OFF_POLICY = {
+    "num_iterations": 2,
+    "beta": 0.04,
+}  # the second step's ratios are not 1, and the reference has a say
 GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 DPO_LOSSES = ["hinge", "ipo", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down"]
 DPO_LOSSES += ["sft", "sigmoid_norm"]
@@ -84,7 +87,10 @@ ILL_CONDITIONED = [
     (Cell("DPO", {"loss_type": ["discopop"]}), FP64),
     (Cell("DPO", {"loss_type": ["sppo_hard"]}), FP64),
     (Cell("DPO", {"f_divergence_type": "forward_kl"}), FP64),
-    (Cell("DPO", {"f_divergence_type": "alpha_divergence"}), {}),  # TRL has no fp64 for it: the head alone is exact
+    (
+        Cell("DPO", {"f_divergence_type": "alpha_divergence"}),
+        {},
+    ),  # TRL has no fp64 for it: the head alone is exact
 ]
 BF16 = {"dtype": torch.bfloat16}
 AUTOCAST = {"bf16": True}
@@ -153,17 +159,20 @@ def test_trl_run_is_as_near_to_fp64_as_trl(cell, exactly, accumulation, trl, tmp
     exact = trl_runs.train(cell, "exact", tmp_path, **exactly, **how)
     theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in ("host", "ours"))
     assert ours.served == theirs.host and not ours.host, "TRL's own primitive was called"
-    allowed, found = trl_runs.differences(theirs, exact), trl_runs.differences(ours, exact)
+    allowed = trl_runs.differences(theirs, exact)
+    found = trl_runs.differences(ours, exact)
     assert all(found[kind] <= max(FP32, 2 * allowed[kind]) for kind in found), (found, allowed)
 
 
 @pytest.mark.parametrize("accumulation", [1, slow(2)])
 def test_trl_reward_is_untouched(accumulation, trl, tmp_path):
     """A reward model has no vocabulary: patched and unpatched runs are the same to the last bit."""
-    cell, how = Cell("Reward"), {"gradient_accumulation_steps": accumulation}
+    cell = Cell("Reward")
+    how = {"gradient_accumulation_steps": accumulation}
     theirs, ours = (trl_runs.train(cell, primitive, tmp_path, **how) for primitive in ("host", "ours"))
     assert max(trl_runs.differences(ours, theirs).values()) == 0
-    assert not ours.served and not ours.host
+    assert not ours.served
+    assert not ours.host
 
 
 @pytest.mark.slow  # by the primitive itself: test_other_divergences_are_the_hosts
@@ -183,7 +192,8 @@ def check_low_precision(cell, how, folder):
     """In bf16, tokens and gradients are as near to an exact head's, and loss and metrics to an fp64 run's, as TRL's."""
     how = {"max_steps": 1, "scripted": True, **how}
     exact, theirs, ours = (trl_runs.train(cell, primitive, folder, **how) for primitive in ("exact", "host", "ours"))
-    assert ours.served == theirs.host and not ours.host
+    assert ours.served == theirs.host
+    assert not ours.host
     assert not worse(trl_runs.token_errors(ours, exact), trl_runs.token_errors(theirs, exact))
     # Of an exact head on the same bf16 hidden states.
     gradients = ({"gradients": trl_runs.errors(run, exact)["gradients"]} for run in (ours, theirs))
@@ -196,7 +206,8 @@ def check_low_precision(cell, how, folder):
     assert not worse(trl_runs.errors(ours, exact), trl_runs.errors(theirs, exact), ignored=ignored)
 
 
-@pytest.mark.parametrize(("cell", "how"), [LOW_PRECISION[0], *(slow(*case) for case in LOW_PRECISION[1:])], ids=str)
+@pytest.mark.slow  # of heads alone: test_head_in_bf16, test_divergence
+@pytest.mark.parametrize(("cell", "how"), LOW_PRECISION, ids=str)
 def test_trl_run_in_bf16(cell, how, trl, tmp_path):
     check_low_precision(cell, how, tmp_path)
 
@@ -211,7 +222,14 @@ def test_trl_every_run_in_bf16(cell, how, accumulation, trl, tmp_path):
 
 def ranks(run, primitive, folder):
     """What rank 0 of two saw."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     command += ["-m", "tests.integrations.trl_ranks", run, primitive, str(folder)]
     environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=500)
@@ -225,7 +243,9 @@ def ranks(run, primitive, folder):
 def test_trl_on_two_processes(run, trl, tmp_path):
     """DDP, and ZeRO-3, which gathers the head around the primitive: where parameters end shows their gradients."""
     theirs, ours = (ranks(run, primitive, tmp_path) for primitive in ("host", "ours"))
-    assert ours.served and ours.served == theirs.host and not ours.host
+    assert ours.served
+    assert ours.served == theirs.host
+    assert not ours.host
     assert max(trl_runs.differences(ours, theirs).values()) <= FP32
 
 
@@ -253,7 +273,8 @@ def test_trl_saves_and_resumes_as_before(cell, trl, tmp_path):
     left = {primitive: interrupted(cell, primitive, folder) for primitive, folder in folders.items()}
     for primitive in folders:
         ends = {writer: resumed(cell, primitive, tmp_path / "rest", left[writer]) for writer in folders}
-        own, other = ends[primitive], ends["host" if primitive == "ours" else "ours"]
+        own = ends[primitive]
+        other = ends["host" if primitive == "ours" else "ours"]
         assert moved(own, whole[primitive]) == 0, "resuming is not exact"
         assert moved(other, own) <= FP32
     assert moved(whole["ours"], whole["host"]) <= FP32

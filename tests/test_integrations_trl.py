@@ -69,7 +69,10 @@ def test_head_in_fp32(name, workspace, monkeypatch):
     monkeypatch.setattr(trl_head, "WORKSPACE_MB", workspace)
     for one in head_on_both(name, FP32, 150):
         assert_close(*one, slack=2)  # the order of sums
-        if name != "banned" or one[0] in ("log_probs", "log_sum_sq_probs"):  # TRL's entropy of a banned token is NaN
+        if name != "banned" or one[0] in (
+            "log_probs",
+            "log_sum_sq_probs",
+        ):  # TRL's entropy of a banned token is NaN
             assert_near_the_host(*one)
 
 
@@ -107,12 +110,24 @@ def test_top1_is_the_first_of_equal_tokens(backend):
     for dtype in (FP32, BF16):
         weight = torch.eye(4, dtype=dtype)
         found = []
-        for function, device in ((ChunkedLogProbFunction, "cpu"), (integration.ChunkedLogProbFunction, backend)):
+        for function, device in (
+            (ChunkedLogProbFunction, "cpu"),
+            (integration.ChunkedLogProbFunction, backend),
+        ):
             rows = [
-                function.apply(torch.zeros(1, 4, dtype=dtype, device=device), weight.to(device), row.to(device, dtype),
-                               target.to(device), 1.0, 4, None, 1.0, ALL)[-1].cpu()
+                function.apply(
+                    torch.zeros(1, 4, dtype=dtype, device=device),
+                    weight.to(device),
+                    row.to(device, dtype),
+                    target.to(device),
+                    1.0,
+                    4,
+                    None,
+                    1.0,
+                    ALL,
+                )[-1].cpu()
                 for row, target in zip(logits, targets[:, None], strict=True)
-            ]  # fmt: skip
+            ]
             found.append(torch.cat(rows).tolist())
         assert found[0] == found[1] == [True, False, False, False, True]
 
@@ -138,14 +153,20 @@ def test_without_rows():
     head = make_head(FP32)
     head[0] = head[0][:0]
     leaves = leaves_of(head, FP32)
-    found = run_head(integration.ChunkedLogProbFunction.apply, leaves, torch.zeros(0, dtype=torch.long), (1, None, 1))
+    found = run_head(
+        integration.ChunkedLogProbFunction.apply,
+        leaves,
+        torch.zeros(0, dtype=torch.long),
+        (1, None, 1),
+    )
     assert [x.shape for x in found[:5]] == [(0,)] * 5
     assert all(x.grad.abs().sum() == 0 for x in leaves)
     leaves = leaves_of(make_head(FP32), FP32)
     student = [leaves[0][:0], *leaves[1:]]
     ours, _ = integration.ChunkedDivergenceFunction.apply(*student, *(x.detach() for x in student), 0.5)
     ours.sum().backward()
-    assert ours.shape == (0,) and all(x.grad.abs().sum() == 0 for x in leaves)
+    assert ours.shape == (0,)
+    assert all(x.grad.abs().sum() == 0 for x in leaves)
 
 
 MIXED = {
@@ -227,7 +248,9 @@ def test_a_sharded_head_is_gathered_again_in_the_backward_pass(monkeypatch):
             p.data = p.data.new_empty(0)
 
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    head, options, teacher = make_head(FP32), (1.0, None, 1.0), make_head(FP32, seed=1)
+    head = make_head(FP32)
+    options = (1.0, None, 1.0)
+    teacher = make_head(FP32, seed=1)
     targets = make_targets(head, options)
     exact = exact_head(head, targets, options)[5:], exact_divergence(head, teacher, 1.0, 1.0)[2:]
     for i, truths in enumerate(exact):
@@ -272,12 +295,18 @@ def exact_divergence(student, teacher, beta, temperature, scales=(1.0, None, 1.0
 def divergence_on_both(beta, dtype, scales, n, device="cpu"):
     """(name, ours, theirs, exact) of every output and gradient."""
     bias = scales[1] is not None
-    student, teacher = make_head(dtype, bias, n=n), make_head(dtype, not bias, seed=1, width=24, n=n)
+    student = make_head(dtype, bias, n=n)
+    teacher = make_head(dtype, not bias, seed=1, width=24, n=n)
     exact = exact_divergence(student, teacher, beta, 0.7, scales)
     theirs = run_divergence(ChunkedDivergenceFunction.apply, leaves_of(student, dtype), teacher, beta, 0.7, scales)
     student, teacher = ([None if x is None else x.to(device) for x in head] for head in (student, teacher))
     ours = run_divergence(
-        integration.ChunkedDivergenceFunction.apply, leaves_of(student, dtype), teacher, beta, 0.7, scales
+        integration.ChunkedDivergenceFunction.apply,
+        leaves_of(student, dtype),
+        teacher,
+        beta,
+        0.7,
+        scales,
     )
     assert not ours[1].requires_grad
     for one, *three in zip(("divergence", "entropy", *NAMES[5:]), ours, theirs, exact, strict=True):
@@ -312,14 +341,26 @@ def test_divergence_by_the_kernels(beta, backend):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"logit_scale": 0.0}, {"logit_scale": -1.0}, {"temperature": 1e-7}, {"dtype": FP64}, {"outputs": (*ALL, "new")}],
+    [
+        {"logit_scale": 0.0},
+        {"logit_scale": -1.0},
+        {"temperature": 1e-7},
+        {"dtype": FP64},
+        {"outputs": (*ALL, "new")},
+    ],
 )
 def test_other_heads_are_the_hosts(changed):
     head = make_head(changed.get("dtype", FP32))
     targets = make_targets(head, (1.0, None, 1.0))
     options = changed.get("temperature", 1.0), None, changed.get("logit_scale", 1.0)
     outputs = changed.get("outputs", ALL)
-    ours = run_head(integration.ChunkedLogProbFunction.apply, leaves_of(head, head[0].dtype), targets, options, outputs)
+    ours = run_head(
+        integration.ChunkedLogProbFunction.apply,
+        leaves_of(head, head[0].dtype),
+        targets,
+        options,
+        outputs,
+    )
     theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, head[0].dtype), targets, options, outputs)
     assert all(map(same_bits, ours, theirs))
 

@@ -106,7 +106,8 @@ def test_entropy_without_gradient():
     logits = make_logits(FP32).requires_grad_()
     index = torch.zeros(3, 7, dtype=torch.long)
     logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index, entropy_requires_grad=False)
-    assert logprobs.requires_grad and not entropy.requires_grad
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
     torch.testing.assert_close(entropy, trl_utils.entropy_from_logits(logits).detach(), rtol=1e-5, atol=1e-5)
 
 
@@ -121,9 +122,11 @@ def test_banned_tokens(dtype):
     (logprobs.flatten()[1:].sum() + entropy.sum()).backward()
     truth = formulas.entropy(logits.detach().double().log_softmax(-1))
     torch.testing.assert_close(entropy.detach().double(), truth, rtol=1e-6, atol=1e-6)
-    assert logits.grad.isfinite().all() and trl_utils.entropy_from_logits(logits).isnan().all()
+    assert logits.grad.isfinite().all()
+    assert trl_utils.entropy_from_logits(logits).isnan().all()
     several = integration.selective_log_softmax(logits, index[..., None].expand(3, 7, 2))
-    assert several[0, 0].eq(-torch.inf).all() and several.flatten()[2:].isfinite().all()
+    assert several[0, 0].eq(-torch.inf).all()
+    assert several.flatten()[2:].isfinite().all()
 
 
 def test_logits_without_rows():
@@ -131,7 +134,11 @@ def test_logits_without_rows():
     index = torch.zeros(0, 4, dtype=torch.long)
     outputs = integration.selective_log_softmax_and_entropy(logits, index)
     assert [x.shape for x in outputs] == [(0, 4)] * 2
-    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (0, 4, 2)
+    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (
+        0,
+        4,
+        2,
+    )
     sum(x.sum() for x in outputs).backward()
 
 
@@ -154,7 +161,8 @@ def hard_rows():
 def test_hard_cases(hard_rows):
     """The faults are still TRL's, and not ours."""
     worst = hard_rows["fp32 head, entropy, peak of 27 nats"]
-    assert worst["TRL"] < -1e-5 and worst["exact"] > 1e-6
+    assert worst["TRL"] < -1e-5
+    assert worst["exact"] > 1e-6
     assert hard_rows["bf16 logits at 100, log-prob's error"]["TRL"] > 0.25
     for source in ("head", "logits"):
         assert math.isnan(hard_rows[f"fp32 {source}, entropy, -inf columns"]["TRL"])

@@ -37,15 +37,34 @@ def test_the_documented_example_runs(tmp_path, monkeypatch):
     apply = trl_head.HeadLogprobs.apply
     monkeypatch.setattr(trl_head.HeadLogprobs, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
     exec(compile(example, "docs/integrations.md", "exec"), {})
-    assert len(example.strip().splitlines()) <= 10 and len(calls) >= 2
+    assert len(example.strip().splitlines()) <= 10
+    assert len(calls) >= 2
     assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
 # What imports the primitives by name, in TRL and in its experimental trainers.
-USERS = ("trainer.distillation_trainer", "trainer.grpo_trainer", "trainer.sft_trainer", "trainer.dpo_trainer")
-USERS += ("experimental.orpo.orpo_trainer", "experimental.cpo.cpo_trainer", "experimental.tpo.tpo_trainer")
-USERS += ("experimental.sdft.loss_utils", "experimental.sdpo.loss_utils", "experimental.a2po.a2po_trainer")
-OURS = ("ChunkedLogProbFunction", "ChunkedDivergenceFunction", "selective_log_softmax", "entropy_from_logits")
+USERS = (
+    "trainer.distillation_trainer",
+    "trainer.grpo_trainer",
+    "trainer.sft_trainer",
+    "trainer.dpo_trainer",
+)
+USERS += (
+    "experimental.orpo.orpo_trainer",
+    "experimental.cpo.cpo_trainer",
+    "experimental.tpo.tpo_trainer",
+)
+USERS += (
+    "experimental.sdft.loss_utils",
+    "experimental.sdpo.loss_utils",
+    "experimental.a2po.a2po_trainer",
+)
+OURS = (
+    "ChunkedLogProbFunction",
+    "ChunkedDivergenceFunction",
+    "selective_log_softmax",
+    "entropy_from_logits",
+)
 OURS += ("selective_log_softmax_and_entropy",)
 
 
@@ -66,18 +85,23 @@ def attributes():
 
 def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     before = attributes()
-    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [ChunkedLogProbFunction, ChunkedDivergenceFunction]
+    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [
+        ChunkedLogProbFunction,
+        ChunkedDivergenceFunction,
+    ]
     copies = {place for place, value in before.items() if any(value is original for original in originals)}
     integration.patch()
     try:
         patched = attributes()
         changed = {place for place in before if patched[place] is not before[place]}
-        assert changed == copies and len(copies) >= 14
+        assert changed == copies
+        assert len(copies) >= 14
         assert {patched[place] for place in changed} == {getattr(integration, name) for name in OURS}
     finally:
         integration.unpatch()
     after = attributes()
-    assert after.keys() == before.keys() and all(after[place] is before[place] for place in before)
+    assert after.keys() == before.keys()
+    assert all(after[place] is before[place] for place in before)
 
 
 def test_a_with_that_raises_restores(host_modules):
@@ -107,7 +131,12 @@ def test_the_hosts_own_function_is_reached_while_patched():
     targets = make_targets(head, (1.0, None, 1.0))
     theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
     with integration.patch():
-        ours = run_head(trl_utils._ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
+        ours = run_head(
+            trl_utils._ChunkedLogProbFunction.apply,
+            leaves_of(head, FP64),
+            targets,
+            (1.0, None, 1.0),
+        )
     assert all(map(torch.equal, ours, theirs))
 
 
@@ -128,7 +157,8 @@ def test_a_patched_host_pickles(tmp_path):
         dumped = pickle.dumps([replaced, config])
         assert pickle.loads(dumped)[0] == replaced
     functions, again = pickle.loads(dumped)
-    assert functions == replaced and again.max_length == 17
+    assert functions == replaced
+    assert again.max_length == 17
     assert copy.deepcopy(functions) == functions
 
 

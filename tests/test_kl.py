@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
 from bench.compiled import interpreter
@@ -22,7 +21,13 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 # less than a tile, one exactly, a tail
-SIZES = [(torch.float32, 4096), (torch.bfloat16, 33), (torch.float16, 1000), (torch.float32, 1), (torch.bfloat16, 8200)]
+SIZES = [
+    (torch.float32, 4096),
+    (torch.bfloat16, 33),
+    (torch.float16, 1000),
+    (torch.float32, 1),
+    (torch.bfloat16, 8200),
+]
 SIZES += [(torch.float32, 2), (torch.float32, 33), (torch.float32, 10007)]
 
 
@@ -33,7 +38,8 @@ def test_value_and_gradients(backend, direction, size):
     upstream = torch.randn(2, 3, device=backend)
     options = {"direction": direction, "temperature": 0.7}
     got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
-    assert got[0].dtype == torch.float32 and got[1].dtype == dtype
+    assert got[0].dtype == torch.float32
+    assert got[1].dtype == dtype
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
@@ -65,7 +71,10 @@ def test_far_distributions(backend, spread, direction):
     y, _ = pair(4, 3000, spread=spread, seed=1, device=backend)
     got = fused_rl.token_kl(x, y, direction=direction)
     torch.testing.assert_close(
-        got.double(), reference.token_kl(x.double(), y.double(), direction=direction), rtol=2e-6, atol=0
+        got.double(),
+        reference.token_kl(x.double(), y.double(), direction=direction),
+        rtol=2e-6,
+        atol=0,
     )
 
 
@@ -106,7 +115,8 @@ def check_never_negative_never_nan(vocab, spread, distance, offset, banned, dtyp
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", interpret)
             values.append(fused_rl.token_kl(x, y, direction=direction))
-        assert (values[-1] >= 0).all() and torch.isfinite(values[-1]).all()
+        assert (values[-1] >= 0).all()
+        assert torch.isfinite(values[-1]).all()
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
     if direction == "jensen-shannon":
         assert (values[0] <= 0.6931473).all()
@@ -128,11 +138,16 @@ def test_banned_in_both(backend, direction):
     x, y = (z.masked_fill(~keep, -torch.inf) for z in (x, y))
     upstream = torch.randn(3, device=backend)
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
-    assert (dx[~keep] == 0).all() and (dy[~keep] == 0).all()
+    assert (dx[~keep] == 0).all()
+    assert (dy[~keep] == 0).all()
     for row in range(3):
         at = keep[row]
         want = both_gradients(
-            reference.token_kl, x[row, at].double(), y[row, at].double(), upstream[row].double(), direction=direction
+            reference.token_kl,
+            x[row, at].double(),
+            y[row, at].double(),
+            upstream[row].double(),
+            direction=direction,
         )
         for ours, best in zip((value[row], dx[row, at], dy[row, at]), want, strict=True):
             torch.testing.assert_close(ours.double(), best, rtol=1e-5, atol=1e-7)
@@ -164,10 +179,15 @@ def test_banned_in_one(backend):
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="reverse")
     want = reference.token_kl(x[0].double(), y[0].double())
     torch.testing.assert_close(value[0].double(), want, rtol=1e-6, atol=0)
-    assert value[1] == torch.inf and (dx[1] == 0).all() and (dy[1] == 0).all()
-    assert torch.isfinite(dx).all() and torch.isfinite(dy).all()
+    assert value[1] == torch.inf
+    assert (dx[1] == 0).all()
+    assert (dy[1] == 0).all()
+    assert torch.isfinite(dx).all()
+    assert torch.isfinite(dy).all()
     value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="forward")
-    assert value[0] == torch.inf and (dx[0] == 0).all() and torch.isfinite(value[1])
+    assert value[0] == torch.inf
+    assert (dx[0] == 0).all()
+    assert torch.isfinite(value[1])
     got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
     want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
     for ours, best in zip(got, want, strict=True):
@@ -187,7 +207,8 @@ def test_disjoint_and_empty_rows(backend, direction):
         assert value.tolist()[1:] == ([0, torch.inf] if direction == "reverse" else [torch.inf, 0])
     assert not value.isnan().any()
     # no step would bring the two together
-    assert dx.abs().max() < 1e-6 and dy.abs().max() < 1e-6
+    assert dx.abs().max() < 1e-6
+    assert dy.abs().max() < 1e-6
 
 
 @on_backends("which, bad", ["logits", "ref_logits"], [torch.nan, torch.inf], most=0)
@@ -200,8 +221,11 @@ def test_nan_shows_unless_masked(backend, which, bad):
             fused_rl.token_kl, x, y, torch.ones(4, device=backend), direction=direction, mask=mask
         )
         assert value.isnan().tolist() == [False, True, False, False]
-        assert (dx[2] == 0).all() and (dy[2] == 0).all() and value[2] == 0
-        assert torch.isfinite(dx[[0, 3]]).all() and torch.isfinite(dy[[0, 3]]).all()
+        assert (dx[2] == 0).all()
+        assert (dy[2] == 0).all()
+        assert value[2] == 0
+        assert torch.isfinite(dx[[0, 3]]).all()
+        assert torch.isfinite(dy[[0, 3]]).all()
 
 
 @on_backends("direction", DIRECTIONS, most=0)
@@ -214,7 +238,9 @@ def test_temperature_per_row_and_mask(backend, direction):
     got = both_gradients(fused_rl.token_kl, x, y, upstream, temperature=temperature, **options)
     # floor: 1 / temperature is rounded to fp32, and divided logits reach 40
     assert_as_good_as_reference(got, x, y, upstream, floor=3e-6, temperature=temperature.expand(2, 3), **options)
-    assert (got[0][~mask] == 0).all() and (got[1][~mask] == 0).all() and (got[2][~mask] == 0).all()
+    assert (got[0][~mask] == 0).all()
+    assert (got[1][~mask] == 0).all()
+    assert (got[2][~mask] == 0).all()
 
 
 @on_backends("direction", DIRECTIONS, most=0)
@@ -311,6 +337,7 @@ def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
     torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
 
 
+@cpu_fast
 @pytest.mark.parametrize("apart", [30.0, 1000.0, 3000.0])
 def test_jensen_shannon_of_rows_that_share_only_some_tokens(backend, apart):
     """KL is half of `apart`; where Q has its mass log(p / q) is -log 2, and would lose as many digits as KL has."""
@@ -329,9 +356,15 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
     """A wide load from anywhere else faults on a GPU; the interpreter would not notice."""
     pair_of_rows = pytest.importorskip("fused_rl.kernels.pair")
     whole = torch.randn(2, 3, 5056)
-    for x in (whole[..., 1:5009], whole[..., :5008].expand(2, 3, 5008), torch.randn(2, 3, 5009)[..., :5008]):
+    for x in (
+        whole[..., 1:5009],
+        whole[..., :5008].expand(2, 3, 5008),
+        torch.randn(2, 3, 5009)[..., :5008],
+    ):
         got, same, *_ = pair_of_rows.launch_arguments(x, whole[..., :5008], 1.0)
-        assert torch.equal(got, x) and got.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in got.stride()[:2])
+        assert torch.equal(got, x)
+        assert got.data_ptr() % 16 == 0
+        assert all(n % 16 == 0 for n in got.stride()[:2])
         assert same.data_ptr() == whole.data_ptr(), "no copy without need"
 
 
@@ -339,26 +372,6 @@ def test_one_row_of_a_strided_mask(backend):
     x, y = pair(3, 40, device=backend)
     mask = torch.tensor([True, False, False, True, True, False], device=backend)[::2]
     assert (fused_rl.token_kl(x, y, mask=mask) == 0).tolist() == (~mask).tolist()
-
-
-def test_only_what_is_asked_for(backend):
-    """No gradient for a reference that does not require one: the kernel does not write it."""
-    x, y = pair(3, 700, device=backend)
-    x.requires_grad_()
-    fused_rl.token_kl(x, y).sum().backward()
-    assert x.grad is not None and y.grad is None
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        (dx,) = torch.autograd.grad(fused_rl.token_kl(x, y).sum(), x, create_graph=True)
-        dx.sum().backward()
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_reference_gradients(direction):
-    """The oracle itself, and the fixed example of the KL's gradient."""
-    x, y = pair(2, 6)
-    x, y = x.double().requires_grad_(), y.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, b: reference.token_kl(a, b, direction=direction, temperature=0.7), (x, y))
-    torch.testing.assert_close(reference.token_kl(x, y, direction=direction), exact(x, y, direction))
 
 
 def test_by_enumeration(backend):
@@ -388,8 +401,10 @@ def test_traffic_and_memory(direction):
             fused_rl.token_kl(x, y, direction=direction, mask=mask).sum().backward()
         forward, backward = launches
         unit = 2 * vocab
-        assert round(forward.bytes()[0] / unit, 1) == 2 * reads and forward.bytes()[1] <= 0.01 * n * unit
-        assert round(backward.bytes()[0] / unit, 1) == 2 * reads and backward.bytes()[1] == n * unit
+        assert round(forward.bytes()[0] / unit, 1) == 2 * reads
+        assert forward.bytes()[1] <= 0.01 * n * unit
+        assert round(backward.bytes()[0] / unit, 1) == 2 * reads
+        assert backward.bytes()[1] == n * unit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device")
@@ -405,61 +420,6 @@ def test_offsets_beyond_32_bits():
         assert torch.equal(fused_rl.token_kl(x, y), fused_rl.token_kl(values, y))
 
 
-@pytest.mark.parametrize("js", [False, True])
-def test_operator_registrations(js, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    x, y = pair(3, 40)
-    arguments = (x.requires_grad_(), y.requires_grad_(), None, 0.7, None, js)
-    torch.library.opcheck(torch.ops.fused_rl.token_kl.default, arguments)
-
-
-def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    compiled = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=compiled)
-    def loss(x, y, temperature):
-        return fused_rl.token_kl(2 * x, y, temperature=temperature).sum()
-
-    for length, temperature in ((5, 0.7), (6, 1.3), (9, 2.0)):
-        x, y = pair(2, length, 40)
-        x.requires_grad_()
-        got = loss(x, y, temperature)
-        want = fused_rl.token_kl(2 * x, y, temperature=temperature).sum()
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(*(torch.autograd.grad(z, x)[0] for z in (got, want)))
-    assert compiled.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"direction": "js"}, "direction must be one of"),
-        ({"temperature": 0.0}, r"temperature must be a number from 1e-06 to 1e\+06"),
-        ({"temperature": torch.zeros(3)}, r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0 for logits"),
-        ({"temperature": torch.ones(4)}, "temperature must be"),
-        ({"mask": torch.ones(3)}, "mask must be a bool tensor"),
-        ({"mask": torch.ones(2, dtype=torch.bool)}, r"mask must have the shape of the rows, \(3,\), got \(2,\)"),
-        ({"ref_logits": torch.zeros(3, 11)}, r"one shape, got \(3, 10\) and \(3, 11\)"),
-        ({"ref_logits": torch.zeros(3, 10, dtype=torch.bfloat16)}, "share dtype and device"),
-        ({"logits": torch.zeros(3, 10, dtype=torch.float64)}, "logits must be a bf16, fp16 or fp32 tensor"),
-        ({"ref_logits": None}, "ref_logits must be a bf16, fp16 or fp32 tensor"),
-        ({"logits": torch.zeros(3, 0), "ref_logits": torch.zeros(3, 0)}, "V >= 1"),
-    ],
-)
-def test_errors(change, message):
-    arguments = {"logits": torch.zeros(3, 10), "ref_logits": torch.zeros(3, 10)} | change
-    with pytest.raises(ValueError, match=message):
-        fused_rl.token_kl(**arguments)
-
-
-@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (7,)])
-def test_no_rows_and_one_row(backend, shape):
-    x, y = pair(*shape, device=backend)
-    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(shape[:-1], device=backend))
-    assert value.shape == shape[:-1] and dx.shape == dy.shape == shape
-
-
 @pytest.mark.slow
 def test_tritons_own_interpreter_runs_it(tmp_path):
     """As a user starts it: tests/conftest.py mends the interpreter, which takes code that the stock one refuses."""
@@ -470,7 +430,11 @@ def test_tritons_own_interpreter_runs_it(tmp_path):
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     x, y = torch.randn(2, 3, 5000, generator=torch.manual_seed(0)).double()

@@ -27,7 +27,7 @@ from tests.heads import (
     token_loss,
     upstream_of,
 )
-from tests.marks import on_backends
+from tests.marks import grid, on_backends
 
 
 def test_tiles():
@@ -40,32 +40,60 @@ def test_tiles():
         return tiles.forward_rows(hidden, vocab, budget), tiles.backward_tile(hidden, vocab, (True,) * 3, budget)
 
     assert plan(ONE_TILE, FP32) == plan(ONE_TILE, BF16) == (22, (22, 131))
-    assert plan(MORE_TOKENS, FP32) == (8, (8, 131)) and plan(MORE_TOKENS, BF16) == (16, (22, 32))
-    assert plan(MORE_ROWS, FP32) == (28, (28, 37)) and plan(MORE_ROWS, BF16) == (56, (14, 37))
-    assert plan(SINGLE_ROWS, FP32) == (1, (1, 131)) and plan(SINGLE_ROWS, BF16) == (1, (14, 16))
+    assert plan(MORE_TOKENS, FP32) == (8, (8, 131))
+    assert plan(MORE_TOKENS, BF16) == (16, (22, 32))
+    assert plan(MORE_ROWS, FP32) == (28, (28, 37))
+    assert plan(MORE_ROWS, BF16) == (56, (14, 37))
+    assert plan(SINGLE_ROWS, FP32) == (1, (1, 131))
+    assert plan(SINGLE_ROWS, BF16) == (1, (14, 16))
 
 
 THREE = {name: CUTS[name] for name in ("one", "more tokens", "more rows")}
 
 
-@on_backends("run, dtype, workspace", [logprobs_and_gradients, loss_and_gradients], [BF16, FP32], THREE, most=1)
+@on_backends(
+    "run, dtype, workspace",
+    [logprobs_and_gradients, loss_and_gradients],
+    [BF16, FP32],
+    THREE,
+    most=1,
+)
 def test_on_both_backends(backend, run, dtype, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, backend)
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    compare(run, leaves, targets, *upstream, mask=mask, softcap=4.0, temperature=0.8, workspace_mb=workspace_mb)
+    compare(
+        run,
+        leaves,
+        targets,
+        *upstream,
+        mask=mask,
+        softcap=4.0,
+        temperature=0.8,
+        workspace_mb=workspace_mb,
+    )
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+@grid(
+    "run, dtype, name, workspace",
+    [logprobs_and_gradients, loss_and_gradients],
+    [FP32, BF16, FP16],
+    OPTIONS.keys(),
+    CUTS,
+)
 def test_values_and_gradients(run, dtype, name, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, bias=name != "no bias")
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    compare(run, leaves, targets, *upstream, **options_for(name, targets, mask), workspace_mb=workspace_mb)
+    compare(
+        run,
+        leaves,
+        targets,
+        *upstream,
+        **options_for(name, targets, mask),
+        workspace_mb=workspace_mb,
+    )
 
 
 @pytest.mark.usefixtures("cpu")
@@ -91,16 +119,29 @@ def test_leading_dimensions(run, integers):
     temperature = torch.linspace(0.5, 2, 22)
     upstream = upstream_of(targets)
     args = [upstream] if run is logprobs_and_gradients else []
-    flat = run(fused_rl, leaves, targets, *args, mask=mask, temperature=temperature, workspace_mb=MORE_TOKENS[1])
+    flat = run(
+        fused_rl,
+        leaves,
+        targets,
+        *args,
+        mask=mask,
+        temperature=temperature,
+        workspace_mb=MORE_TOKENS[1],
+    )
     folded = [leaves[0].detach().view(2, 11, 16).requires_grad_(), *leaves[1:]]
     args = [[u.view(2, 11) for u in upstream]] if args else []
     with pytest.MonkeyPatch.context() as patch:  # the same per-token values, folded
         original = per_token(targets)
         patch.setattr("tests.heads.per_token", lambda t: [original[0].view(2, 11), original[1].view(2, 11, 2)])
         results = run(
-            fused_rl, folded, targets.view(2, 11).to(integers), *args,
-            mask=mask.view(2, 11), temperature=temperature.view(2, 11), workspace_mb=MORE_TOKENS[1],
-        )  # fmt: skip
+            fused_rl,
+            folded,
+            targets.view(2, 11).to(integers),
+            *args,
+            mask=mask.view(2, 11),
+            temperature=temperature.view(2, 11),
+            workspace_mb=MORE_TOKENS[1],
+        )
     for a, b in zip(results, flat, strict=True):
         torch.testing.assert_close(a.reshape(b.shape), b, rtol=0, atol=0)
 
@@ -112,11 +153,15 @@ def test_masked_rows_are_not_read(run):
     leaves, targets, mask = make(MORE_TOKENS[0], FP32)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     clean = run(fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1])
-    spoilt = [leaves[0].detach().masked_fill(~mask[:, None], torch.nan).requires_grad_(), *leaves[1:]]
+    spoilt = [
+        leaves[0].detach().masked_fill(~mask[:, None], torch.nan).requires_grad_(),
+        *leaves[1:],
+    ]
     results = run(fused_rl, spoilt, targets.where(mask, -100), *args, mask=mask, workspace_mb=MORE_TOKENS[1])
     for a, b in zip(results, clean, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert (results[-3][~mask] == 0).all() and (results[1][~mask] == 0).all()
+    assert (results[-3][~mask] == 0).all()
+    assert (results[1][~mask] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")
@@ -144,7 +189,8 @@ def test_banned_tokens(workspace):
     targets = (~banned).nonzero()[targets % 20, 0]
     leaves[2] = leaves[2].detach().masked_fill(banned, -torch.inf).requires_grad_()
     results = compare(logprobs_and_gradients, leaves, targets, upstream_of(targets), workspace_mb=workspace_mb)
-    assert (results[-2][banned] == 0).all() and (results[-1][banned] == 0).all()
+    assert (results[-2][banned] == 0).all()
+    assert (results[-1][banned] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")
@@ -188,26 +234,53 @@ def test_sum_over_many_tiles():
 
 
 BAD = {
-    "weight of another width": ({"weight": torch.zeros(131, 15)}, "hidden must be .* got .*22, 16.* and .*131, 15"),
+    "weight of another width": (
+        {"weight": torch.zeros(131, 15)},
+        "hidden must be .* got .*22, 16.* and .*131, 15",
+    ),
     "weight transposed": ({"weight": torch.zeros(16, 131)}, "weight .V, H."),
-    "targets of another shape": ({"targets": torch.zeros(21, dtype=torch.long)}, "targets must have the shape"),
-    "targets not integer": ({"targets": torch.zeros(22)}, "targets must be an integer tensor .* got torch.float32"),
+    "targets of another shape": (
+        {"targets": torch.zeros(21, dtype=torch.long)},
+        "targets must have the shape",
+    ),
+    "targets not integer": (
+        {"targets": torch.zeros(22)},
+        "targets must be an integer tensor .* got torch.float32",
+    ),
     "target too large": (
         {"targets": torch.arange(22) * 10},
         r"logits\[14\] is 140, outside .* 131",
     ),
     "target negative": ({"targets": torch.arange(22) - 1}, r"target of logits\[0\] is -1"),
-    "bias of another length": ({"bias": torch.zeros(130)}, "bias must be .V,. = .131,., got .130,."),
-    "mixed dtypes": ({"weight": torch.zeros(131, 16, dtype=BF16)}, "one dtype.*torch.float32, torch.bfloat16"),
-    "fp64": ({"hidden": torch.zeros(22, 16).double(), "weight": torch.zeros(131, 16).double()}, "float32, bfloat16"),
+    "bias of another length": (
+        {"bias": torch.zeros(130)},
+        "bias must be .V,. = .131,., got .130,.",
+    ),
+    "mixed dtypes": (
+        {"weight": torch.zeros(131, 16, dtype=BF16)},
+        "one dtype.*torch.float32, torch.bfloat16",
+    ),
+    "fp64": (
+        {"hidden": torch.zeros(22, 16).double(), "weight": torch.zeros(131, 16).double()},
+        "float32, bfloat16",
+    ),
     "mask not bool": ({"mask": torch.ones(22)}, "mask must be a bool tensor"),
     "mask of another shape": (
         {"mask": torch.ones(11, dtype=torch.bool)},
         "mask must have .* .22,., got .11,.",
     ),
-    "temperature zero": ({"temperature": 0.0}, r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0"),
-    "temperature of another shape": ({"temperature": torch.ones(21)}, "temperature must be a number or broadcastable"),
-    "temperature of a row negative": ({"temperature": torch.arange(22) - 1.0}, r"got -1.0 for\s+logits\[0\]"),
+    "temperature zero": (
+        {"temperature": 0.0},
+        r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0",
+    ),
+    "temperature of another shape": (
+        {"temperature": torch.ones(21)},
+        "temperature must be a number or broadcastable",
+    ),
+    "temperature of a row negative": (
+        {"temperature": torch.arange(22) - 1.0},
+        r"got -1.0 for\s+logits\[0\]",
+    ),
     "softcap negative": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
     "no workspace": ({"workspace_mb": 0}, "workspace_mb must be a finite number > 0"),
 }

@@ -28,6 +28,7 @@ from tests.heads import (
     token_loss,
     upstream_of,
 )
+from tests.marks import grid
 
 
 @pytest.mark.usefixtures("cpu")
@@ -63,14 +64,21 @@ def test_loss_without_entropy_or_gradient():
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
     for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, exact), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-6 * b.abs().max().item())
-    constant = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: torch.ones(len(logprobs)))
+    constant = call(
+        fused_rl.linear_token_loss,
+        leaves,
+        targets,
+        lambda logprobs, entropy: torch.ones(len(logprobs)),
+    )
     assert constant.loss == 22
     assert all((g == 0).all() for g in torch.autograd.grad(constant.loss, leaves))
     with torch.no_grad(), Work() as work:
         evaluated = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs)
-    assert evaluated.loss == loss and not evaluated.loss.requires_grad
+    assert evaluated.loss == loss
+    assert not evaluated.loss.requires_grad
     assert work.flop == 2 * 22 * 16 * 131
-    assert not evaluated.logprobs.requires_grad and not evaluated.entropy.requires_grad
+    assert not evaluated.logprobs.requires_grad
+    assert not evaluated.entropy.requires_grad
 
 
 @pytest.mark.usefixtures("cpu")
@@ -84,7 +92,8 @@ def test_work(workspace, dtype):
     unit = 2 * int(mask.sum()) * width * vocab
     with Work() as work:
         logprobs_and_gradients(fused_rl, leaves, targets, upstream_of(targets), mask=mask, workspace_mb=workspace_mb)
-    assert work.flop == 4 * unit and work.dtypes == {dtype}
+    assert work.flop == 4 * unit
+    assert work.dtypes == {dtype}
     with Work() as work:
         loss_and_gradients(fused_rl, leaves, targets, mask=mask, workspace_mb=workspace_mb)
     # a bf16 sum over several blocks of so few rows is what recomputing saves
@@ -109,7 +118,12 @@ def test_frozen(run, frozen):
         else:
             values = per_token(targets)
             loss = call(
-                fused_rl.linear_token_loss, leaves, targets, token_loss, *values, workspace_mb=MORE_TOKENS[1]
+                fused_rl.linear_token_loss,
+                leaves,
+                targets,
+                token_loss,
+                *values,
+                workspace_mb=MORE_TOKENS[1],
             ).loss
             grads = torch.autograd.grad(0.37 * loss, trained)
     expected = [g for i, g in enumerate(complete[-3:]) if i != which]
@@ -120,11 +134,11 @@ def test_frozen(run, frozen):
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize(("workspace_mb", "masked"), [(32, False), (48, True)])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_memory(run, dtype, masked, workspace_mb):
+# MiB of workspace, masked
+@grid("run, dtype, budget", [logprobs_and_gradients, loss_and_gradients], [FP32, BF16], [(48, True), (32, False)])
+def test_memory(run, dtype, budget):
     """Outputs, gradients, workspace + 10 %, where logits would take 40 or 80 MB."""
+    workspace_mb, masked = budget
     shape = (1024, 64, 20480)
     leaves, targets, mask = make(shape, dtype, bias=False)
     options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}
@@ -170,7 +184,14 @@ def test_checkpoint(run, reentrant):
     def block(hidden):
         inputs = [hidden.tanh(), *leaves[1:]]
         if run == "loss":
-            return call(fused_rl.linear_token_loss, inputs, targets, token_loss, *per_token(targets), **options).loss
+            return call(
+                fused_rl.linear_token_loss,
+                inputs,
+                targets,
+                token_loss,
+                *per_token(targets),
+                **options,
+            ).loss
         logprobs, entropy, lse = call(fused_rl.linear_token_logprobs, inputs, targets, **options)
         return (logprobs * entropy).sum() + lse.square().sum()
 
@@ -210,6 +231,18 @@ def test_tied_weight(run):
 def test_weight_that_is_not_contiguous():
     leaves, targets, _ = make(MORE_TOKENS[0], FP32)
     transposed = [leaves[0], leaves[1].detach().t().contiguous().t().requires_grad_(), leaves[2]]
-    compare(logprobs_and_gradients, transposed, targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
+    compare(
+        logprobs_and_gradients,
+        transposed,
+        targets,
+        upstream_of(targets),
+        workspace_mb=MORE_TOKENS[1],
+    )
     strided = leaves[0].detach().repeat_interleave(2, 0)[::2].requires_grad_()
-    compare(logprobs_and_gradients, [strided, *leaves[1:]], targets, upstream_of(targets), workspace_mb=MORE_TOKENS[1])
+    compare(
+        logprobs_and_gradients,
+        [strided, *leaves[1:]],
+        targets,
+        upstream_of(targets),
+        workspace_mb=MORE_TOKENS[1],
+    )

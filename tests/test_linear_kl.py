@@ -25,7 +25,12 @@ from tests.pairs import DIRECTIONS
 def test_kl_on_both_backends(backend, direction, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, BF16, backend)
-    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    options = {
+        "direction": direction,
+        "mask": mask,
+        "temperature": 0.8,
+        "workspace_mb": workspace_mb,
+    }
     compare(kl_and_gradients, leaves, targets, reference_head(shape, BF16, backend), **options)
 
 
@@ -53,7 +58,8 @@ def test_kl(direction, dtype, workspace):
     clean, again = (kl_and_gradients(fused_rl, leaves, targets, r, **options) for r in (ref, spoilt))
     for a, b in zip(again, clean, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert (clean[0][~mask] == 0).all() and (clean[1][~mask] == 0).all()
+    assert (clean[0][~mask] == 0).all()
+    assert (clean[1][~mask] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")
@@ -70,12 +76,14 @@ def test_kl_retained_frozen_empty_and_errors():
         fused_rl.linear_token_kl(leaves[0], leaves[1].detach(), **ref, workspace_mb=workspace_mb).sum().backward()
     assert work.flop == 2 * 22 * 131 * (3 * 16 + 2 * 24)
     none = fused_rl.linear_token_kl(*leaves[:2], **options, mask=torch.zeros_like(mask))
-    assert (none == 0).all() and all((g == 0).all() for g in torch.autograd.grad(none.sum(), leaves))
+    assert (none == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(none.sum(), leaves))
     # the reference is a constant, whatever it requires: a teacher's head that nobody froze
     live = {name: x.clone().requires_grad_() for name, x in ref.items()}
     trained = fused_rl.linear_token_kl(*leaves[:2], **(options | live))
     trained.sum().backward()
-    assert torch.equal(trained, kl) and all(x.grad is None for x in live.values())
+    assert torch.equal(trained, kl)
+    assert all(x.grad is None for x in live.values())
     assert not fused_rl.linear_token_kl(*(x.detach() for x in leaves[:2]), **live).requires_grad
     for changes, message in (
         ({"direction": "both"}, "direction must be one of"),

@@ -18,14 +18,19 @@ class Policy(torch.nn.Module):
     def __init__(self, tied):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.layer = torch.nn.Embedding(131, 16), torch.nn.Linear(16, 16)
+        self.embed = torch.nn.Embedding(131, 16)
+        self.layer = torch.nn.Linear(16, 16)
         self.head = torch.nn.Linear(16, 131, bias=not tied)
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, module, tokens, advantages):
         hidden = self.layer(self.embed(tokens[:, :-1])).tanh()
-        options = {"bias": self.head.bias, "mask": tokens[:, 1:] % 3 > 0, "workspace_mb": MORE_TOKENS[1]}
+        options = {
+            "bias": self.head.bias,
+            "mask": tokens[:, 1:] % 3 > 0,
+            "workspace_mb": MORE_TOKENS[1],
+        }
         weights = torch.stack([advantages, advantages.square()], -1)
         args = hidden, self.head.weight, tokens[:, 1:]
         loss = module.linear_token_loss(*args, token_loss, advantages, weights, **options).loss

@@ -24,7 +24,8 @@ def test_a_retained_graph_yields_the_same_gradient_twice(backend):
     logits.requires_grad_()
     loss = token_logprobs(logits, targets).entropy.sum()
     first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second) and first.any()
+    assert torch.equal(first, second)
+    assert first.any()
 
 
 def test_saved_state_is_linear_in_the_rows(backend):
@@ -51,7 +52,8 @@ def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype):
     outputs = token_logprobs(logits, targets, mask=mask, inplace=True)
     assert all(map(torch.equal, outputs, expected))
     sum((getattr(outputs, name) * g).sum() for name, g in upstream.items()).backward()
-    assert torch.equal(leaf.grad, expected_gradient) and seen == [logits.data_ptr()]
+    assert torch.equal(leaf.grad, expected_gradient)
+    assert seen == [logits.data_ptr()]
     assert torch.equal(logits.detach(), expected_gradient)
 
 
@@ -79,11 +81,9 @@ def test_inplace_makes_every_later_use_raise(backend):
     leaf, targets = random_rows(4, 60, torch.float32, backend)
     leaf.requires_grad_()
     logits = leaf * 1
-    first, second, square = (
-        token_logprobs(logits, targets, inplace=True).entropy.sum(),
-        token_logprobs(logits, targets).entropy.sum(),
-        logits.square().sum(),
-    )
+    first = token_logprobs(logits, targets, inplace=True).entropy.sum()
+    second = token_logprobs(logits, targets).entropy.sum()
+    square = logits.square().sum()
     first.backward(retain_graph=True)
     for loss in (first, second, square):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -130,7 +130,8 @@ def test_function_transforms_raise(backend):
 @cpu_fast
 def test_operators_pass_opcheck(backend):
     logits, targets = random_rows(6, 40, torch.float32, backend)
-    logits, targets = logits.view(2, 3, 40).requires_grad_(), targets.view(2, 3)
+    logits = logits.view(2, 3, 40).requires_grad_()
+    targets = targets.view(2, 3)
     per_row = 0.5 + torch.rand(2, 3, device=backend)
     forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0))
@@ -151,7 +152,8 @@ def test_one_graph_for_all_lengths_and_temperatures(backend, request):
     lengths = range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)  # the interpreter is slow
     for i, length in enumerate(lengths):
         logits, targets = random_rows(2 * length, 64, torch.float32, backend)
-        logits, targets = logits.view(2, length, 64).requires_grad_(), targets.view(2, length)
+        logits = logits.view(2, length, 64).requires_grad_()
+        targets = targets.view(2, length)
         arguments = (logits, targets, targets[:, 1:] > 5, 0.5 + 0.2 * (i % 5))
         (gradient,) = torch.autograd.grad(compiled(*arguments), logits)
         (expected,) = torch.autograd.grad(loss(*arguments), logits)

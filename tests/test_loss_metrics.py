@@ -7,7 +7,10 @@ import fused_rl
 
 F64 = torch.float64
 B, T = 6, 9
-HALVES = (slice(0, 2), slice(2, B))  # of different sizes: a mean of the halves' means would be wrong
+HALVES = (
+    slice(0, 2),
+    slice(2, B),
+)  # of different sizes: a mean of the halves' means would be wrong
 
 
 @pytest.fixture
@@ -36,13 +39,24 @@ def close(got, want, tolerance=1e-5):
 @pytest.mark.parametrize("ratio_level", ["token", "sequence", "sequence-sum"])
 def test_policy_metrics_add_up_to_their_definitions(batch, ratio_level):
     mask, advantages, logprobs, old, ref, entropy = batch
-    options = {"ratio_level": ratio_level, "loss_agg": "seq-mean-token-mean", "clip_low": 0.1, "clip_high": 0.2}
+    options = {
+        "ratio_level": ratio_level,
+        "loss_agg": "seq-mean-token-mean",
+        "clip_low": 0.1,
+        "clip_high": 0.2,
+    }
     options |= {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1}
     whole, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, ref_logprobs=ref, entropy=entropy, **options)
     options |= {"num_tokens": mask.sum(), "num_sequences": B}
     parts = [
         fused_rl.policy_loss(
-            logprobs[at], old[at], advantages[at], mask[at], ref_logprobs=ref[at], entropy=entropy[at], **options
+            logprobs[at],
+            old[at],
+            advantages[at],
+            mask[at],
+            ref_logprobs=ref[at],
+            entropy=entropy[at],
+            **options,
         )[1]
         for at in HALVES
     ]
@@ -68,7 +82,13 @@ def test_policy_metrics_add_up_to_their_definitions(batch, ratio_level):
         "ratio_minus_1_square": (ratio - 1).square(),
         "entropy": h,
     }
-    sequence_sums = {"kl": d.square() / 2, "kl1": d, "kl2": d.square() / 2, "kl3": k3, "kl4": log_ratio.exp() * d}
+    sequence_sums = {
+        "kl": d.square() / 2,
+        "kl1": d,
+        "kl2": d.square() / 2,
+        "kl3": k3,
+        "kl4": log_ratio.exp() * d,
+    }
     want = {"loss": sequence_means[0].mean(), "policy_loss": sequence_means[1].mean()}
     want |= {name: x[mask].mean() for name, x in token_means.items()}
     want |= {name: x[mask].sum() / B for name, x in sequence_sums.items()}
@@ -92,7 +112,8 @@ def test_clipfrac_is_what_the_surrogate_clips(batch, preset):
     if not options:
         assert "clipfrac" not in metrics
         return
-    log_ratio, a = torch.where(mask, logprobs - old, 0).double(), advantages.double()[:, None]
+    log_ratio = torch.where(mask, logprobs - old, 0).double()
+    a = advantages.double()[:, None]
     if chosen.ratio_level == "sequence":
         log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand(B, T)
     ratio = log_ratio.exp()
@@ -115,7 +136,10 @@ def test_clipfrac_counts_the_dual_clip(batch):
 
 def test_a_surrogate_of_ones_own_has_no_clipfrac(batch):
     mask, advantages, logprobs, old, *_ = batch
-    options = {"preset": "grpo", "surrogate": lambda log_ratio, advantages, *_: -log_ratio.exp() * advantages}
+    options = {
+        "preset": "grpo",
+        "surrogate": lambda log_ratio, advantages, *_: -log_ratio.exp() * advantages,
+    }
     assert "clipfrac" not in fused_rl.policy_loss(logprobs, old, advantages, mask, **options)[1]
 
 
@@ -141,8 +165,16 @@ def test_value_metrics_add_up_to_their_definitions(batch):
     v, o, r = (x[mask].double() for x in (values, old, returns))
     clipped = (torch.minimum(torch.maximum(v, o - 0.2), o + 0.2) - r).square()
     plain, error = (v - r).square(), r - v
-    want = {"value_loss": torch.maximum(plain, clipped) / 2, "value_clipfrac": (clipped > plain).double()}
-    want |= {"return": r, "return_square": r**2, "value_error": error, "value_error_square": error**2}
+    want = {
+        "value_loss": torch.maximum(plain, clipped) / 2,
+        "value_clipfrac": (clipped > plain).double(),
+    }
+    want |= {
+        "return": r,
+        "return_square": r**2,
+        "value_error": error,
+        "value_error_square": error**2,
+    }
     assert set(want) == set(total) == set(metrics)
     for name, value in want.items():
         close(total[name], value.mean())
@@ -166,7 +198,8 @@ def test_explained_variance_of_returns_far_from_0():
     parts = [
         fused_rl.value_loss(values[i::2], values[i::2], returns[i::2], mask[i::2], num_tokens=4000)[1] for i in (0, 1)
     ]
-    error, exact = (returns - values.double()).var(), returns.double().var()
+    error = (returns - values.double()).var()
+    exact = returns.double().var()
     got = explained_variance(summed(parts))
     assert 0.7 < got < 0.8
     torch.testing.assert_close(got, 1 - error / exact, rtol=1e-5, atol=0)
@@ -186,7 +219,10 @@ def test_preference_metrics_add_up_to_their_definitions():
         "rejected_rewards": rejected.mean(),
         "mean_reward": torch.cat([chosen, rejected]).mean(),
     }
-    extremes = {"min_reward": torch.cat([chosen, rejected]).min(), "max_reward": torch.cat([chosen, rejected]).max()}
+    extremes = {
+        "min_reward": torch.cat([chosen, rejected]).min(),
+        "max_reward": torch.cat([chosen, rejected]).max(),
+    }
     assert set(metrics) == set(want) | set(extremes)
     total = summed(parts)
     for name, value in want.items():

@@ -30,7 +30,11 @@ REFUSED = {(kind, "sequence") for kind in ("cispo", "sapo", "vespo")}
 def differs(fused_linear, kind, level, feature):
     """The cells of docs/losses.md."""
     if kind == "luspo":  # weights the loss of every token, padding included, by the sequence's length over T
-        plain = feature not in ("k3", "rk3", "token-weights")  # one loss per sequence: nothing at a token to get wrong
+        plain = feature not in (
+            "k3",
+            "rk3",
+            "token-weights",
+        )  # one loss per sequence: nothing at a token to get wrong
         return not (fused_linear and level == "sequence" and plain)
     if kind == "vespo":  # multiplies the rollout weights into W
         return feature in ("token-weights", "sequence-weights")
@@ -40,7 +44,8 @@ def differs(fused_linear, kind, level, feature):
 @pytest.fixture(scope="module")
 def inputs():
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(B, T, H, generator=generator), torch.randn(V, H, generator=generator)
+    hidden = torch.randn(B, T, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator)
     targets = torch.randint(V, (B, T), generator=generator)
     mask = torch.rand(B, T, generator=generator) < 0.7
     mask[:, 0] = True
@@ -52,10 +57,18 @@ def inputs():
 
 def ours(inputs, kind, level, feature, mask):
     hidden, weight, targets, _, advantages, old, ref, (token_weights, sequence_weights) = inputs
-    hidden, weight, old = hidden.double().requires_grad_(), weight.double().requires_grad_(), old.double()
+    hidden = hidden.double().requires_grad_()
+    weight = weight.double().requires_grad_()
+    old = old.double()
     logits = hidden @ weight.T
     surrogate, loss_agg = KINDS[kind]
-    options = {"surrogate": surrogate, "loss_agg": loss_agg, "clip_low": 0.2, "clip_high": 0.25, "max_length": 9}
+    options = {
+        "surrogate": surrogate,
+        "loss_agg": loss_agg,
+        "clip_low": 0.2,
+        "clip_high": 0.25,
+        "max_length": 9,
+    }
     options["ratio_level"] = "sequence-sum" if kind == "vespo" else level
     options |= {"clip_low": 1.0} if kind == "cispo" else {}
     if feature in ("k3", "rk3"):
@@ -66,7 +79,11 @@ def ours(inputs, kind, level, feature, mask):
         spread = sequence_weights[:, :1].log() / mask.sum(1, keepdim=True)  # so that their product is the weight
         log_weight = token_weights.log() if feature == "token-weights" else spread.expand(B, T)
         correction = feature.replace("weights", "truncate")
-        options |= {"rollout_logprobs": old - log_weight, "rollout_correction": correction, "rollout_high": 9.0}
+        options |= {
+            "rollout_logprobs": old - log_weight,
+            "rollout_correction": correction,
+            "rollout_high": 9.0,
+        }
     logprobs = reference.token_logprobs(logits, targets).logprobs
     loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
     return loss.detach(), torch.autograd.grad(loss, (hidden, weight, logits))
@@ -78,18 +95,28 @@ def liger(inputs, fused_linear, kind, level, feature, mask):
 
     hidden, weight, targets, _, advantages, old, ref, (token_weights, sequence_weights) = inputs
     weights = {"token-weights": token_weights, "sequence-weights": sequence_weights[:, :1]}.get(feature)
-    options = {"beta": 0.2 if feature in ("k3", "rk3") else 0.0, "use_bias_correction_kl": feature == "rk3"}
+    options = {
+        "beta": 0.2 if feature in ("k3", "rk3") else 0.0,
+        "use_bias_correction_kl": feature == "rk3",
+    }
     options |= {"delta": 1.5 if feature == "delta" else None, "max_completion_length": 9}
     options |= {"loss_type": kind, "importance_sampling_level": level}
     high = 1.25 if kind == "cispo" else 0.25
     if fused_linear:
-        hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        hidden = hidden.clone().requires_grad_()
+        weight = weight.clone().requires_grad_()
         options |= {"compiled": False, "use_ref_model": options["beta"] > 0, "chunk_size": 2}
         op = LigerFusedLinearGRPOLoss(epsilon_low=0.2, epsilon_high=high, **options)
         loss = op(hidden, weight, targets, mask.float(), advantages, None, ref, old, vllm_is_ratio=weights)[0]
         return loss.detach(), torch.autograd.grad(loss, (hidden, weight))
     logits = torch.cat([hidden @ weight.T, torch.zeros(B, 1, V)], 1).requires_grad_()
-    options |= {"temperature": 1.0, "eps_low": 0.2, "eps_high": high, "inplace": False, "reduce": True}
+    options |= {
+        "temperature": 1.0,
+        "eps_low": 0.2,
+        "eps_high": high,
+        "inplace": False,
+        "reduce": True,
+    }
     loss, _ = triton_grpo_loss(logits, old, ref, targets, advantages, mask.int(), vllm_is_ratio=weights, **options)
     return loss.detach(), [torch.autograd.grad(loss, logits)[0][:, :-1]]
 

@@ -23,7 +23,8 @@ def trl_loss(lp, old, advantages, mask, loss_type, level, o):
         losses = -torch.sigmoid(tau * (w - 1)) * 4 / tau * a
     elif loss_type == "vespo":
         log_sum = ((lp - old).detach() * mask).sum(1, keepdim=True)
-        k, rate = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
+        k = torch.where(a >= 0, 2.0, 3.0)
+        rate = torch.where(a >= 0, 3.0, 2.0)
         losses = -torch.exp(rate + k * log_sum - rate * log_sum.exp()) * a * lp
     else:
         capped = w if o.get("delta") is None else w.clamp(max=o["delta"])
@@ -65,8 +66,16 @@ def trl_feature(feature, old, generator):
     if feature == "off-policy-sampler":  # half a nat a token from the trainer's policy, either way
         rollout = old + torch.randn(B, 1, generator=generator, dtype=F64).sign() / 2
         given = {"off_policy_threshold": 0.05}
-        return given | {"rollout": rollout}, given | {"rollout_logprobs": rollout, "rollout_correction": None}
-    ours = {"rollout_logprobs": rollout, "rollout_correction": feature, "rollout_high": 1.3, "rollout_low": 0.6}
+        return given | {"rollout": rollout}, given | {
+            "rollout_logprobs": rollout,
+            "rollout_correction": None,
+        }
+    ours = {
+        "rollout_logprobs": rollout,
+        "rollout_correction": feature,
+        "rollout_high": 1.3,
+        "rollout_low": 0.6,
+    }
     return {"rollout": rollout, "correction": feature}, ours
 
 
@@ -77,7 +86,14 @@ def trl_importance(old, rollout, mask, correction):
     return ratio.clamp(0.6, 1.3) if how == "truncate" else ratio.masked_fill((ratio < 0.6) | (ratio > 1.3), 0.0)
 
 
-TRL = {"grpo": "token", "bnpo": "token", "dr_grpo": "token", "dapo": "token", "gspo": "sequence", "cispo": "token"}
+TRL = {
+    "grpo": "token",
+    "bnpo": "token",
+    "dr_grpo": "token",
+    "dapo": "token",
+    "gspo": "sequence",
+    "cispo": "token",
+}
 TRL |= {"sapo": "token", "luspo": "sequence", "vespo": "token"}
 FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "off-policy-sampler", "top-entropy")
 FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")

@@ -78,7 +78,10 @@ def test_padding_changes_nothing(rows, length, keep, extra, seed):
 def test_variance_divides_by_n_when_asked():
     values, mask = example(4, 9)
     torch.testing.assert_close(
-        masked_var(values, mask, unbiased=False).double(), values[mask].double().var(unbiased=False), rtol=1e-6, atol=0
+        masked_var(values, mask, unbiased=False).double(),
+        values[mask].double().var(unbiased=False),
+        rtol=1e-6,
+        atol=0,
     )
 
 
@@ -114,12 +117,14 @@ def test_whiten(shift_mean):
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_whiten_of_nothing_and_of_one(keep):
-    values, mask = torch.full((3, 4), torch.nan), torch.zeros(3, 4, dtype=torch.bool)
+    values = torch.full((3, 4), torch.nan)
+    mask = torch.zeros(3, 4, dtype=torch.bool)
     if keep:
         values[1, 2], mask[1, 2] = 7.0, True
     assert (whiten(values, mask) == 0).all()
     kept_mean = whiten(values, mask, shift_mean=False)
-    assert (kept_mean[mask] == 7).all() and (kept_mean[~mask] == 0).all()
+    assert (kept_mean[mask] == 7).all()
+    assert (kept_mean[~mask] == 0).all()
 
 
 def whiten_here(rank, world):

@@ -72,7 +72,8 @@ def tensorflow(gradients: list[torch.Tensor], lr: float) -> list[torch.Tensor]:
     m = v = p = torch.zeros_like(gradients[0], dtype=torch.float64)
     displacements = []
     for t, g in enumerate(gradients, 1):
-        m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g * g
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
         p = p - lr * math.sqrt(1 - BETAS[1] ** t) / (1 - BETAS[0] ** t) * m / (v.sqrt() + EPS)
         displacements.append(p)
     return displacements
@@ -114,7 +115,8 @@ def test_the_first_step(name):
 
 def test_epsilon_over_time():
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer, seen = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], eps=EPS, betas=BETAS)), {}
+    optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], eps=EPS, betas=BETAS))
+    seen = {}
     optimizer.register_step_pre_hook(lambda o, *_: seen.update({len(seen) + 1: o.param_groups[0]["eps"] / EPS}))
     run(optimizer, [p], [torch.ones(1)] * 1000)
     for t, factor in {1: 31.62, 10: 10.0, 100: 3.24, 1000: 1.26}.items():
@@ -129,7 +131,10 @@ def test_two_hundred_steps_in_two_groups_are_the_formula(name):
     optimizer = fused_rl.tf_adam_epsilon(OPTIMIZERS[name](groups, lr=1.0, eps=EPS, betas=BETAS))
     gradients = gradients_of(200)
     for found, once, thrice in zip(
-        run(optimizer, [a, b, c], gradients), tensorflow(gradients, 1e-5), tensorflow(gradients, 3e-5), strict=True
+        run(optimizer, [a, b, c], gradients),
+        tensorflow(gradients, 1e-5),
+        tensorflow(gradients, 3e-5),
+        strict=True,
     ):
         for p, expected in zip(found, (once, once, thrice), strict=True):
             torch.testing.assert_close(p, expected, atol=1e-15, rtol=1e-9)
@@ -144,7 +149,9 @@ def test_a_resumed_optimizer_continues_and_its_state_is_that_of_any_adam(name):
         optimizer = OPTIMIZERS[name]([p], lr=1e-5, eps=EPS, betas=BETAS)
         return p, fused_rl.tf_adam_epsilon(optimizer) if changed else optimizer
 
-    (whole, optimizer), (first, stopped), (second, resumed) = made(), made(), made()
+    (whole, optimizer) = made()
+    (first, stopped) = made()
+    (second, resumed) = made()
     run(optimizer, [whole], gradients)
     run(stopped, [first], gradients[:7])
     saved = copy.deepcopy(stopped.state_dict())
@@ -154,7 +161,8 @@ def test_a_resumed_optimizer_continues_and_its_state_is_that_of_any_adam(name):
     assert torch.equal(second, whole)
     _, plain = made(changed=False)
     plain.load_state_dict(saved)  # and back, without the change
-    assert plain.param_groups[0]["eps"] == EPS and plain.param_groups[0].keys() == saved["param_groups"][0].keys()
+    assert plain.param_groups[0]["eps"] == EPS
+    assert plain.param_groups[0].keys() == saved["param_groups"][0].keys()
 
 
 def test_what_it_cannot_serve_is_refused():
@@ -178,7 +186,8 @@ def test_what_it_cannot_serve_is_refused():
 def test_a_closure_is_counted_as_a_step():
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], lr=1e-5, eps=EPS, betas=BETAS))
-    gradients, displacements = [torch.full((1,), 1e-4, dtype=torch.float64)] * 3, []
+    gradients = [torch.full((1,), 1e-4, dtype=torch.float64)] * 3
+    displacements = []
     for g in gradients:
         p.grad = None
 
@@ -195,7 +204,10 @@ def test_the_trainers_option():
     optimizer = optim.adamw([p], config.OptimConfig(lr=1e-5, adam_eps=EPS, tf_adam=True))
     gradients = gradients_of(5)
     torch.testing.assert_close(
-        run(optimizer, [p], gradients)[-1][0], tensorflow(gradients, 1e-5)[-1], atol=1e-15, rtol=1e-9
+        run(optimizer, [p], gradients)[-1][0],
+        tensorflow(gradients, 1e-5)[-1],
+        atol=1e-15,
+        rtol=1e-9,
     )
 
 

@@ -71,7 +71,8 @@ def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
         loss = sum((output * (i + 1)).sum() for i, output in enumerate(outputs))
         return [d for d in torch.autograd.grad(loss, xs, allow_unused=True) if d is not None]
 
-    actual, expected = gradients(fused_rl, torch.float32), gradients(reference, torch.float64)
+    actual = gradients(fused_rl, torch.float32)
+    expected = gradients(reference, torch.float64)
     for d, exact in zip(actual, expected, strict=True):
         assert (d.double() - exact).abs().max() <= 2e-6 * exact.abs().max()
 

@@ -98,7 +98,17 @@ def sdist(sources, folder):
 
 
 def pip_install(python, *arguments):
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -155,7 +165,8 @@ def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
 @pytest.fixture(scope="module")
 def without_extras(tmp_path_factory):
     """What `pip install .` leaves: the package, torch and what it needs, none of the extras."""
-    places, installed = tmp_path_factory.mktemp("installed"), Path(torch.__file__).parent.parent
+    places = tmp_path_factory.mktemp("installed")
+    installed = Path(torch.__file__).parent.parent
     brought = itertools.chain(*(packages for packages, _ in cli.EXTRAS.values()))
     others = {*brought, "fused_rl", "__editable___fused_rl_0_1_0_finder"}
     for path in installed.iterdir():
@@ -179,7 +190,8 @@ def command(places, *words):
 @pytest.mark.slow
 def test_without_extras_help_is_help(without_extras):
     status, out, _ = command(without_extras, "--help")
-    assert status == 0 and out.startswith("usage: fused-rl {sft,reward")
+    assert status == 0
+    assert out.startswith("usage: fused-rl {sft,reward")
 
 
 def test_without_extras_a_command_says_what_to_install(without_extras):
@@ -194,4 +206,5 @@ def test_every_command_knows_its_extras(monkeypatch):
     for name in cli.COMMANDS:
         packages, extras = cli.lacking(name)
         demo = name.startswith("demo")
-        assert extras == (["train", "demo"] if demo else ["train"]) and ("reasoning_gym" in packages) == demo
+        assert extras == (["train", "demo"] if demo else ["train"])
+        assert ("reasoning_gym" in packages) == demo

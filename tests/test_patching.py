@@ -36,8 +36,10 @@ def test_every_place_is_replaced_and_restored(host):
     utils, user = host
     patch = make_patch()
     with patch.apply():
-        assert utils.function is replacement and user.renamed is replacement
-    assert utils.function is original and user.renamed is original
+        assert utils.function is replacement
+        assert user.renamed is replacement
+    assert utils.function is original
+    assert user.renamed is original
 
 
 def test_twice_is_once(host):
@@ -73,11 +75,14 @@ def test_unknown_version_names_the_known_ones(host):
 def test_absent_attribute_leaves_nothing_replaced(host):
     utils, _ = host
     patch = patching.Patch(
-        "toyhost", ">=1.16", lambda: {"toyhost.utils.function": replacement, "toyhost.utils.gone": replacement}
+        "toyhost",
+        ">=1.16",
+        lambda: {"toyhost.utils.function": replacement, "toyhost.utils.gone": replacement},
     )
     with pytest.raises(ImportError, match=r"toyhost\.utils\.gone"):
         patch.apply()
-    assert utils.function is original and not patch.applied
+    assert utils.function is original
+    assert not patch.applied
 
 
 def test_the_original_is_found_patched_and_unpatched(host):

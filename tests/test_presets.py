@@ -10,7 +10,16 @@ import fused_rl
 from fused_rl import PRESETS, PolicyLossOptions
 from fused_rl.surrogates import SURROGATES
 
-HEADER = ["preset", "loss", "ratio level", "surrogate", "aggregation", "clip_low, clip_high", "advantages", "paper"]
+HEADER = [
+    "preset",
+    "loss",
+    "ratio level",
+    "surrogate",
+    "aggregation",
+    "clip_low, clip_high",
+    "advantages",
+    "paper",
+]
 UNCLIPPED = {"sapo", "vespo", "policy-gradient"}  # surrogates without a bound: the table has a dash
 
 
@@ -20,7 +29,8 @@ def documented():
     section = text.split("## Presets")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert rows[0] == HEADER and all(len(row) == len(HEADER) for row in rows)
+    assert rows[0] == HEADER
+    assert all(len(row) == len(HEADER) for row in rows)
     table = {}
     for name, _, level, surrogate, loss_agg, clips, advantage, paper in rows[2:]:
         bounds = None if clips == "—" else tuple(float(x) for x in re.match(r"(\S+), (\S+)", clips).groups())

@@ -26,7 +26,8 @@ def test_token_logprobs_gradients_by_finite_differences(output, options):
     if "temperature" in options and isinstance(options["temperature"], torch.Tensor):
         options["temperature"] = options["temperature"].expand(2, 3)
     assert torch.autograd.gradcheck(
-        lambda x: getattr(reference.token_logprobs(x, targets, **options), output), logits.requires_grad_()
+        lambda x: getattr(reference.token_logprobs(x, targets, **options), output),
+        logits.requires_grad_(),
     )
 
 
@@ -59,6 +60,7 @@ def test_token_logprobs_of_banned_and_masked_rows():
     mask = torch.tensor([True, True, False])
     outputs = reference.token_logprobs(logits, torch.tensor([0, 2, -100]), mask=mask)
     assert outputs.logprobs.tolist() == [-torch.inf, 0, 0]
-    assert outputs.entropy.tolist() == [0, 0, 0] and outputs.lse.tolist() == [-torch.inf, 7, 0]
+    assert outputs.entropy.tolist() == [0, 0, 0]
+    assert outputs.lse.tolist() == [-torch.inf, 7, 0]
     sum(outputs).sum().backward()
     assert logits.grad.tolist() == [[0] * 4, [0, 0, 1, 0], [0] * 4]

@@ -32,15 +32,19 @@ def test_bytes_and_bounds():
         [torch.randperm(vocab, generator=torch.Generator().manual_seed(i))[:n] for i, n in enumerate(sizes)]
     )
     support = TokenSupport(ids, torch.tensor([0, 1, 9, 129, 129]))
-    targets, mask = ids[[0, 1, 9, 0]], torch.tensor([True, True, True, False])
+    targets = ids[[0, 1, 9, 0]]
+    mask = torch.tensor([True, True, True, False])
     upstream = upstream_of(targets)
     with interpreter.count_traffic() as launches, interpreter.check_memory():
         outputs_and_gradient(fused_rl, logits, targets, upstream, support=support, mask=mask)
     whole_fwd, fwd, whole_bwd, bwd = launches
     assert whole_fwd.bytes("x_ptr") == (0, 0)
-    assert fwd.bytes("logits_ptr") == (2 * 129, 0) and fwd.bytes("x_ptr")[1] == 4 * 129
-    assert whole_bwd.bytes("x_ptr")[0] == 0 and whole_bwd.bytes("dx_ptr")[1] == 2 * 4 * vocab
-    assert bwd.bytes("dx_ptr") == (0, 2 * 129) and "logits_ptr" not in bwd.read
+    assert fwd.bytes("logits_ptr") == (2 * 129, 0)
+    assert fwd.bytes("x_ptr")[1] == 4 * 129
+    assert whole_bwd.bytes("x_ptr")[0] == 0
+    assert whole_bwd.bytes("dx_ptr")[1] == 2 * 4 * vocab
+    assert bwd.bytes("dx_ptr") == (0, 2 * 129)
+    assert "logits_ptr" not in bwd.read
 
     # from hidden states: K rows of the head forward and K backward, and of its gradient each touched row once
     width = 48
@@ -53,7 +57,8 @@ def test_bytes_and_bounds():
     rows = 129 * width * 4
     assert dot.bytes("weight_ptr") == dhidden.bytes("weight_ptr") == (rows, 0)
     assert dhidden.bytes("dhidden_ptr") == (0, 3 * width * 4)
-    assert head.bytes("hidden_ptr")[0] == rows and head.bytes("dweight_ptr") == (0, len(ids.unique()) * width * 4)
+    assert head.bytes("hidden_ptr")[0] == rows
+    assert head.bytes("dweight_ptr") == (0, len(ids.unique()) * width * 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the launch of a GPU, in the interpreter")
@@ -67,11 +72,17 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
     targets = torch.tensor([1, 7, 5])
     with interpreter.check_memory():
         out = kernels.kept_fwd(x, kept, targets, None, 1.0, None, logits=logits)
-        assert out.logprobs.isnan().all() and out.entropy.isnan().tolist() == [True, False, True]
+        assert out.logprobs.isnan().all()
+        assert out.entropy.isnan().tolist() == [True, False, True]
         hidden, weight = random_logits(3, 16), random_logits(40, 16)
         kernels.kept_dot(x, hidden, weight, None, kept)
         kernels.kept_hidden(x, weight, kept)
-        entries = torch.ones(3), torch.tensor([0, 0, 1]), torch.tensor([-1, 3, 40]), torch.arange(1, 4)
+        entries = (
+            torch.ones(3),
+            torch.tensor([0, 0, 1]),
+            torch.tensor([-1, 3, 40]),
+            torch.arange(1, 4),
+        )
         dweight, _ = kernels.kept_head(*entries, hidden, 40, None, None, (True, False))
     assert x.isnan().tolist() == [False, True, False, False, False, True]
     assert dweight.any(1).nonzero()[:, 0].tolist() == [3]
@@ -80,7 +91,8 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
 def make_head(n, width, vocab, dtype, device, bias=True):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
-    weight, offsets = torch.randn(vocab, width, generator=generator), torch.randn(vocab, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator)
+    offsets = torch.randn(vocab, generator=generator)
     leaves = [hidden, weight, offsets] if bias else [hidden, weight]
     return [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
 
@@ -95,7 +107,8 @@ def linear(module, leaves, targets, upstream, **options):
 
 
 # sets of all sizes with whole rows among them, so that some go through tiles; none of these
-MIXED, SHORT = [1, 0, 2, 3, 8, 64, 65, 700, 1, 0, 300, 701], [1, 2, 3, 8, 64, 1, 1, 5, 1, 17, 2, 9]
+MIXED = [1, 0, 2, 3, 8, 64, 65, 700, 1, 0, 300, 701]
+SHORT = [1, 2, 3, 8, 64, 1, 1, 5, 1, 17, 2, 9]
 
 
 def sets_of(sizes, vocab=701):
@@ -105,12 +118,19 @@ def sets_of(sizes, vocab=701):
     return TokenSupport.from_lists(lists), torch.stack(targets)
 
 
-@on_backends("dtype, name, sizes", [FP32, BF16, FP16], OPTIONS.keys(), {"mixed": MIXED, "short": SHORT}, most=1)
+@on_backends(
+    "dtype, name, sizes",
+    [FP32, BF16, FP16],
+    OPTIONS.keys(),
+    {"mixed": MIXED, "short": SHORT},
+    most=1,
+)
 def test_linear_values_and_gradients(backend, dtype, name, sizes):
     support, targets = sets_of(sizes)
     options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
     options["support"] = support.to(backend)
-    leaves, targets = make_head(12, 33, 701, dtype, backend), targets.to(backend)
+    leaves = make_head(12, 33, 701, dtype, backend)
+    targets = targets.to(backend)
     upstream = [u.to(backend) for u in upstream_of(targets)]
     found = linear(fused_rl, leaves, targets, upstream, workspace_mb=0.01, **options)
     exact = linear(reference, in_dtype(leaves, FP64), targets, upstream, **options)
@@ -118,9 +138,12 @@ def test_linear_values_and_gradients(backend, dtype, name, sizes):
     assert_as_good(found, exact, same, atol=2e-6)
     if sizes is SHORT and name == "plain":
         certain = torch.tensor(sizes, device=backend) == 1
-        assert not found[0][certain].any() and not found[1][certain].any()
+        assert not found[0][certain].any()
+        assert not found[1][certain].any()
         outside = exact[4].abs().sum(1) == 0
-        assert outside.any() and not found[4][outside].any() and not found[5][outside].any()
+        assert outside.any()
+        assert not found[4][outside].any()
+        assert not found[5][outside].any()
 
 
 def test_linear_singletons_give_no_gradient(backend):
@@ -157,7 +180,8 @@ def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dt
 def test_whole_rows_go_through_tiles_with_their_bits(backend):
     """What they get with `support` is what they get without, as a batch of their own."""
     support, targets = sets_of([1, 0, 2, 0, 0, 8])
-    leaves, targets = make_head(6, 33, 701, BF16, backend), targets.to(backend)
+    leaves = make_head(6, 33, 701, BF16, backend)
+    targets = targets.to(backend)
     whole = torch.tensor([1, 3, 4], device=backend)
     upstream = torch.stack(upstream_of(targets)).to(backend)
     found = linear(fused_rl, leaves, targets, upstream, support=support.to(backend))
@@ -230,7 +254,8 @@ def test_what_no_set_touches_of_a_large_gradient_is_never_written():
     zeros = zeros_for_rows(1 << 17, 256, FP32, touched=8)  # 128 MB
     zeros[[5, 1 << 16]] = 1.0
     assert resident() - before < 16 * 2**20
-    assert zeros.sum() == 512 and zeros.count_nonzero() == 512
+    assert zeros.sum() == 512
+    assert zeros.count_nonzero() == 512
     kept = zeros.clone()
     del zeros
     assert kept.add_(1).sum() == 512 + kept.numel()
@@ -242,22 +267,35 @@ def test_what_generate_sampled_is_replayed():
     """Ratio 1 on the first step with the sets that top-p, top-k and min-p left; without them it is far from it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = transformers.Qwen2Config(vocab_size=517, num_key_value_heads=2, **sizes)
     model = transformers.Qwen2ForCausalLM(config).eval()
     model.lm_head.weight.data.normal_(0, 0.6)
     prompt = torch.randint(517, (6, 5))
     sampling = {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "temperature": 0.7}
     sampled = model.generate(
-        prompt, max_new_tokens=24, do_sample=True, output_scores=True, return_dict_in_generate=True, eos_token_id=None,
-        pad_token_id=0, **sampling,
-    )  # fmt: skip
+        prompt,
+        max_new_tokens=24,
+        do_sample=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        **sampling,
+    )
     targets = sampled.sequences[:, 5:]
     scores = torch.stack(sampled.scores, 1)
     rollout = scores.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     support = TokenSupport.from_scores(sampled.scores)
     sizes = support.offsets.diff()
-    assert 1 < sizes.float().mean() < 20 and (sizes == 1).any() and sizes.max() <= 20
+    assert 1 < sizes.float().mean() < 20
+    assert (sizes == 1).any()
+    assert sizes.max() <= 20
 
     with torch.no_grad():
         hidden = model.model(sampled.sequences).last_hidden_state[:, 4:-1]
@@ -271,4 +309,6 @@ def test_what_generate_sampled_is_replayed():
         torch.testing.assert_close((found - rollout).exp(), torch.ones_like(found), rtol=0, atol=1e-5)
     everything = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
     off = rollout - everything  # -ln of the mass that was kept: top-p keeps 0.8 and more, top-k and min-p less
-    assert (off >= -1e-5).all() and off.mean() > 0.15 and ((-off).exp() < 0.9).float().mean() > 0.5
+    assert (off >= -1e-5).all()
+    assert off.mean() > 0.15
+    assert ((-off).exp() < 0.9).float().mean() > 0.5

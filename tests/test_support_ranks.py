@@ -19,7 +19,8 @@ class Head(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.layer = torch.nn.Embedding(131, 16), torch.nn.Linear(16, 16)
+        self.embed = torch.nn.Embedding(131, 16)
+        self.layer = torch.nn.Linear(16, 16)
         self.head = torch.nn.Linear(16, 131)
 
     def forward(self, module, tokens, advantages):
@@ -27,7 +28,11 @@ class Head(torch.nn.Module):
         targets = tokens[:, 1:]
         near = (targets[..., None] + 17 * torch.arange(4)) % 131
         lists = [row[: len(row) if i % 3 else 0] for i, row in enumerate(near.flatten(0, 1).tolist())]
-        options = {"bias": self.head.bias, "mask": targets % 3 > 0, "support": TokenSupport.from_lists(lists)}
+        options = {
+            "bias": self.head.bias,
+            "mask": targets % 3 > 0,
+            "support": TokenSupport.from_lists(lists),
+        }
         logprobs, entropy, _ = module.linear_token_logprobs(hidden, self.head.weight, targets, **options)
         return -(logprobs * advantages + 0.1 * entropy.square()).sum()
 
@@ -88,11 +93,13 @@ def check_shards(rank, world, interpret):
     lists, targets = some_rows(vocab=vocab, longest=300)
     lists[4] = torch.arange(690, 703)  # nothing of it on the first rank
     targets[4] = 699
-    support, logits = TokenSupport.from_lists(lists), random_logits(len(lists), vocab)
+    support = TokenSupport.from_lists(lists)
+    logits = random_logits(len(lists), vocab)
     logits[3] += 1000.0
     logits[6, lists[6][:60]] = -torch.inf
     logits[6, targets[6]] = 0.0
-    columns, upstream = slice(starts[rank], starts[rank + 1]), upstream_of(targets)
+    columns = slice(starts[rank], starts[rank + 1])
+    upstream = upstream_of(targets)
     for options in list(OPTIONS.values())[1 if interpret == "1" else 0 :]:
         exact = outputs_and_gradient(reference, logits.double(), targets, upstream, support=support, **options)
         leaf = logits[:, columns].clone().requires_grad_()
@@ -100,7 +107,9 @@ def check_shards(rank, world, interpret):
         found = [*out, *torch.autograd.grad(out, leaf, upstream)]
         for a, b in zip(found, [*exact[:3], exact[3][:, columns]], strict=True):
             torch.testing.assert_close(a.double(), b, rtol=3e-6, atol=3e-6)
-    assert found[0][0] == 0 and found[1][0] == 0 and not found[3][0].isnan().any()
+    assert found[0][0] == 0
+    assert found[1][0] == 0
+    assert not found[3][0].isnan().any()
     with pytest.raises(ValueError, match="is not in its kept set"):
         fused_rl.vocab_parallel_token_logprobs(leaf, targets + 1, columns.start, support=support)
     beyond = TokenSupport.from_lists([[1, 703], [1]])

@@ -34,7 +34,10 @@ def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
     ("surrogate", "message"),
     [
         ("geo-mean", "surrogate='geo-mean' needs more than one token at a time"),
-        (surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments)), "needs more than one token"),
+        (
+            surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments)),
+            "needs more than one token",
+        ),
     ],
     ids=["built-in", "declared"],
 )
@@ -50,7 +53,8 @@ def test_an_undeclared_surrogate_that_reaches_for_sequences_hears_what_to_do():
     mask, _, advantages, _, drift = batch("partial")
     token_loss, per_token = fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=needs_lengths)
     with pytest.raises(
-        ValueError, match="uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol"
+        ValueError,
+        match="uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol",
     ):
         fused_rl.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
 
@@ -85,7 +89,8 @@ BAD_SURROGATES = {
 @pytest.mark.parametrize("surrogate", BAD_SURROGATES.values(), ids=BAD_SURROGATES)
 def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
     """Each would broadcast into a loss of B T times the size, or end somewhere inside."""
-    mask, logprobs = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    logprobs = torch.zeros(2, 3, requires_grad=True)
     options = {"preset": "grpo", "surrogate": surrogate}
     with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(2, 3\)[^\n]*$"):
         fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, **options)
@@ -93,7 +98,8 @@ def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
 
 @pytest.mark.parametrize("name", ["a sum", "another dtype", "nothing", "another signature"])
 def test_and_so_it_is_token_by_token(name):
-    mask, options = torch.ones(2, 3, dtype=torch.bool), {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    options = {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
     token_loss, per_token = fused_rl.policy_token_loss(None, torch.ones(2), mask, **options)
     with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(6,\)[^\n]*$"):
         token_loss(torch.zeros(6, requires_grad=True), torch.zeros(6), *(x.flatten() for x in per_token))

@@ -40,7 +40,11 @@ def upstream_of(targets, names=OUTPUTS, seed=1):
 def assert_outputs_close(actual, expected):
     """As of one target per row, each log-probability by its own size."""
     lse = expected.lse.abs().clamp(min=1)
-    allowed = [1e-6 * lse[..., None].maximum(expected.logprobs.abs()), 2e-6 * expected.entropy, 1e-6 * lse]
+    allowed = [
+        1e-6 * lse[..., None].maximum(expected.logprobs.abs()),
+        2e-6 * expected.entropy,
+        1e-6 * lse,
+    ]
     for a, e, most in zip(actual, expected, allowed, strict=True):
         assert ((a == e) | ((a.double() - e).abs() <= most)).all()
 
@@ -98,10 +102,12 @@ def test_one_target_in_two_shapes_has_the_same_bits(backend):
     single, single_gradient = run(token_logprobs, logits, targets[:, 0], flat)
     ulp = 0 if backend == "cuda" or os.environ["TRITON_INTERPRET"] == "1" else 2**-23
     torch.testing.assert_close(outputs.logprobs[:, 0], single.logprobs, rtol=ulp, atol=0)
-    assert torch.equal(outputs.entropy, single.entropy) and torch.equal(outputs.lse, single.lse)
+    assert torch.equal(outputs.entropy, single.entropy)
+    assert torch.equal(outputs.lse, single.lse)
     assert torch.equal(gradient, single_gradient)
 
 
+@cpu_fast
 def test_an_id_that_comes_again_adds_up_in_one_order(backend):
     """The same bits each time, and those of the sum, for terms of very different sizes."""
     logits, _ = random_rows(2, 400, 1, torch.float32, backend)
@@ -155,13 +161,15 @@ def test_targets_that_tie_at_the_maximum(backend):
         assert gradient[1].abs().max() <= 1e-7
 
 
+@cpu_fast
 def test_banned_tokens_and_rows(backend):
     logits, targets = random_rows(4, 900, 5, torch.float32, backend)
     logits[0, targets[0, 1]] = -torch.inf
     logits[1] = -torch.inf
     logits[2, ::2] = -torch.inf
     outputs, gradient = check(logits, targets, upstream_of(targets))
-    assert (outputs.logprobs[:2] == -torch.inf).all() and outputs.entropy[1] == 0
+    assert (outputs.logprobs[:2] == -torch.inf).all()
+    assert outputs.entropy[1] == 0
     assert (gradient[1] == 0).all()
 
 
@@ -171,23 +179,27 @@ def test_nan_shows_in_its_row_unless_masked(backend, bad):
     clean, clean_gradient = run(token_logprobs, logits, targets, upstream_of(targets))
     logits[1, 600] = bad
     for before, after in zip(clean, token_logprobs(logits, targets), strict=True):
-        assert after[1].isnan().all() and torch.equal(after[::2], before[::2])
+        assert after[1].isnan().all()
+        assert torch.equal(after[::2], before[::2])
     mask = torch.tensor([True, False, True], device=backend)
     targets[1] = -100
     outputs, gradient = run(token_logprobs, logits, targets, upstream_of(targets), mask=mask)
     for before, after in zip(clean, outputs, strict=True):
-        assert not after[1].any() and torch.equal(after[mask], before[mask])
-    assert not gradient[1].any() and torch.equal(gradient[mask], clean_gradient[mask])
+        assert not after[1].any()
+        assert torch.equal(after[mask], before[mask])
+    assert not gradient[1].any()
+    assert torch.equal(gradient[mask], clean_gradient[mask])
 
 
-@on_backends("view", [name for name in VIEWS if name not in ("columns apart", "contiguous")], most=1)
+@on_backends("view", [name for name in VIEWS if name not in ("columns apart", "contiguous")], most=0)
 def test_bits_of_a_row_depend_on_the_row_alone(backend, view):
     logits, targets = random_rows(8, 601, 5, torch.bfloat16, backend)
     logits, targets = logits.view(2, 4, -1), targets.view(2, 4, 5)[:, :3]
     upstream = upstream_of(targets)
     outputs, gradient = run(token_logprobs, VIEWS["contiguous"](logits), targets, upstream)
     again, gradient_again = run(token_logprobs, VIEWS[view](logits), targets, upstream)
-    assert all(map(torch.equal, outputs, again)) and torch.equal(gradient, gradient_again)
+    assert all(map(torch.equal, outputs, again))
+    assert torch.equal(gradient, gradient_again)
     alone, _ = run(token_logprobs, logits[1, 2], targets[1, 2], {name: g[1, 2] for name, g in upstream.items()})
     assert all(torch.equal(a, o[1, 2]) for a, o in zip(alone, outputs, strict=True))
 
@@ -199,22 +211,28 @@ def test_shift_and_gradient_in_place(backend, inplace):
     upstream = upstream_of(targets[:, 1:])
     mask = torch.arange(9, device=backend).view(3, 3) % 4 != 0
     outputs, gradient = run(
-        lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=inplace, mask=mask), logits, targets, upstream
+        lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=inplace, mask=mask),
+        logits,
+        targets,
+        upstream,
     )
     expected, sliced = run(token_logprobs, logits[:, :-1], targets[:, 1:], upstream, mask=mask)
     assert all(map(torch.equal, outputs, expected))
-    assert torch.equal(gradient[:, :-1], sliced) and not gradient[:, -1].any()
+    assert torch.equal(gradient[:, :-1], sliced)
+    assert not gradient[:, -1].any()
 
 
 def test_nothing_to_score(backend):
     for shape in ((0,), (2, 0), (0, 3)):
         logits = torch.randn(*shape, 9, device=backend, requires_grad=True)
         outputs = token_logprobs(logits, torch.zeros(*shape, 4, dtype=torch.long, device=backend))
-        assert outputs.logprobs.shape == (*shape, 4) and outputs.entropy.shape == shape
+        assert outputs.logprobs.shape == (*shape, 4)
+        assert outputs.entropy.shape == shape
         sum(o.sum() for o in outputs).backward()
         assert logits.grad.shape == logits.shape
 
 
+@cpu_fast
 def test_outputs_may_be_modified_in_place(backend):
     logits, targets = random_rows(3, 90, 4, torch.float32, backend)
     upstream = upstream_of(targets)
@@ -229,18 +247,21 @@ def test_outputs_may_be_modified_in_place(backend):
 
 def test_fp64_and_its_reference_by_finite_differences():
     logits, targets = random_rows(6, 11, 4, torch.float64, "cpu")
-    logits, targets = logits.view(2, 3, 11).requires_grad_(), targets.view(2, 3, 4)
+    logits = logits.view(2, 3, 11).requires_grad_()
+    targets = targets.view(2, 3, 4)
     options = {"mask": torch.rand(2, 2) > 0.3, "temperature": 0.7, "softcap": 4.0, "shift": True}
     assert torch.autograd.gradcheck(lambda x: tuple(reference.token_logprobs(x, targets, **options)), logits)
     outputs = token_logprobs(logits, targets, **options)
-    assert outputs.logprobs.dtype == torch.float64 and outputs.logprobs.shape == (2, 2, 4)
+    assert outputs.logprobs.dtype == torch.float64
+    assert outputs.logprobs.shape == (2, 2, 4)
 
 
 @cpu_fast
 def test_operators_pass_opcheck(backend):
     logits, targets = random_rows(2, 40, 3, torch.float32, backend)
     logits.requires_grad_()
-    mask, per_row = targets[..., 0] > 20, 0.5 + torch.rand(2, device=backend)
+    mask = targets[..., 0] > 20
+    per_row = 0.5 + torch.rand(2, device=backend)
     forward = torch.ops.fused_rl.token_logprobs.default
     torch.library.opcheck(forward, (logits, targets, mask, 1.0, per_row, 3.0))
     logprobs, entropy, lse, m, rest, _ = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
@@ -268,12 +289,21 @@ X, Y = torch.zeros(2, 3, 8), torch.zeros(2, 3, 4, dtype=torch.long)
 BAD = {
     "other rows": (X, Y[:, 1:], {}, r"\(\.\.\., K\) must begin with .* \(2, 3\), got \(2, 2, 4\)"),
     "two more dimensions": (X, Y[..., None], {}, r"\(2, 3\), got \(2, 3, 4, 1\)"),
-    "outside": (X, Y.clone().index_put_((torch.tensor(1), torch.tensor(2), torch.tensor(3)), torch.tensor(8)), {},
-                r"target 3 of logits\[1, 2\] is 8, outside the vocabulary of 8 \(0 to 7\); 1 of 24 targets"),
-    "ignore index": (X, Y - 100, {"mask": torch.arange(6).view(2, 3) > 4}, r"target 0 of logits\[1, 2\] is -100"),
+    "outside": (
+        X,
+        Y.clone().index_put_((torch.tensor(1), torch.tensor(2), torch.tensor(3)), torch.tensor(8)),
+        {},
+        r"target 3 of logits\[1, 2\] is 8, outside the vocabulary of 8 \(0 to 7\); 1 of 24 targets",
+    ),
+    "ignore index": (
+        X,
+        Y - 100,
+        {"mask": torch.arange(6).view(2, 3) > 4},
+        r"target 0 of logits\[1, 2\] is -100",
+    ),
     "fp64": (X.double(), Y + 8, {}, r"target 0 of logits\[0, 0\] is 8"),
     "mask of targets": (X, Y, {"mask": Y == 0}, r"outputs, \(2, 3\), got \(2, 3, 4\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
@@ -307,7 +337,8 @@ def test_one_read_forward_one_read_and_one_write_backward(inplace):
     targets = torch.randint(shape[-1], (*shape[:2], count))
     counts = traffic.count(lambda x: token_logprobs(x, targets, inplace=inplace), logits)
     slack = 2e-3 + 120 * count / (2 * shape[-1])
-    assert 1 <= sum(counts["forward"]) <= 1 + slack and 2 <= sum(counts["backward"]) <= 2 + slack
+    assert 1 <= sum(counts["forward"]) <= 1 + slack
+    assert 2 <= sum(counts["backward"]) <= 2 + slack
 
 
 # Every cut on the CPU path; on the kernels, which are interpreted, those that give each kind of tile.
@@ -361,7 +392,8 @@ def test_a_loss_of_several_targets_in_one_pass(device, path, dtype, cut):
     first, second = (torch.autograd.grad(one.loss * 0.5, leaves, retain_graph=True) for _ in range(2))
     outputs = linear_token_logprobs(leaves[0], leaves[1], ids, **options)
     loss = 0.5 * token_loss(outputs.logprobs[mask], outputs.entropy[mask], ref[mask]).sum()
-    assert one.logprobs.shape == ids.shape and one.entropy.shape == mask.shape
+    assert one.logprobs.shape == ids.shape
+    assert one.entropy.shape == mask.shape
     assert torch.equal(one.logprobs, outputs.logprobs)
     digits = 2e-5 if dtype == torch.float32 else 2e-2
     for a, b, expected in zip(first, second, torch.autograd.grad(loss, leaves), strict=True):
@@ -376,7 +408,10 @@ def sharded(rank, world, interpret):
     edges[-1] = 1300
     logits, targets = random_rows(6, 1300, 7, torch.float32, "cpu")
     logits, targets = logits.view(2, 3, -1), targets.view(2, 3, 7)
-    options = {"mask": torch.arange(6).view(2, 3) != 4, "temperature": torch.linspace(0.5, 2, 6).view(2, 3)}
+    options = {
+        "mask": torch.arange(6).view(2, 3) != 4,
+        "temperature": torch.linspace(0.5, 2, 6).view(2, 3),
+    }
     columns = slice(edges[rank], edges[rank + 1])
 
     def local(x, y, **more):

@@ -69,7 +69,11 @@ def test_of_all_tokens_it_is_the_exact_kl(backend, direction, distance):
     logits, ref = (x.float().to(backend) for x in distributions(5, 300, distance=distance))
     logits.requires_grad_()
     every = torch.arange(300, device=backend).expand(5, 300)
-    value = topk_kl(token_logprobs(logits, every).logprobs, token_logprobs(ref, every).logprobs, direction=direction)
+    value = topk_kl(
+        token_logprobs(logits, every).logprobs,
+        token_logprobs(ref, every).logprobs,
+        direction=direction,
+    )
     exact_kl = token_kl(logits, ref, direction=direction)
     torch.testing.assert_close(value, exact_kl, rtol=1e-6, atol=1e-6)
     gradient, expected = (torch.autograd.grad(x.sum(), logits)[0] for x in (value, exact_kl))
@@ -96,7 +100,8 @@ def check_never_negative_never_above_and_larger_with_more_tokens(seed, vocab, di
     open_ = first * relative.clamp(max=1) if direction != "jensen-shannon" else torch.zeros_like(first)
     open_ = torch.cat([open_, torch.zeros(2, 1)], 1).t()
     rounding = 16 * torch.finfo(dtype).eps * (1 + exact_kl)
-    assert values.isfinite().all() and (values >= 0).all()
+    assert values.isfinite().all()
+    assert (values >= 0).all()
     assert (values <= exact_kl + rounding + open_).all()
     assert (values.diff(dim=0) >= -rounding - open_[:-1] - open_[1:]).all()
 
@@ -110,7 +115,8 @@ def test_never_negative_never_above_and_larger_with_more_tokens(examples):
 def test_a_tail_keeps_its_digits():
     """Down to 1e-30: 1 - p of one token near certainty is not 1 - exp(log p)."""
     small = torch.tensor([1e-3, 1e-6, 1e-9, 1e-30], dtype=torch.float64)
-    p, q = torch.log1p(-small), torch.log1p(-torch.tensor(0.3, dtype=torch.float64)).expand(4)
+    p = torch.log1p(-small)
+    q = torch.log1p(-torch.tensor(0.3, dtype=torch.float64)).expand(4)
     p[3] = -1e-30
     logp, logq = (x.float()[:, None].requires_grad_() for x in (p, q))
     value = topk_kl(logp, logq, direction="forward")
@@ -145,16 +151,21 @@ def test_tokens_without_probability():
     logp = torch.tensor([[-0.5, -torch.inf], [-0.5, -torch.inf], [-0.5, -3.0]])
     logq = torch.tensor([[-0.7, -torch.inf], [-0.7, -2.0], [-0.7, -torch.inf]])
     alone = topk_kl(logp[:1, :1], logq[:1, :1], direction="reverse")
-    for direction, infinite in (("reverse", [False, False, True]), ("forward", [False, True, False])):
+    for direction, infinite in (
+        ("reverse", [False, False, True]),
+        ("forward", [False, True, False]),
+    ):
         leaves = [logp.clone().requires_grad_(), logq.clone().requires_grad_()]
         value = topk_kl(*leaves, direction=direction)
         assert value.isinf().tolist() == infinite
         for d in torch.autograd.grad(value.sum(), leaves):
-            assert d.isfinite().all() and not d[infinite].any()
+            assert d.isfinite().all()
+            assert not d[infinite].any()
     torch.testing.assert_close(topk_kl(logp, logq, direction="reverse")[:1], alone)
     js = topk_kl(logp, logq, direction="jensen-shannon")
     torch.testing.assert_close(js, topk_kl(logq, logp, direction="jensen-shannon"))
-    assert js.isfinite().all() and (js <= math.log(2)).all()
+    assert js.isfinite().all()
+    assert (js <= math.log(2)).all()
 
 
 def test_what_is_masked_may_hold_anything():
@@ -166,7 +177,8 @@ def test_what_is_masked_may_hold_anything():
     value = topk_kl(*leaves, direction="reverse", mask=mask)
     assert torch.equal(value, torch.where(mask, clean, 0))
     for d in torch.autograd.grad(value.sum(), leaves):
-        assert d[mask].any(-1).all() and not d[~mask].any()
+        assert d[mask].any(-1).all()
+        assert not d[~mask].any()
 
 
 def test_half_precision_is_computed_in_fp32():
@@ -182,13 +194,32 @@ BAD_KL = {
     "no dimension": (P[0, 0, 0], P[0, 0, 0], {}, r"\(\.\.\., K\) of one shape, got \(\) and \(\)"),
     "integers": (P, P.long(), {}, r"ref_logprobs must be floating point, got torch.int64"),
     "devices": (P, P.to("meta"), {}, "logprobs are on cpu, ref_logprobs on meta"),
-    "direction": (P, P, {"direction": "sideways"}, "one of reverse, forward, jensen-shannon; got 'sideways'"),
-    "mask": (P, P, {"mask": torch.ones(2, dtype=torch.bool)}, r"shape of the rows, \(2, 3\), got \(2,\)"),
-    "sum": (P, P + torch.tensor([0.0, 0.3])[:, None, None], {},
-            r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows"),
+    "direction": (
+        P,
+        P,
+        {"direction": "sideways"},
+        "one of reverse, forward, jensen-shannon; got 'sideways'",
+    ),
+    "mask": (
+        P,
+        P,
+        {"mask": torch.ones(2, dtype=torch.bool)},
+        r"shape of the rows, \(2, 3\), got \(2,\)",
+    ),
+    "sum": (
+        P,
+        P + torch.tensor([0.0, 0.3])[:, None, None],
+        {},
+        r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows",
+    ),
     "positive": (P + 2.0, P, {}, r"logprobs\[0, 0\] holds 0.39\d* at k = 0; .* no logits"),
-    "NaN": (P, P.where(torch.arange(4) != 2, torch.nan), {}, r"ref_logprobs\[0, 0\] holds NaN at k = 2"),
-}  # fmt: skip
+    "NaN": (
+        P,
+        P.where(torch.arange(4) != 2, torch.nan),
+        {},
+        r"ref_logprobs\[0, 0\] holds NaN at k = 2",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD_KL.values(), ids=BAD_KL)

@@ -13,7 +13,10 @@ from tests.marks import slow
 from tests.masks import by_definition, masked_pairs
 
 VOCAB = 2003
-STARTS = {2: [0, 500, VOCAB], 3: [0, 7, 1100, VOCAB]}  # the columns of rank i are [starts[i], starts[i + 1])
+STARTS = {
+    2: [0, 500, VOCAB],
+    3: [0, 7, 1100, VOCAB],
+}  # the columns of rank i are [starts[i], starts[i + 1])
 ROWS = (2, 4)
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")
 
@@ -74,13 +77,15 @@ def check_logprobs(rank, world, dtype, options, which):
 
     start = STARTS[world][rank]
     got = run(
-        lambda x: vocab_parallel.vocab_parallel_token_logprobs(x, targets, start, **options), shard(x, rank, world)
+        lambda x: vocab_parallel.vocab_parallel_token_logprobs(x, targets, start, **options),
+        shard(x, rank, world),
     )
     want, plain = (run(lambda x: reference.token_logprobs(x, targets, **options), z) for z in (x.double(), x))
     best, theirs = ([*w[:3], shard(w[3], rank, world)] for w in (want, plain))
     for name, *values in zip(("logprobs", "entropy", "lse", "dlogits"), got, best, theirs, strict=True):
         assert_close(name, *values)
-    assert (got[0] <= 0).all() and (got[1] >= 0).all()
+    assert (got[0] <= 0).all()
+    assert (got[1] >= 0).all()
     assert got[3].dtype == dtype
     for other in gathered(got[:3], rank, world):
         assert all(torch.equal(a, b) for a, b in zip(got[:3], other, strict=True)), "ranks differ"
@@ -120,9 +125,12 @@ def check_edges(rank, world):
     local = shard(x, rank, world).clone().requires_grad_()
     start = STARTS[world][rank]
     out = vocab_parallel.vocab_parallel_token_logprobs(local, targets, start, mask=mask)
-    assert [o[0, 0].item() for o in out] == [-torch.inf, 0, -torch.inf] and all(o[1, 1] == 0 for o in out)
+    assert [o[0, 0].item() for o in out] == [-torch.inf, 0, -torch.inf]
+    assert all(o[1, 1] == 0 for o in out)
     (dx,) = torch.autograd.grad([o[mask][1:].sum() for o in out], local)
-    assert (dx[0, 0] == 0).all() and (dx[1, 1] == 0).all() and torch.isfinite(dx).all()
+    assert (dx[0, 0] == 0).all()
+    assert (dx[1, 1] == 0).all()
+    assert torch.isfinite(dx).all()
     shown = vocab_parallel.vocab_parallel_token_logprobs(local, targets, start)  # NaN on one rank or all, seen by all
     assert all(o[1, 1].isnan() for o in shown)
     with pytest.raises(ValueError, match="target 2003 of row 3 is in the columns of 0 ranks"):
@@ -131,10 +139,15 @@ def check_edges(rank, world):
     x[1, 3, 1999] = torch.nan
     x[0, 0] = y[0, 0]
     kl = vocab_parallel.vocab_parallel_token_kl(local.detach(), shard(y, rank, world), mask=mask)
-    assert kl[1, 3] == torch.inf and kl[1, 1] == 0
+    assert kl[1, 3] == torch.inf
+    assert kl[1, 1] == 0
     kl = vocab_parallel.vocab_parallel_token_kl(shard(x, rank, world), shard(y, rank, world), mask=mask)
-    assert kl[1, 3].isnan() and kl[0, 0] == 0
-    x[:, :, 1600], y[:, :, 1600] = 300.0, -torch.inf  # all of the policy's mass where the reference has none
+    assert kl[1, 3].isnan()
+    assert kl[0, 0] == 0
+    x[:, :, 1600], y[:, :, 1600] = (
+        300.0,
+        -torch.inf,
+    )  # all of the policy's mass where the reference has none
     js = vocab_parallel.vocab_parallel_token_kl(
         shard(x, rank, world), shard(y, rank, world), mask=mask, direction="jensen-shannon"
     )
@@ -150,7 +163,11 @@ def check_finite_masks(rank, world):
         got = torch.autograd.grad(value.sum(), leaves)
         exact, *best = by_definition(x, y, direction)
         distance = (x.amax(-1) - y.amax(-1)).abs()
-        assert ((value - exact).abs() <= 3e-6 * exact + 1e-7 * distance + 1e-12).all(), (direction, value, exact)
+        assert ((value - exact).abs() <= 3e-6 * exact + 1e-7 * distance + 1e-12).all(), (
+            direction,
+            value,
+            exact,
+        )
         scale = 1e-6 + 2e-7 * (exact if direction != "jensen-shannon" else 0) + 2e-7 * distance
         for ours, whole in zip(got, best, strict=True):
             allowed = 5e-6 * whole.abs().amax(-1) + scale

@@ -70,7 +70,9 @@ def test_compiled_entropy():
         compiled = torch.compile(utils.compute_entropy, dynamic=True, fullgraph=True)
         logits, _ = cases.hard_logits("plain", torch.float32)
         assert_both_close(
-            value_and_gradient(compiled, logits), value_and_gradient(utils.compute_entropy, logits), tolerance=0
+            value_and_gradient(compiled, logits),
+            value_and_gradient(utils.compute_entropy, logits),
+            tolerance=0,
         )
 
 
@@ -91,7 +93,8 @@ def test_ignored_labels_as_with_flash_attn():
     labels[::3] = -100
     with integration.patch():
         value, gradient = value_and_gradient(lambda x: utils.log_probs_from_logits(x, labels), logits)
-    assert (value[::3] == 0).all() and (gradient[::3] == 0).all()
+    assert (value[::3] == 0).all()
+    assert (gradient[::3] == 0).all()
     assert (value[1::3] < 0).all()
 
 
@@ -180,7 +183,11 @@ def test_kl_losses(estimator, unbiased_gradient):
         {"policy_loss_type": "gspo"},
         {"is_correction_level": "token", "is_correction_mode": "clip"},
         {"is_correction_level": "seq"},
-        {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": (0, 0.1)},
+        {
+            "is_correction_level": "token",
+            "is_correction_gating": "tv",
+            "is_correction_threshold": (0, 0.1),
+        },
     ],
     ids=["dual clip", "sequence mean", "gspo", "token clip", "sequence mask", "tv"],
 )
@@ -257,7 +264,8 @@ def test_unknown_versions_are_refused(monkeypatch, version):
 
 def test_what_is_not_served_is_openrlhfs():
     """Tensors of other devices, and labels of another shape than the logits' rows."""
-    logits, labels = torch.empty(4, 50, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    logits = torch.empty(4, 50, device="meta")
+    labels = torch.zeros(4, dtype=torch.int64, device="meta")
     with integration.patch():
         assert utils.log_probs_from_logits(logits, labels).device.type == "meta"
         with pytest.raises(RuntimeError, match="Size|shape|dimension|size"):

@@ -53,7 +53,8 @@ def test_the_flash_attn_path_needs_no_flash_attn(inplace_backward):
     theirs = value_and_gradient(lambda x: verl_F.logprobs_from_logits_naive(x, labels), logits)
     with integration.patch():
         ours = value_and_gradient(
-            lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward), logits
+            lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward),
+            logits,
         )
     assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1])
@@ -78,7 +79,8 @@ def test_compiled_entropy(name):
             logits, _ = cases.hard_logits("plain", torch.float32, rows=rows)
             ours = value_and_gradient(compiled, logits)
             eager = value_and_gradient(getattr(verl_F, name), logits)
-            assert torch.equal(ours[0], eager[0]) and torch.equal(ours[1], eager[1])
+            assert torch.equal(ours[0], eager[0])
+            assert torch.equal(ours[1], eager[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,7 +101,8 @@ def test_ignored_labels_as_with_flash_attn():
     labels[::3] = -100
     with integration.patch():
         value, gradient = value_and_gradient(lambda x: verl_F.logprobs_from_logits(x, labels), logits)
-    assert (value[::3] == 0).all() and (gradient[::3] == 0).all()
+    assert (value[::3] == 0).all()
+    assert (gradient[::3] == 0).all()
     assert (value[1::3] < 0).all()
 
 
@@ -187,7 +190,8 @@ def test_a_reference_that_requires_a_gradient_is_verls():
     theirs, ours = both(
         lambda: value_and_gradient(lambda x: core_algos.kl_penalty(torch.zeros(9), x, "k3"), ref_logprobs)
     )
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
 
 
 def test_compute_entropy_loss():
@@ -255,7 +259,8 @@ def test_what_the_fused_head_cannot_take_is_verls(dtype, temperature):
     hidden, weight, labels = head(torch.float32)
     call = lambda: FusedLinearForPPO(24).forward(hidden.to(dtype), weight.to(dtype), labels, temperature)  # noqa: E731
     theirs, ours = both(call)
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "Sum"])
@@ -326,7 +331,8 @@ def test_unknown_versions_are_refused(monkeypatch, version):
 
 def test_what_is_not_served_is_verls():
     """Tensors of other devices, and labels of another shape than the logits' rows."""
-    logits, labels = torch.empty(4, 50, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    logits = torch.empty(4, 50, device="meta")
+    labels = torch.zeros(4, dtype=torch.int64, device="meta")
     with integration.patch():
         for name in LOGPROBS:
             assert getattr(verl_F, name)(logits, labels).device.type == "meta"

@@ -32,7 +32,19 @@ def assert_same_step(monkeypatch, **options):
         assert_close(ours[2][name], gradient)
 
 
-LOSS_MODES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo")
+LOSS_MODES = (
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+)
 
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
@@ -43,7 +55,13 @@ def test_loss_modes(monkeypatch, mode):
 
 @pytest.mark.parametrize(
     "aggregation",
-    ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"],
+    [
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    ],
 )
 def test_aggregations(monkeypatch, aggregation):
     assert_same_step(monkeypatch, loss={"loss_agg_mode": aggregation})

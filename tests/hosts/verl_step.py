@@ -89,7 +89,12 @@ def step(monkeypatch, loss=None, engine_options=None, autocast=torch.float32, ba
     model = tiny_model()
     if options["fused_kernels"]:
         model.forward = types.MethodType(getattr(dense_common, f"forward_with_{backend}_backend"), model)
-    config = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "entropy_coeff": 0.01}
+    config = {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "low_var_kl",
+        "entropy_coeff": 0.01,
+    }
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **(config | (loss or {})))
     runner = engine(model, engine_options or {})
     runner._autocast_dtype = autocast

@@ -37,10 +37,21 @@ def run_example(source: str, folder: Path, before: str = "") -> str:
     """What a block prints, run without network; `before` is source that an environment needs first, such as a stub."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}
     # not the interpreter of the tests: a reader has none
-    environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **offline,
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     (folder / "example.py").write_text(before + source)
     ran = subprocess.run(
-        [sys.executable, "example.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "example.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

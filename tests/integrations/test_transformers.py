@@ -48,7 +48,12 @@ def test_training_equals_the_stock_trainer(name, accumulation, tmp_path):
 
 def lora(name="qwen2", **options):
     peft = pytest.importorskip("peft")
-    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_dropout": 0.0, **options}
+    options = {
+        "target_modules": ["q_proj", "v_proj"],
+        "init_lora_weights": False,
+        "lora_dropout": 0.0,
+        **options,
+    }
     torch.manual_seed(0)
     return peft.get_peft_model(tiny_models.model(name), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
 
@@ -118,11 +123,15 @@ def test_bf16_is_no_further_from_fp64_than_stock(autocast):
 def test_fp16_gradients_survive_a_large_batch():
     """The share of one token in 40,000 times a probability is 0 in fp16 unless it is taken late."""
     torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(32, 500, bias=False).half(), torch.randn(128, 32).half()
-    targets, share, scale = torch.randint(500, (128,)), torch.tensor(1 / 40000), 65536.0
+    head = torch.nn.Linear(32, 500, bias=False).half()
+    hidden = torch.randn(128, 32).half()
+    targets = torch.randint(500, (128,))
+    share = torch.tensor(1 / 40000)
+    scale = 65536.0
 
     def gradient(dtype):
-        made, x = copy.deepcopy(head).to(dtype), hidden.to(dtype).requires_grad_()
+        made = copy.deepcopy(head).to(dtype)
+        x = hidden.to(dtype).requires_grad_()
         if dtype == torch.float64:
             loss = torch.nn.functional.cross_entropy(made(x), targets, reduction="sum") * share.double()
         else:
@@ -163,7 +172,8 @@ def test_the_logits_never_exist(training):
         elements.append(largest.elements)
         patch(model, workspace_mb=4)
     logits = ids.numel() * 8192
-    assert elements[0] == logits and elements[1] <= logits // 8
+    assert elements[0] == logits
+    assert elements[1] <= logits // 8
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -188,7 +198,11 @@ def test_evaluation_with_metrics_gets_its_logits(bf16, tmp_path):
 
 def two_processes(rank, world, folder, way):
     model = tiny_models.model("qwen2-tied")
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False}
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "ddp_find_unused_parameters": False,
+    }
     run = train(model, folder, way, seed=0, **options)
     return [{key: value.numpy() for key, value in run.gradients[0].items()}, run.logs]
 
@@ -224,7 +238,8 @@ def test_a_run_saves_and_resumes_as_before(tmp_path):
     assert len(run.gradients) == 2
     torch.testing.assert_close(dict(model.named_parameters()), whole.weights, atol=0, rtol=0)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-4")
-    assert type(loaded) is type(model) and "forward" not in vars(loaded)
+    assert type(loaded) is type(model)
+    assert "forward" not in vars(loaded)
     torch.testing.assert_close(dict(loaded.named_parameters()), whole.weights, atol=0, rtol=0)
 
 
@@ -239,7 +254,8 @@ def test_a_copy_is_patched_and_independent(copied):
     assert outputs.loss.item() == pytest.approx(torch.tensor(tiny_models.VOCABULARY).log().item())
     assert model(**batch()).loss > outputs.loss
     unpatch(made)
-    assert "forward" not in vars(made) and "forward" in vars(model)
+    assert "forward" not in vars(made)
+    assert "forward" in vars(model)
 
 
 def test_unpatch_leaves_nothing_behind():
@@ -251,7 +267,8 @@ def test_unpatch_leaves_nothing_behind():
         with patch(model):  # twice is once
             pass
         assert isinstance(model(**batch()).logits, UnformedLogits)
-    assert vars(model) == before and vars(model.lm_head) == head
+    assert vars(model) == before
+    assert vars(model.lm_head) == head
     unpatch(model)
     assert type(model(**batch()).logits) is torch.Tensor
 
@@ -269,7 +286,8 @@ def test_unpatch_inside_what_accelerate_wrapped(tmp_path):
 
 def test_calls_without_labels_are_the_models_own():
     model, ids = tiny_models.model("cohere"), batch()["input_ids"][:1, :4]
-    want, tokens = model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)
+    want = model(ids).logits
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
     with patch(model):
         torch.testing.assert_close(model(input_ids=ids).logits, want, atol=0, rtol=0)
         assert model.generate(ids, max_new_tokens=4, do_sample=False).tolist() == tokens.tolist()
@@ -352,7 +370,8 @@ def test_a_forward_that_does_anything_else_is_refused(change, operation):
     patch(model)
     with pytest.raises(RuntimeError, match=f"{operation}.*compute_loss_func=causal_lm_loss"):
         model(**batch())
-    assert "forward" not in vars(model.lm_head) and "_loss_function" not in vars(model)
+    assert "forward" not in vars(model.lm_head)
+    assert "_loss_function" not in vars(model)
     with pytest.raises(RuntimeError, match="compute_loss_func"), torch.no_grad():
         model(**batch())
 

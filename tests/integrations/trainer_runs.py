@@ -33,9 +33,20 @@ def make_trainer(model, folder, way: str, run: Run, *, rows=12, compute_metrics=
         def on_log(self, args, state, control, logs=None, **kwargs):
             run.logs.append({key: value for key, value in logs.items() if key in ("loss", "grad_norm")})
 
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "use_cpu": True,
+    }
     # SGD: Adam would turn a rounding of a small gradient into a step of full size
-    numbers = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "per_device_train_batch_size": 2}
+    numbers = {
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "max_grad_norm": 0.0,
+        "per_device_train_batch_size": 2,
+    }
     arguments = {**quiet, **numbers, "max_steps": 2, "remove_unused_columns": False, **options}
     return transformers.Trainer(
         model,
@@ -64,7 +75,8 @@ def train(model, folder, way: str = "stock", **options) -> Run:
 def assert_equal_runs(run: Run, stock: Run, tolerance: float = 1e-5) -> None:
     """Logged values, gradients and weights, within the tolerance, absolute and relative."""
     close = {"atol": tolerance, "rtol": tolerance}
-    assert len(run.logs) == len(stock.logs) and len(run.gradients) == len(stock.gradients) > 0
+    assert len(run.logs) == len(stock.logs)
+    assert len(run.gradients) == len(stock.gradients) > 0
     for ours, theirs in zip([*run.logs, run.evaluation], [*stock.logs, stock.evaluation], strict=True):
         torch.testing.assert_close(ours, theirs, **close)
     for ours, theirs in zip([*run.gradients, run.weights], [*stock.gradients, stock.weights], strict=True):

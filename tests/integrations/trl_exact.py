@@ -62,9 +62,24 @@ class ChunkedDivergenceFunction:
         teacher_scale=1.0,
         teacher_softcap=None,
     ):
-        student = _logits(student_hidden, student_weight, student_bias, student_scale, student_softcap, temperature)
-        teacher = _logits(teacher_hidden, teacher_weight, teacher_bias, teacher_scale, teacher_softcap, temperature)
-        student, teacher = student.log_softmax(-1), teacher.detach().log_softmax(-1)
+        student = _logits(
+            student_hidden,
+            student_weight,
+            student_bias,
+            student_scale,
+            student_softcap,
+            temperature,
+        )
+        teacher = _logits(
+            teacher_hidden,
+            teacher_weight,
+            teacher_bias,
+            teacher_scale,
+            teacher_softcap,
+            temperature,
+        )
+        student = student.log_softmax(-1)
+        teacher = teacher.detach().log_softmax(-1)
         if beta == 0:
             divergence = _kl(teacher, student)
         elif beta == 1:

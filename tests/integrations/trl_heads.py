@@ -24,7 +24,8 @@ def make_head(dtype, bias=True, banned=False, seed=0, width=SHAPE[1], n=SHAPE[0]
     generator = torch.Generator().manual_seed(seed)
     vocab = SHAPE[2]
     hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
-    weight, head_bias = torch.randn(vocab, width, generator=generator), torch.randn(vocab, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator)
+    head_bias = torch.randn(vocab, generator=generator)
     head_bias[[3, 77]] = -torch.inf if banned else 0.5
     return [x.to(dtype) for x in (hidden, weight)] + [head_bias.to(dtype) if bias else None]
 

@@ -29,7 +29,10 @@ RUNS = {
     "sft": (Cell("SFT", model="tied"), {"gradient_accumulation_steps": 2}),
     "sft-zero3": (Cell("SFT"), {"deepspeed": ZERO3, **STEEP}),
     "dpo-zero3": (Cell("DPO", model="tied"), {"deepspeed": ZERO3, **STEEP}),
-    "distillation-zero3": (Cell("Distillation", {"beta": 0.5}), {"deepspeed": ZERO3, "scripted": True, **STEEP}),
+    "distillation-zero3": (
+        Cell("Distillation", {"beta": 0.5}),
+        {"deepspeed": ZERO3, "scripted": True, **STEEP},
+    ),
 }
 
 
@@ -42,7 +45,12 @@ def main(name: str, primitive: str, folder: str) -> None:
     run = trl_runs.train(cell, primitive, folder, **how)
     assert torch.distributed.get_world_size() == 2
     if torch.distributed.get_rank() == 0:
-        found = {"losses": run.losses, "metrics": run.metrics, "grads": run.grads, "parameters": run.parameters}
+        found = {
+            "losses": run.losses,
+            "metrics": run.metrics,
+            "grads": run.grads,
+            "parameters": run.parameters,
+        }
         torch.save({**found, "served": run.served, "host": run.host}, Path(folder) / f"{primitive}.pt")
     torch.distributed.barrier()
     sys.stdout.flush()

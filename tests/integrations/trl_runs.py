@@ -77,7 +77,12 @@ def _config(kind: str):
     """Configs whose heads differ: tied or not, with a bias, a scale, a soft cap."""
     import transformers
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     common = {
         **sizes,
         "vocab_size": len(_tokenizer()),
@@ -198,11 +203,29 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, **argument
     import trl
 
     transformers.set_seed(0)
-    steps = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    steps = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     fixed = {"use_cpu": True, "bf16": False, "seed": 0, "per_device_train_batch_size": 4}
     # SGD carries a difference of gradients on as it is; Adam would turn noise around zero into whole steps.
-    optimizer = {"optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
-    options = {**steps, **fixed, **optimizer, "gradient_checkpointing": False, **cell.options, **arguments}
+    optimizer = {
+        "optim": "sgd",
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+    }
+    options = {
+        **steps,
+        **fixed,
+        **optimizer,
+        "gradient_checkpointing": False,
+        **cell.options,
+        **arguments,
+    }
     given = {"train_dataset": dataset(cell.trainer), "processing_class": _tokenizer()}
     if cell.trainer in ("GRPO", "RLOO", "Distillation"):
         options.setdefault("max_completion_length", 10)
@@ -304,14 +327,20 @@ def _standing(primitive: str):
 
     served, host, outputs = Counter(), Counter(), defaultdict(list)
     with contextlib.ExitStack() as stack:
-        for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
+        for function in (
+            chunked_logprob.ChunkedLogProbFunction,
+            chunked_divergence.ChunkedDivergenceFunction,
+        ):
             watched = staticmethod(_watched(function.forward, host))
             stack.enter_context(mock.patch.object(function, "forward", watched))
         if primitive == "ours":
             from fused_rl.integrations import trl as integration
 
             stack.enter_context(integration.patch())
-        for module, name in ((utils, VOCAB_PRIMITIVE), (distillation_trainer, DIVERGENCE_PRIMITIVE)):
+        for module, name in (
+            (utils, VOCAB_PRIMITIVE),
+            (distillation_trainer, DIVERGENCE_PRIMITIVE),
+        ):
             standing = getattr(trl_exact, name) if primitive == "exact" else getattr(module, name)
             proxy = types.SimpleNamespace(apply=_watched(standing.apply, served, outputs))
             stack.enter_context(mock.patch.object(module, name, proxy))
@@ -342,12 +371,18 @@ def differences(run: Run, reference: Run) -> dict[str, float]:
     Of losses and metrics relative to the value, or absolute where that is below 1; of a gradient and of what the
     parameters have become relative to the largest element of the tensor.
     """
-    assert len(run.losses) == len(reference.losses) and len(run.grads) == len(reference.grads)
+    assert len(run.losses) == len(reference.losses)
+    assert len(run.grads) == len(reference.grads)
     losses = [_of_number(*pair) for pair in zip(run.losses, reference.losses, strict=True)]
     metrics = [_of_metrics(*pair) for pair in zip(run.metrics, reference.metrics, strict=True)]
     grads = [max(of_tensors(*pair).values(), default=0.0) for pair in zip(run.grads, reference.grads, strict=True)]
     parameters = of_tensors(run.parameters, reference.parameters).values()
-    return {"loss": max(losses), "metrics": max(metrics), "gradients": max(grads), "parameters": max(parameters)}
+    return {
+        "loss": max(losses),
+        "metrics": max(metrics),
+        "gradients": max(grads),
+        "parameters": max(parameters),
+    }
 
 
 def _of_number(value, reference) -> float:

@@ -1,0 +1,97 @@
+"""token_kl as autograd, torch.compile and a careless caller see it."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fused_rl
+from fused_rl import reference
+from tests.pairs import DIRECTIONS, both_gradients, exact, pair
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def test_only_what_is_asked_for(backend):
+    """No gradient for a reference that does not require one: the kernel does not write it."""
+    x, y = pair(3, 700, device=backend)
+    x.requires_grad_()
+    fused_rl.token_kl(x, y).sum().backward()
+    assert x.grad is not None
+    assert y.grad is None
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        (dx,) = torch.autograd.grad(fused_rl.token_kl(x, y).sum(), x, create_graph=True)
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_reference_gradients(direction):
+    """The oracle itself, and the fixed example of the KL's gradient."""
+    x, y = pair(2, 6)
+    x, y = x.double().requires_grad_(), y.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: reference.token_kl(a, b, direction=direction, temperature=0.7), (x, y))
+    torch.testing.assert_close(reference.token_kl(x, y, direction=direction), exact(x, y, direction))
+
+
+@pytest.mark.parametrize("js", [False, True])
+def test_operator_registrations(js, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    x, y = pair(3, 40)
+    arguments = (x.requires_grad_(), y.requires_grad_(), None, 0.7, None, js)
+    torch.library.opcheck(torch.ops.fused_rl.token_kl.default, arguments)
+
+
+def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    compiled = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=compiled)
+    def loss(x, y, temperature):
+        return fused_rl.token_kl(2 * x, y, temperature=temperature).sum()
+
+    for length, temperature in ((5, 0.7), (6, 1.3), (9, 2.0)):
+        x, y = pair(2, length, 40)
+        x.requires_grad_()
+        got = loss(x, y, temperature)
+        want = fused_rl.token_kl(2 * x, y, temperature=temperature).sum()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(z, x)[0] for z in (got, want)))
+    assert compiled.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"direction": "js"}, "direction must be one of"),
+        ({"temperature": 0.0}, r"temperature must be a number from 1e-06 to 1e\+06"),
+        (
+            {"temperature": torch.zeros(3)},
+            r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0 for logits",
+        ),
+        ({"temperature": torch.ones(4)}, "temperature must be"),
+        ({"mask": torch.ones(3)}, "mask must be a bool tensor"),
+        (
+            {"mask": torch.ones(2, dtype=torch.bool)},
+            r"mask must have the shape of the rows, \(3,\), got \(2,\)",
+        ),
+        ({"ref_logits": torch.zeros(3, 11)}, r"one shape, got \(3, 10\) and \(3, 11\)"),
+        ({"ref_logits": torch.zeros(3, 10, dtype=torch.bfloat16)}, "share dtype and device"),
+        (
+            {"logits": torch.zeros(3, 10, dtype=torch.float64)},
+            "logits must be a bf16, fp16 or fp32 tensor",
+        ),
+        ({"ref_logits": None}, "ref_logits must be a bf16, fp16 or fp32 tensor"),
+        ({"logits": torch.zeros(3, 0), "ref_logits": torch.zeros(3, 0)}, "V >= 1"),
+    ],
+)
+def test_errors(change, message):
+    arguments = {"logits": torch.zeros(3, 10), "ref_logits": torch.zeros(3, 10)} | change
+    with pytest.raises(ValueError, match=message):
+        fused_rl.token_kl(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (7,)])
+def test_no_rows_and_one_row(backend, shape):
+    x, y = pair(*shape, device=backend)
+    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(shape[:-1], device=backend))
+    assert value.shape == shape[:-1]
+    assert dx.shape == dy.shape == shape

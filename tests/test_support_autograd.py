@@ -1,0 +1,106 @@
+"""Kept sets from logits in autograd: the reference itself, the registered operators, torch.compile."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import TokenSupport, reference
+from tests.kept_sets import (
+    BF16,
+    outputs_and_gradient,
+    random_logits,
+    run_on,
+    some_rows,
+    upstream_of,
+)
+from tests.marks import cpu_fast, on_backends
+
+
+@on_backends("used", range(3), most=0)
+def test_gradient_of_one_output(backend, used):
+    lists, targets = some_rows(vocab=701, longest=300)
+    support = TokenSupport.from_lists(lists).to(backend)
+    logits, targets = run_on(backend, random_logits(len(lists), 701), targets)
+    upstream = [u.to(backend) if i == used else None for i, u in enumerate(upstream_of(targets))]
+    found = outputs_and_gradient(fused_rl, logits, targets, upstream, support=support)
+    exact = outputs_and_gradient(reference, logits.double(), targets, upstream, support=support)
+    torch.testing.assert_close(found[3].double(), exact[3], rtol=2e-6, atol=2e-7)
+
+
+def test_no_rows(backend):
+    support = TokenSupport.from_lists([]).to(backend)
+    leaf = torch.zeros(0, 9, device=backend, requires_grad=True)
+    out = fused_rl.token_logprobs(leaf, torch.zeros(0, dtype=torch.long, device=backend), support=support)
+    sum(o.sum() for o in out).backward()
+    assert leaf.grad.shape == (0, 9)
+    hidden, weight = (torch.zeros(n, 3, device=backend, requires_grad=True) for n in (0, 9))
+    out = fused_rl.linear_token_logprobs(hidden, weight, leaf.new_zeros(0).long(), support=support)
+    out.logprobs.sum().backward()
+    assert weight.grad.shape == (9, 3)
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 2.0}, {"shift": True}], ids=str)
+def test_reference_by_finite_differences(options):
+    logits = random_logits(6, 7).view(2, 3, 7).double().requires_grad_()
+    lists = [[1], [2, 0, 5], None, [3, 6], [0, 1, 2, 3, 4, 5, 6], [5, 4]]
+    targets = torch.tensor([[1, 0, 3], [6, 2, 4]])
+    support = TokenSupport.from_lists(lists)
+    for output in ("logprobs", "entropy", "lse"):
+        assert torch.autograd.gradcheck(
+            lambda x, output=output: getattr(reference.token_logprobs(x, targets, support=support, **options), output),
+            logits,
+        )
+
+
+@cpu_fast
+def test_operators_pass_opcheck(backend):
+    lists = [[3], [5, 2, 9], [], [1, 0, 40]]
+    targets = torch.tensor([3, 9, 50, 1])
+    logits, targets = run_on(backend, random_logits(len(lists), 61).to(BF16), targets)
+    kept = TokenSupport.from_lists(lists).to(backend).of_rows(targets.shape, targets.device)
+    per_row = torch.linspace(0.5, 2, len(lists), device=backend)
+    arguments = (targets, targets >= 0, 1.0, per_row, 3.0)
+    forward = torch.ops.fused_rl.token_logprobs.default
+    torch.library.opcheck(forward, (logits.requires_grad_(), *arguments, *kept))
+    _, entropy, _, m, rest, x = forward(logits.detach(), *arguments, *kept)
+    grads = (*upstream_of(targets)[:2], None)
+    saved = (logits.detach(), *arguments[:2], entropy, m, rest, *arguments[2:], x, *kept)
+    torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, (*grads, *saved))
+
+
+@cpu_fast
+@pytest.mark.parametrize("shift", [True, False])
+def test_compiled_without_a_break(backend, shift):
+    lists, targets = some_rows(vocab=701, longest=300)
+    logits = random_logits(len(lists), 701).view(2, 6, 701).to(backend)
+    targets = targets.view(2, 6).to(backend)
+    support = TokenSupport.from_lists(lists).to(backend)
+    shape = (2, 5) if shift else (2, 6)
+    upstream = torch.randn(shape, device=backend)
+
+    def run(x, targets, support):
+        out = fused_rl.token_logprobs(x, targets, temperature=0.7, shift=shift, support=support)
+        return out.logprobs + out.entropy
+
+    def gradient(function):
+        leaf = logits.clone().requires_grad_()
+        value = function(leaf, targets, support)
+        return value.detach(), *torch.autograd.grad(value, leaf, upstream)
+
+    # a compiled temperature is a tensor, 1 / 0.7 in fp32
+    for a, b in zip(
+        gradient(torch.compile(run, fullgraph=True, backend="aot_eager")),
+        gradient(run),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_differentiable_once(backend):
+    logits = random_logits(2, 9).to(backend).requires_grad_()
+    support = TokenSupport.from_lists([[1, 2], [1, 3]]).to(backend)
+    out = fused_rl.token_logprobs(logits, torch.ones(2, dtype=torch.long, device=backend), support=support)
+    (gradient,) = torch.autograd.grad(out.entropy.sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        gradient.square().sum().backward()
