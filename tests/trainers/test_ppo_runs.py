@@ -22,7 +22,7 @@ from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
-from tests.trainers import tiny
+from tests.trainers import figures, tiny
 
 VERIFIER = "tests.trainers.tiny:odd_characters"
 
@@ -265,7 +265,9 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(files, tmp_p
 
 
 def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_another(files, tmp_path, capsys):
-    ppo.train(config_of(files, tmp_path / "a", eval_every=2))
+    with figures.drawn():
+        ppo.train(config_of(files, tmp_path / "a", eval_every=2))
+    assert (tmp_path / "a" / "curves.png").stat().st_size > 0
     metrics = tiny.read_metrics(tmp_path / "a")
     evaluation = {key for key in KEYS["ppo"] if key.startswith("eval/")}
     evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}

@@ -18,7 +18,8 @@ from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import lock
 from tests.distributed import run_distributed
-from tests.trainers.reward_runs import comparable, leave_out_figures, make_config, make_model, weights, write_pairs
+from tests.trainers import figures
+from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs
 
 TRAIN_KEYS = {
     "train/rm/loss",
@@ -53,7 +54,8 @@ def run(folder):
 
     os.environ["TRITON_INTERPRET"] = "0"
     config = make_config(folder)
-    reward.train(config)
+    with figures.drawn():
+        reward.train(config)
     return config, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -228,7 +230,7 @@ def test_dry_run(folder, capsys):
 
 def resume_bit_for_bit(rank, world, folder):
     """In one process for all stages: an uninterrupted run against runs resumed in mid-epoch and at an epoch's end."""
-    leave_out_figures()
+    figures.leave_out()
     for stage in (0, 1, 2, 3):
         # 16 training pairs: 8 per step make an epoch of 2 steps
         options = {"zero_stage": stage, "save_every": 1, "keep_checkpoints": 9}
@@ -252,7 +254,7 @@ def resume_bit_for_bit(rank, world, folder):
 
 
 def train_splits(rank, world, folder, splits):
-    leave_out_figures()
+    figures.leave_out()
     found = {}
     for split in splits:
         options = dict(zip(("zero_stage", "micro_batch_size", "lora_rank"), split, strict=True))
