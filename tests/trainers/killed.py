@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
@@ -72,6 +73,29 @@ def start(
         processes.append(PROCESSES.Process(target=_run, args=arguments, daemon=True))
         processes[-1].start()
     return processes
+
+
+def words_of(config, **others) -> list[str]:
+    """The command line of a config, of whose options some have other values, None for those that are not given."""
+    words = []
+    for name, value in (vars(config) | others).items():
+        if value is not None:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def wait_for_steps(process, folder: Path, count: int) -> None:
+    """Until a run's metrics have so many lines, or it has ended."""
+    file = folder / "metrics.jsonl"
+    while process.is_alive() and not (file.exists() and len(file.read_text().splitlines()) >= count):
+        time.sleep(0.05)
+
+
+def stop(process, folder: Path) -> None:
+    """Tell a run to stop, which it says and does."""
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(200)
+    assert process.exitcode == 130 and "continue with --resume" in (folder / "log").read_text()
 
 
 def run(*args, **options) -> list[int]:

@@ -62,3 +62,8 @@ def trainers() -> list[type[RunConfig]]:
         classes += config_class.__subclasses__()
         found += [config_class] if "command" in vars(config_class) else []
     return found
+
+
+def scores_of(*verifiers: str) -> set[str]:
+    """The metrics of each of them."""
+    return {f"rewards/{name}/mean" for name in verifiers} | {f"rewards/{name}/std" for name in verifiers}

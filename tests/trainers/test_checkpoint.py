@@ -19,7 +19,7 @@ from tests.trainers.runs import assert_equal_runs, contents, names, refused, res
 
 
 def test_every_option_is_said_to_stay_or_to_change_on_resume_and_no_other_is():
-    options = {name for config_class in trainers() for name in names_of(config_class)} - set(ACTIONS)
+    options = set().union(*map(names_of, trainers())) - set(ACTIONS)
     assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
     facts = {"command", "processes", "precision"}
     assert options | facts == resume.FIXED | resume.MAY_CHANGE

@@ -236,11 +236,8 @@ def test_an_unknown_command_is_named(monkeypatch):
 
 def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
     docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    known = {
-        name
-        for config in (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
-        for name in names_of(config)
-    }
+    configs = (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
+    known = set().union(*map(names_of, configs))
     for theirs, ours in names.OF_TRL.items():
         assert theirs not in known and set(ours.split()) <= known
         assert f"`{theirs}`" in docs and all(f"`{name}`" in docs for name in ours.split())

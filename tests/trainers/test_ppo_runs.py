@@ -1,11 +1,8 @@
 """Whole runs of ppo on models of a few thousand weights: split, stopped, resumed, saved, and given bad input."""
 
+import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -22,7 +19,7 @@ from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
-from tests.trainers import figures, tiny
+from tests.trainers import figures, killed, runs, tiny
 
 VERIFIER = "tests.trainers.tiny:odd_characters"
 
@@ -153,7 +150,7 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
     micro_batches = (2, 1) if world == 1 else (4, 2, 1)  # one process's 4 at stage 0 is the reference
-    check_splits(files, tmp_path, world, [(stage, m, files[2]) for stage in range(4) for m in micro_batches])
+    check_splits(files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:])))
 
 
 def sampled_over_two_ranks(rank, world, files, folder):
@@ -213,32 +210,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_pa
     check_resume(files, tmp_path, 2, [(0, "own"), (1, "own"), (2, "own"), (3, "own"), (3, "shared")])
 
 
-def command_of(config, folder) -> list[str]:
-    command = [sys.executable, "-m", "fused_rl.trainers.ppo", "--output_dir", str(folder)]
-    for key, value in vars(config).items():
-        if key not in ("output_dir", "resume") and value is not None:
-            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return command
-
-
-def start(config, folder, *more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*command_of(config, folder), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def wait_for_lines(process, folder, count):
-    file = Path(folder) / "metrics.jsonl"
-    while process.poll() is None and not (file.exists() and len(file.read_text().splitlines()) >= count):
-        time.sleep(0.05)
-
-
 def test_a_run_that_is_told_to_stop_resumes_to_the_same_end(files, tmp_path):
     config = config_of(files, tmp_path / "whole", steps=16, eval_size=0)
-    process = start(config, tmp_path / "stopped")
-    wait_for_lines(process, tmp_path / "stopped", 3)
-    process.send_signal(signal.SIGTERM)
-    assert "continue with --resume" in process.communicate(timeout=200)[0] and process.returncode == 130
+    (process,) = killed.start("ppo", killed.words_of(config, output_dir=str(tmp_path / "stopped")), tmp_path)
+    killed.wait_for_steps(process, tmp_path / "stopped", 3)
+    killed.stop(process, tmp_path)
     assert 3 <= tiny.read_metrics(tmp_path / "stopped")[-1]["step"] < 16
     ppo.train(config)
     ppo.train(config_of(files, tmp_path / "stopped", steps=16, eval_size=0, resume=True))
@@ -249,16 +225,17 @@ def test_a_run_that_is_told_to_stop_resumes_to_the_same_end(files, tmp_path):
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(files, tmp_path):
     options = {"steps": 12, "eval_size": 0, "save_every": 2}
     ppo.train(config_of(files, tmp_path / "whole", **options))
-    config, killed = config_of(files, tmp_path / "killed", **options), tmp_path / "killed"
+    config, folder = config_of(files, tmp_path / "killed", **options), tmp_path / "killed"
     for i, pause in enumerate((0.0, 0.1, 0.25, 0.4)):
-        resumable = (killed / "checkpoints" / "latest").exists()
-        process = start(config, killed, *(["--resume", "true"] if resumable else ["--overwrite", "true"]))
-        wait_for_lines(process, killed, 3 + 2 * i)
+        resumable = (folder / "checkpoints" / "latest").exists()
+        words = killed.words_of(config, resume=resumable or None, overwrite=None if resumable else True)
+        (process,) = killed.start("ppo", words, tmp_path)
+        killed.wait_for_steps(process, folder, 3 + 2 * i)
         time.sleep(pause)
         process.kill()
-        process.communicate()
-    ppo.train(config_of(files, killed, resume=(killed / "checkpoints" / "latest").exists(), **options))
-    assert_same(tmp_path / "whole", killed)
+        process.join()
+    ppo.train(config_of(files, folder, resume=(folder / "checkpoints" / "latest").exists(), **options))
+    assert_same(tmp_path / "whole", folder)
 
 
 # What a run leaves, and what its options do.
@@ -273,7 +250,7 @@ def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_ano
     evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}
     for entry in metrics:
         entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
-    scorers = {f"rewards/{name}/{part}" for name in ("reward_model", VERIFIER) for part in ("mean", "std")}
+    scorers = runs.scores_of("reward_model", VERIFIER)
     training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
     assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation

@@ -1,6 +1,7 @@
 """A whole PPO step against a literal transcription of the published algorithm: losses, gradients and metrics, fp64."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -127,7 +128,7 @@ def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
     """Of each response of the cases, one by one and without padding: what the update reads, (T,) fp64 each."""
     rows = []
     for given in cases:
-        prompts = [prompt for prompt in given["prompts"] for _ in range(4)]
+        prompts = sum(([prompt] * 4 for prompt in given["prompts"]), [])
         for i, (prompt, response) in enumerate(zip(prompts, given["responses"], strict=True)):
             whole = torch.tensor([prompt.ids + response.ids])
             at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)
@@ -310,12 +311,13 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
         return values.sum() / len(rows)
 
     scores = torch.tensor([row["score"] for row in rows])
-    points = torch.tensor([float(score) for given in cases for score in given["scores"]])
-    stopped = [response.finish == "stop" for given in cases for response in given["responses"]]
+    points = torch.tensor(sum((given["scores"] for given in cases), []), dtype=torch.float32)
+    responses = sum((given["responses"] for given in cases), [])
+    stopped = [response.finish == "stop" for response in responses]
     charged = per_response(torch.cat([row["kl_charged"] for row in rows]))
     wins = []
     for prompt in range(4):
-        pairs = [(i, j) for i in range(4 * prompt, 4 * prompt + 4) for j in range(4 * prompt, 4 * prompt + 4)]
+        pairs = itertools.product(range(4 * prompt, 4 * prompt + 4), repeat=2)
         wins += [float(scores[i] > scores[j]) for i, j in pairs if points[i] >= 2 > points[j]]
     error = t["return"] - t["old_values"]
     found = {

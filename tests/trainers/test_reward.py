@@ -1,6 +1,7 @@
 """The reward trainer: its loss, and runs that do not depend on how they were split or interrupted."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -94,7 +95,8 @@ def test_metrics_have_exactly_these_names(run):
     assert set(metrics[0]) == {"step"} | EVAL_KEYS
     assert set(metrics[1]) == set(metrics[3]) == TRAIN_KEYS | OTHER_KEYS
     assert set(metrics[2]) == set(metrics[4]) == TRAIN_KEYS | OTHER_KEYS | EVAL_KEYS
-    assert all(math.isfinite(value) for m in metrics for value in m.values())
+    for m in metrics:
+        assert all(map(math.isfinite, m.values()))
     made = {path.name for path in Path(config.output_dir).iterdir()}
     assert {"curves.png", "scores.png", "evaluation.json", "samples.jsonl", "tensorboard", "model"} <= made
 
@@ -109,7 +111,7 @@ def test_the_scorer_gives_the_trainers_scores(run):
     config, metrics = run
     pairs, last = held_out_pairs(config), metrics[-1]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
-    sides = [side for p in pairs for side in (p.rejected, p.chosen)]
+    sides = sum(([p.rejected, p.chosen] for p in pairs), [])
     rejected, chosen = RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides]).view(-1, 2).T
     constants = json.loads((Path(config.output_dir) / "evaluation.json").read_text())["normalization"]
     assert constants["after"] == [model.score_mean, model.score_std]
@@ -131,7 +133,7 @@ def test_the_saved_model_is_normalised_on_the_reference_set(run):
     tokenizer = encode.load_tokenizer(config.model)
     pairs = preferences.PairEncoder(config, tokenizer).pairs(load_train_eval(config)[0])[: config.normalize_pairs]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
-    sides = [side for p in pairs for side in (p.chosen, p.rejected)]
+    sides = sum(([p.chosen, p.rejected] for p in pairs), [])
     scores = RewardScorer(model)([p for p, _ in sides], [r for _, r in sides])
     assert scores.mean().item() == pytest.approx(0, abs=1e-5) and scores.std().item() == pytest.approx(1, abs=1e-5)
 
@@ -325,5 +327,5 @@ def test_processes_micro_batches_and_zero_stages_agree(folder):
 
 @pytest.mark.slow
 def test_every_split_agrees(folder):
-    every = [(stage, size, rank) for stage in (0, 1, 2, 3) for size in (8, 4, 2, 1) for rank in (0, 2)]
+    every = list(itertools.product((0, 1, 2, 3), (8, 4, 2, 1), (0, 2)))
     check_agreement(folder, every, every)

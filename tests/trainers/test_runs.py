@@ -1,12 +1,8 @@
 """Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
 
 import dataclasses
-import os
+import itertools
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,14 +20,9 @@ from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers import verifiers
 from tests.distributed import run_distributed
-from tests.trainers import figures, tiny
+from tests.trainers import figures, killed, runs, tiny
 
 VERIFIER = "tests.trainers.tiny:odd_characters"
-
-
-def one_thread() -> dict[str, str]:
-    """The environment of a command: two threads would wait for each other, busily, on a loaded machine."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}  # read now: the CPU path is chosen there, test by test
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +86,7 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
-    check_splits(files, tmp_path, world, [(stage, micro) for stage in range(4) for micro in (8, 4, 2, 1)])
+    check_splits(files, tmp_path, world, list(itertools.product(range(4), (8, 4, 2, 1))))
 
 
 def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(files, tmp_path):
@@ -188,21 +179,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_pa
 
 def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
     config = grpo_config(files, tmp_path / "whole", steps=24, eval_size=0)
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo"]
-    for key, value in vars(config).items():
-        if key not in ("output_dir",) and value is not None:
-            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     stopped = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True, env=one_thread()
-    )
-    while process.poll() is None and not (
-        (stopped / "metrics.jsonl").exists() and len((stopped / "metrics.jsonl").read_text().splitlines()) >= 3
-    ):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert "continue with --resume" in process.communicate(timeout=120)[0]
-    assert process.returncode == 130
+    (process,) = killed.start("grpo", killed.words_of(config, output_dir=str(stopped)), tmp_path)
+    killed.wait_for_steps(process, stopped, 3)
+    killed.stop(process, tmp_path)
     step = tiny.read_metrics(stopped)[-1]["step"]
     assert 3 <= step < 24 and (stopped / "checkpoints" / "latest").read_text() == f"step-{step}"
     assert not list(stopped.rglob("*.tmp")) and not (stopped / "model").exists() and (stopped / "curves.png").exists()
@@ -239,7 +219,7 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     metrics = tiny.read_metrics(tmp_path / "a")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
-    verifier = {f"rewards/{VERIFIER}/mean", f"rewards/{VERIFIER}/std"}
+    verifier = runs.scores_of(VERIFIER)
     training = {k for k in ("step", *KEYS["grpo"]) if not k.startswith("eval/")} | verifier
     for entry in metrics:
         entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
@@ -262,7 +242,7 @@ def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
     assert {k for k in evaluation if "verifier/" in k} == {f"eval/{k}" for k in struck}
     assert {k for k in both if "verifier/" in k} == struck | {f"eval/{k}" for k in struck}
     assert {training[k] for k in struck} == {0.0}
-    assert {f"rewards/{name}/{of}" for name in ("math", VERIFIER) for of in ("mean", "std")} < set(training)
+    assert runs.scores_of("math", VERIFIER) < set(training)
 
 
 def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
@@ -302,9 +282,8 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, m
     assert len(loaded) == 1
     grpo.train(grpo_config(files, tmp_path / "second", kl_every=2))
     none, second = (tiny.read_metrics(tmp_path / name) for name in ("none", "second"))
-    assert not [
-        key for metrics in none for key in metrics if "kl" in key.replace("approxkl", "").replace("kl_coef", "")
-    ]
+    keys = set().union(*none)
+    assert not [key for key in keys if "kl" in key.replace("approxkl", "").replace("kl_coef", "")]
     assert ["objective/kl_exact" in metrics for metrics in second] == [False, False, True, False]
     # What is not measured changes nothing of what is trained.
     assert_same_weights(tmp_path / "none", tmp_path / "second")
@@ -418,22 +397,10 @@ def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_
 
 def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
     """The README's command, with local files of the same forms."""
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--model", files[0], "--dataset", files[1]]
-    command += ["--prompt_column", "question", "--answer_column", "answer", "--output_dir", str(tmp_path / "run")]
-    command += [
-        "--steps",
-        "2",
-        "--prompts_per_step",
-        "2",
-        "--group_size",
-        "2",
-        "--max_new_tokens",
-        "8",
-        "--eval_size",
-        "2",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=one_thread())
-    assert done.returncode == 0, done.stderr
+    words = ["--model", files[0], "--dataset", files[1], "--prompt_column", "question", "--answer_column", "answer"]
+    words += ["--output_dir", "run", "--steps", "2", "--prompts_per_step", "2", "--group_size", "2"]
+    words += ["--max_new_tokens", "8", "--eval_size", "2"]
+    assert killed.run("grpo", words, tmp_path) == [0], (tmp_path / "log").read_text()
     assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
 
