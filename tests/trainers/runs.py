@@ -1,16 +1,22 @@
 """A small run of sft: its config, whether it is refused, how it goes on, and what is asked of its folder."""
 
+import contextlib
 import importlib
+import io
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from fused_rl.trainers import cli, sft
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import lock
-from tests.trainers import tiny
+from tests.distributed import run_distributed
+from tests.trainers import figures, killed, tiny
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
@@ -67,3 +73,43 @@ def trainers() -> list[type[RunConfig]]:
 def scores_of(*verifiers: str) -> set[str]:
     """The metrics of each of them."""
     return {f"rewards/{name}/mean" for name in verifiers} | {f"rewards/{name}/std" for name in verifiers}
+
+
+def on_ranks(function, world: int, *args, timeout: int = 500) -> list:
+    """`run_distributed` of a function that trains, its figures left out; one rank is this process."""
+    if world == 1:
+        return [function(0, 1, *args)]
+    return run_distributed(undrawn, world, function, *args, timeout=timeout)
+
+
+def undrawn(rank: int, world: int, function, *args):
+    figures.leave_out()
+    return function(rank, world, *args)
+
+
+def forget_after(whole, stopped, step: int) -> None:
+    """A copy of a run as it was when it was stopped after a step; of several ranks the first one makes it."""
+    if ranks.rank() == 0:
+        shutil.copytree(whole, stopped)
+        for name in ("model", "critic"):
+            shutil.rmtree(Path(stopped) / name, ignore_errors=True)
+        (Path(stopped) / "checkpoints" / "latest").write_text(f"step-{step}")
+    ranks.barrier()
+    torch.manual_seed(1234)  # what this process draws must come from the checkpoint
+
+
+def stopped_after(trainer, config, step: int) -> None:
+    """The trainer's command, which gets a SIGTERM in a step, says that it stops after it, and does."""
+    made, train_step, out = [], trainer.train_step, io.StringIO()
+
+    def told(*args):
+        made.append(args)
+        if len(made) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(trainer, "train_step", told)
+        with pytest.raises(SystemExit) as stopped:
+            trainer.main(killed.words_of(config))
+    assert stopped.value.code == 130 and "continue with --resume" in out.getvalue()

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 
@@ -201,11 +200,11 @@ def test_batch_arithmetic():
     assert found["micro-batches per process and step"] == "3 of at most 5"
 
 
-def test_dry_run_prints_the_resolved_config_and_needs_no_files():
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--config", str(RECIPES / "demo_grpo.yaml")]
-    done = subprocess.run([*command, "--dry_run", "--lr", "0.25"], capture_output=True, text=True, check=True)
-    assert "lr: 0.25" in done.stdout and "verifiers: reasoning_gym" in done.stdout
-    assert "# responses per step: 256 = 32 prompts x 8" in done.stdout
+def test_dry_run_prints_the_resolved_config_and_needs_no_files(capsys):
+    grpo.main(["--config", str(RECIPES / "demo_grpo.yaml"), "--dry_run", "--lr", "0.25"])
+    printed = capsys.readouterr().out
+    assert "lr: 0.25" in printed and "verifiers: reasoning_gym" in printed
+    assert "# responses per step: 256 = 32 prompts x 8" in printed
 
 
 def test_what_dry_run_prints_is_the_same_config_when_it_is_read_back(tmp_path, capsys):

@@ -18,7 +18,6 @@ from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
-from tests.distributed import run_distributed
 from tests.trainers import figures, killed, runs, tiny
 
 VERIFIER = "tests.trainers.tiny:odd_characters"
@@ -111,18 +110,20 @@ SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "
 
 
 def train_splits(rank, world, files, folder, cases, sets=False):
-    policy.TransformersSampler = ScriptedWithSets if sets else Scripted
-    torch.randperm = lambda count, **_: torch.arange(count)  # the same minibatches, whoever holds their rows
-    for stage, micro, critic in cases:
-        options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
-        ppo.train(config_of(files, f"{folder}/{world}-{stage}-{micro}-{Path(critic).name}", critic=critic, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "TransformersSampler", ScriptedWithSets if sets else Scripted)
+        patch.setattr(torch, "randperm", lambda count, **_: torch.arange(count))  # the same minibatches for all ranks
+        for stage, micro, critic in cases:
+            options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
+            name = f"{world}-{stage}-{micro}-{Path(critic).name}"
+            ppo.train(config_of(files, f"{folder}/{name}", critic=critic, **options))
 
 
 def check_splits(files, tmp_path, world, cases, **options):
     """Every case against one process with ZeRO 0 and whole minibatches."""
     references = sorted({(0, 4, critic) for *_, critic in cases})
-    run_distributed(train_splits, 1, files, str(tmp_path), references, *options.values(), timeout=300)
-    run_distributed(train_splits, world, files, str(tmp_path), cases, *options.values(), timeout=500)
+    runs.on_ranks(train_splits, 1, files, str(tmp_path), references, *options.values())
+    runs.on_ranks(train_splits, world, files, str(tmp_path), cases, *options.values())
     for stage, micro, critic in cases:
         name = Path(critic).name
         reference, made = tmp_path / f"1-0-4-{name}", tmp_path / f"{world}-{stage}-{micro}-{name}"
@@ -159,7 +160,7 @@ def sampled_over_two_ranks(rank, world, files, folder):
 
 @pytest.mark.slow
 def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(files, tmp_path, capfd):
-    run_distributed(sampled_over_two_ranks, 2, files, str(tmp_path), timeout=200)
+    runs.on_ranks(sampled_over_two_ranks, 2, files, str(tmp_path))
     metrics = tiny.read_metrics(tmp_path)[-1]
     assert metrics["completions/min_length"] < metrics["completions/max_length"]
     assert "warning: the first minibatch" not in capfd.readouterr().out
@@ -168,7 +169,7 @@ def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(
 # Stopped and resumed: bit for bit.
 
 
-def stop_and_resume(rank, world, files, folder, cases):
+def stop_and_resume(rank, world, files, folder, cases, steps):
     folder = Path(folder)
     for stage, critic in cases:
         options = {"zero_stage": stage, "steps": 4, "save_every": 1, "keep_checkpoints": 9, "critic_warmup_steps": 2}
@@ -178,30 +179,29 @@ def stop_and_resume(rank, world, files, folder, cases):
             options |= {"minibatches": 1}  # three responses of each process
         whole = folder / f"{stage}-{critic}"
         ppo.train(config_of(files, whole, **options))
-        for step in (1, 3):
+        for step in steps:
             config = config_of(files, f"{whole}-stopped-{step}", resume=True, **options)
-            if rank == 0:
-                shutil.copytree(whole, config.output_dir)
-                shutil.rmtree(Path(config.output_dir) / "model")
-                shutil.rmtree(Path(config.output_dir) / "critic", ignore_errors=True)
-                (Path(config.output_dir) / "checkpoints" / "latest").write_text(f"step-{step}")
-            torch.distributed.barrier()
-            torch.manual_seed(1234)
+            runs.forget_after(whole, config.output_dir, step)
             ppo.train(config)
 
 
-def check_resume(files, tmp_path, world, cases):
-    run_distributed(stop_and_resume, world, files, str(tmp_path), cases, timeout=500)
+def check_resume(files, tmp_path, world, cases, steps=(1, 3)):
+    runs.on_ranks(stop_and_resume, world, files, str(tmp_path), cases, steps)
     for stage, critic in cases:
         whole = tmp_path / f"{stage}-{critic}"
         coefficients = {m["objective/kl_coef"] for m in tiny.read_metrics(whole)}
         assert len(coefficients) == 4, "the coefficient did not adapt, so this shows nothing of it"
-        for step in (1, 3):
+        for step in steps:
             folders = ("model",) if critic == "shared" else ("model", "critic")
             assert_same(whole, f"{whole}-stopped-{step}", folders=folders)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(files, tmp_path):
+    check_resume(files, tmp_path, 1, [(0, "own"), (0, "shared")], steps=[3])
+
+
+@pytest.mark.slow
+def test_a_run_resumed_from_any_step_equals_the_uninterrupted_one(files, tmp_path):
     check_resume(files, tmp_path, 1, [(0, "own"), (0, "shared")])
 
 
@@ -211,13 +211,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_pa
 
 
 def test_a_run_that_is_told_to_stop_resumes_to_the_same_end(files, tmp_path):
-    config = config_of(files, tmp_path / "whole", steps=16, eval_size=0)
-    (process,) = killed.start("ppo", killed.words_of(config, output_dir=str(tmp_path / "stopped")), tmp_path)
-    killed.wait_for_steps(process, tmp_path / "stopped", 3)
-    killed.stop(process, tmp_path)
-    assert 3 <= tiny.read_metrics(tmp_path / "stopped")[-1]["step"] < 16
-    ppo.train(config)
-    ppo.train(config_of(files, tmp_path / "stopped", steps=16, eval_size=0, resume=True))
+    options = {"steps": 5, "eval_size": 0}
+    runs.stopped_after(ppo, config_of(files, tmp_path / "stopped", **options), 3)
+    assert tiny.read_metrics(tmp_path / "stopped")[-1]["step"] == 3
+    ppo.train(config_of(files, tmp_path / "whole", **options))
+    ppo.train(config_of(files, tmp_path / "stopped", resume=True, **options))
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 

@@ -20,7 +20,7 @@ from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers import verifiers
 from tests.distributed import run_distributed
-from tests.trainers import figures, killed, runs, tiny
+from tests.trainers import figures, runs, tiny
 
 VERIFIER = "tests.trainers.tiny:odd_characters"
 
@@ -61,6 +61,16 @@ def assert_same_metrics(a, b, rtol: float):
             assert y[key] == pytest.approx(x[key], rel=rtol, abs=rtol), (x["step"], key)
 
 
+@pytest.fixture(scope="module")
+def grpo_run(files, tmp_path_factory):
+    """The folder of a run of grpo that is evaluated after every other step, with its figures."""
+    folder = tmp_path_factory.mktemp("grpo") / "run"
+    with figures.drawn(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        grpo.train(grpo_config(files, folder, eval_every=2))
+    return folder
+
+
 # One result, however the batch is split.
 
 
@@ -71,7 +81,7 @@ def train_splits(rank, world, files, folder, cases):
 
 def check_splits(files, tmp_path, world, cases):
     sft.train(sft_config(files, tmp_path / "reference", micro_batch_size=8))
-    run_distributed(train_splits, world, files, str(tmp_path), cases, timeout=300)
+    runs.on_ranks(train_splits, world, files, str(tmp_path), cases)
     for stage, micro in cases:
         made = tmp_path / f"{world}-{stage}-{micro}"
         # The norm shows the gradient's scale, which Adam's step hides; then lr = 1e-3 four times.
@@ -109,13 +119,13 @@ def test_every_rank_draws_its_own_responses_and_a_seed_draws_them_again():
     assert first[0] != second[0] and first[0] == first[1] != first[2] and second[0] == second[1]
 
 
-def test_training_does_not_depend_on_how_often_it_is_evaluated(files, tmp_path):
-    for every in (1, 99):
-        grpo.train(grpo_config(files, tmp_path / str(every), eval_every=every))
-    often, seldom = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in ("1", "99"))
+def test_training_does_not_depend_on_how_often_it_is_evaluated(files, grpo_run, tmp_path):
+    grpo.train(grpo_config(files, tmp_path, eval_every=1))
+    often, seldom = (tiny.untimed(tiny.read_metrics(folder)) for folder in (tmp_path, grpo_run))
     for a, b in zip(often, seldom, strict=True):
         assert {k: v for k, v in a.items() if k in b} == b
-    assert_same_weights(tmp_path / "1", tmp_path / "99")
+    assert often[1].keys() > seldom[1].keys()
+    assert_same_weights(tmp_path, grpo_run)
 
 
 def evaluate_share(rank, world, files, folder):
@@ -125,7 +135,7 @@ def evaluate_share(rank, world, files, folder):
 
 def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     evaluate_share(0, 1, files, str(tmp_path))
-    run_distributed(evaluate_share, 2, files, str(tmp_path), timeout=200)
+    runs.on_ranks(evaluate_share, 2, files, str(tmp_path))
     one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
     assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
     config = grpo_config(files, "")
@@ -148,19 +158,16 @@ def stop_and_resume(rank, world, files, folder, stages):
             trainer.train(make(files, whole, **options))
             for step in (1, 3):
                 config = make(files, f"{stopped}-{step}", resume=True, **options)
+                runs.forget_after(whole, config.output_dir, step)
                 if rank == 0:
-                    shutil.copytree(whole, config.output_dir)
-                    shutil.rmtree(Path(config.output_dir) / "model")
-                    (Path(config.output_dir) / "checkpoints" / "latest").write_text(f"step-{step}")
                     with (Path(config.output_dir) / "metrics.jsonl").open("a") as file:
                         file.write('{"step": 99, "lo')  # a line that the end of the process cut
                 torch.distributed.barrier()
-                torch.manual_seed(1234)
                 trainer.train(config)
 
 
 def check_resume(files, tmp_path, world, stages):
-    run_distributed(stop_and_resume, world, files, str(tmp_path), stages, timeout=400)
+    runs.on_ranks(stop_and_resume, world, files, str(tmp_path), stages)
     for whole in [p for p in tmp_path.iterdir() if not p.name.split("-stopped")[1:]]:
         for step in (1, 3):
             stopped = Path(f"{whole}-stopped-{step}")
@@ -178,16 +185,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_pa
 
 
 def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
-    config = grpo_config(files, tmp_path / "whole", steps=24, eval_size=0)
-    stopped = tmp_path / "stopped"
-    (process,) = killed.start("grpo", killed.words_of(config, output_dir=str(stopped)), tmp_path)
-    killed.wait_for_steps(process, stopped, 3)
-    killed.stop(process, tmp_path)
-    step = tiny.read_metrics(stopped)[-1]["step"]
-    assert 3 <= step < 24 and (stopped / "checkpoints" / "latest").read_text() == f"step-{step}"
+    stopped, options = tmp_path / "stopped", {"steps": 5, "eval_size": 0}
+    runs.stopped_after(grpo, grpo_config(files, stopped, **options), 3)
+    assert tiny.read_metrics(stopped)[-1]["step"] == 3
+    assert (stopped / "checkpoints" / "latest").read_text() == "step-3"
     assert not list(stopped.rglob("*.tmp")) and not (stopped / "model").exists() and (stopped / "curves.png").exists()
-    grpo.train(config)
-    grpo.train(grpo_config(files, stopped, steps=24, eval_size=0, resume=True))
+    grpo.train(grpo_config(files, tmp_path / "whole", **options))
+    grpo.train(grpo_config(files, stopped, resume=True, **options))
     assert_same_weights(tmp_path / "whole", stopped)
     assert tiny.untimed(tiny.read_metrics(tmp_path / "whole")) == tiny.untimed(tiny.read_metrics(stopped))
 
@@ -208,15 +212,13 @@ def test_old_checkpoints_go_and_a_folder_is_not_overwritten_unasked(files, tmp_p
 # What a run leaves and shows.
 
 
-def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, tmp_path, capsys):
-    with figures.drawn():
-        grpo.train(grpo_config(files, tmp_path / "a", eval_every=2))
-    for name, options in {"b": {}, "c": {"seed": 2}}.items():
+def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, grpo_run, tmp_path, capsys):
+    for name, options in {"again": {}, "other": {"seed": 2}}.items():
         grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
-    a, b, c = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in "abc")
+    a, b, c = (tiny.untimed(tiny.read_metrics(of)) for of in (grpo_run, tmp_path / "again", tmp_path / "other"))
     assert a == b and a != c
-    assert_same_weights(tmp_path / "a", tmp_path / "b")
-    metrics = tiny.read_metrics(tmp_path / "a")
+    assert_same_weights(grpo_run, tmp_path / "again")
+    metrics = tiny.read_metrics(grpo_run)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
     verifier = runs.scores_of(VERIFIER)
@@ -229,8 +231,8 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
     for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
-        assert (tmp_path / "a" / name).stat().st_size > 0
-    assert list((tmp_path / "a" / "tensorboard").iterdir())
+        assert (grpo_run / name).stat().st_size > 0
+    assert list((grpo_run / "tensorboard").iterdir())
 
 
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
@@ -365,7 +367,7 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
     lm = language_model.load_lm(sft_config((folder, files[1]), tmp_path / "x"), torch.device("cpu"), trainable=False)
     held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
-    pairs = sft.encode(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
+    pairs = sft.encoded(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
 
@@ -398,9 +400,9 @@ def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_
 def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
     """The README's command, with local files of the same forms."""
     words = ["--model", files[0], "--dataset", files[1], "--prompt_column", "question", "--answer_column", "answer"]
-    words += ["--output_dir", "run", "--steps", "2", "--prompts_per_step", "2", "--group_size", "2"]
+    words += ["--output_dir", str(tmp_path / "run"), "--steps", "2", "--prompts_per_step", "2", "--group_size", "2"]
     words += ["--max_new_tokens", "8", "--eval_size", "2"]
-    assert killed.run("grpo", words, tmp_path) == [0], (tmp_path / "log").read_text()
+    grpo.main(words)
     assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
 
