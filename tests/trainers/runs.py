@@ -1,4 +1,4 @@
-"""A small run of sft: its config, whether it is refused, how it goes on, and what is asked of its folder."""
+"""Small runs: their configs, whether they are refused, how they go on, and what is asked of their folders."""
 
 import contextlib
 import importlib
@@ -11,12 +11,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, sft
+from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import lock
 from tests.distributed import run_distributed
 from tests.trainers import figures, killed, tiny
+
+VERIFIER = "tests.trainers.tiny:odd_characters"
+
+
+def sft_config(files, output_dir, **options) -> sft.SFTConfig:
+    model, dataset = files
+    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
+    defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
+    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+
+
+def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
+    model, dataset = files
+    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
+    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
+    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
@@ -45,6 +61,21 @@ def assert_equal_runs(a: Path, b: Path):
     a_weights, b_weights = tiny.weights(a / "model"), tiny.weights(b / "model")
     assert all(torch.equal(a_weights[name], b_weights[name]) for name in a_weights | b_weights)
     assert tiny.untimed(tiny.read_metrics(a)) == tiny.untimed(tiny.read_metrics(b))
+
+
+def assert_same_weights(a, b, atol: float = 0.0):
+    a, b = tiny.weights(Path(a) / "model"), tiny.weights(Path(b) / "model")
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_same_metrics(a, b, rtol: float):
+    a, b = tiny.untimed(tiny.read_metrics(a)), tiny.untimed(tiny.read_metrics(b))
+    assert [m.keys() for m in a] == [m.keys() for m in b]
+    for x, y in zip(a, b, strict=True):
+        for key in x:
+            assert y[key] == pytest.approx(x[key], rel=rtol, abs=rtol), (x["step"], key)
 
 
 def resumed(files, folder: Path, whole: Path, step: int, **options) -> Path:

@@ -20,8 +20,6 @@ from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.trainers import figures, killed, runs, tiny
 
-VERIFIER = "tests.trainers.tiny:odd_characters"
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

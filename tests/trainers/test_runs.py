@@ -21,8 +21,7 @@ from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers import verifiers
 from tests.distributed import run_distributed
 from tests.trainers import figures, runs, tiny
-
-VERIFIER = "tests.trainers.tiny:odd_characters"
+from tests.trainers.runs import VERIFIER, assert_same_metrics, assert_same_weights, grpo_config, sft_config
 
 
 @pytest.fixture(scope="module")
@@ -30,35 +29,6 @@ def files(tmp_path_factory):
     """A model folder and a gsm8k-like file."""
     folder = tmp_path_factory.mktemp("files")
     return tiny.model_folder(folder / "model", pad_is_eos=True), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
-
-
-def sft_config(files, output_dir, **options) -> sft.SFTConfig:
-    model, dataset = files
-    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
-    defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
-    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
-
-
-def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
-    model, dataset = files
-    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
-    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
-    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
-
-
-def assert_same_weights(a, b, atol: float = 0.0):
-    a, b = tiny.weights(Path(a) / "model"), tiny.weights(Path(b) / "model")
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def assert_same_metrics(a, b, rtol: float):
-    a, b = tiny.untimed(tiny.read_metrics(a)), tiny.untimed(tiny.read_metrics(b))
-    assert [m.keys() for m in a] == [m.keys() for m in b]
-    for x, y in zip(a, b, strict=True):
-        for key in x:
-            assert y[key] == pytest.approx(x[key], rel=rtol, abs=rtol), (x["step"], key)
 
 
 @pytest.fixture(scope="module")

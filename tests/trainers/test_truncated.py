@@ -221,8 +221,11 @@ GROUPS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {}), Prompt([1, 90, 91, 92, 9
 
 @pytest.mark.parametrize(
     ("filters", "share_prompts"),
-    [*((filters, True) for filters in FILTERS.values()), (FILTERS["together"], False)],
-    ids=[*FILTERS, "together, own prompts"],
+    [
+        *(pytest.param(FILTERS[name], True, id=name, marks=pytest.mark.slow) for name in ("top_p", "top_k", "min_p")),
+        pytest.param(FILTERS["together"], True, id="together"),
+        pytest.param(FILTERS["together"], False, id="together, own prompts"),
+    ],
 )
 def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(folder, filters, share_prompts):
     config = config_of(folder, minibatches=2, share_prompts=share_prompts, **filters)
