@@ -19,6 +19,7 @@ from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from tests.trainers import figures, killed, runs, tiny
+from tests.trainers.runs import VERIFIER
 
 
 @pytest.fixture(scope="module")
