@@ -15,7 +15,7 @@ import traceback
 from multiprocessing import forkserver
 
 # conftest chooses Triton's interpreter before anything imports Triton.
-PRELOADED = ["tests.conftest", "fused_rl", "deepspeed", "transformers"]
+PRELOADED = ["tests.conftest", "fused_rl", "torch.distributed.fsdp", "deepspeed", "transformers"]
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(PRELOADED)
 atexit.register(forkserver._forkserver._stop)  # waited for: its seconds are ours, and nothing outlives the tests
@@ -37,7 +37,11 @@ def _rank(work, environment, rank, world, folder, results, timeout):
         torch.set_num_threads(1)
         store = f"file://{folder}/rendezvous"  # no port, so no two tests collide
         torch.distributed.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
         )
         fn, args = pickle.loads(work)
         status, value = "returned", fn(rank, world, *args)
@@ -69,6 +73,41 @@ def _collect(processes, results, timeout):
             raise RuntimeError(f"rank {rank} raised\n{value}")
         returned[rank] = value
     return [returned[rank] for rank in range(len(processes))]
+
+
+def ragged_batches(lengths):
+    """Micro-batches of two sequences of these lengths: [(token ids (2, n + 1), advantages (2, n))] for each rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+
+    def batch(n):
+        return torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator)
+
+    ranks = []
+    for of_rank in lengths:
+        ranks.append([batch(n) for n in of_rank])
+    return ranks
+
+
+def zero_engine(model, optimizer, stage, **zero):
+    """A DeepSpeed engine that partitions the smallest parameter, too."""
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled for collectives in shared memory
+    deepspeed.init_distributed("gloo")
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
 
 
 def run_distributed(fn, world, *args, timeout=120):

@@ -1,6 +1,5 @@
 """Truncated sampling: the kept sets are recorded where tokens are drawn, and everything of the loss is over them."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
+from tests.marks import grid
 from tests.trainers import tiny
 from tests.trainers.runs import forget_after, on_ranks
 
@@ -303,14 +303,7 @@ WAYS = {"linear": {}, "logits": {"loss_from": "logits"}, "linear, shared": {"sha
 WAYS["logits, shared"] = {"loss_from": "logits", "share_prompts": True}
 
 
-def grid(cases: dict, fast: set[str]) -> list:
-    """Parameters by name, of which those that are not named are slow."""
-    marks = {name: [] if name in fast else [pytest.mark.slow] for name in cases}
-    values = {name: case if isinstance(case, tuple) else (case,) for name, case in cases.items()}
-    return [pytest.param(*values[name], id=name, marks=marks[name]) for name in cases]
-
-
-@pytest.mark.parametrize("way", grid(WAYS, fast={"linear", "logits, shared"}))
+@grid("way", WAYS, most=2)
 def test_what_is_measured_is_over_the_sets_of_both_models(folder, way):
     made = policy_of(folder, config_of(folder, **way), Decided(), top_p=0.9)
     rolled = made.roll_out(GROUPS, made.sampling, 4)
@@ -331,10 +324,7 @@ def test_what_is_measured_is_over_the_sets_of_both_models(folder, way):
 
 
 # A loss of single tokens, and one of sequences.
-BOTH = {f"{way}, {preset}": (WAYS[way], preset) for way, preset in itertools.product(WAYS, ("grpo", "gspo"))}
-
-
-@pytest.mark.parametrize(("way", "preset"), grid(BOTH, fast={"linear, grpo", "logits, shared, gspo"}))
+@grid("way, preset", WAYS, ("grpo", "gspo"), most=2)
 def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
     options = {"preset": preset, "clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3, "entropy_coef": 0.05}
     made = policy_of(folder, config_of(folder, **options, **way), Decided(), top_p=0.9)
