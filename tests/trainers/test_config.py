@@ -9,6 +9,7 @@ from fused_rl.trainers.options import names
 from fused_rl.trainers.options.config import InputError, names_of, parse, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.scorers.spelling import read
+from tests.marks import slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -54,17 +55,17 @@ def test_an_unknown_key_or_a_bad_value_is_named(text, argv, named, tmp_path, cap
     ("name", "value", "expected"),
     [
         ("steps", "0", "a whole number above 0"),
-        ("steps", "1.5", "a whole number above 0"),
+        slow("steps", "1.5", "a whole number above 0"),
         ("lr", "nan", "a finite number, 0 or more"),
-        ("lr", "inf", "a finite number, 0 or more"),
-        ("max_grad_norm", "-1", "a finite number, 0 or more"),
+        slow("lr", "inf", "a finite number, 0 or more"),
+        slow("max_grad_norm", "-1", "a finite number, 0 or more"),
         ("adam_beta2", "1.5", "a number from 0 to below 1"),
-        ("temperature", "1e7", "a number from 1e-06 to 1e+06"),
-        ("clip_low", "-0.1", "a finite number, 0 or more"),
-        ("top_entropy", "0", "a number above 0, at most 1"),
+        slow("temperature", "1e7", "a number from 1e-06 to 1e+06"),
+        slow("clip_low", "-0.1", "a finite number, 0 or more"),
+        slow("top_entropy", "0", "a number above 0, at most 1"),
         ("seed", str(2**40), "a whole number from 0 to 2^31 - 1"),
         ("zero_stage", "4", "one of 0, 1, 2, 3"),
-        ("eval_size", "-5", "a whole number, 0 or more"),
+        slow("eval_size", "-5", "a whole number, 0 or more"),
     ],
 )
 def test_a_value_out_of_its_range_is_one_line_that_names_option_value_and_range(name, value, expected, capsys):

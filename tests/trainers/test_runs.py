@@ -270,6 +270,7 @@ def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypa
     assert_same_weights(tmp_path / "one", tmp_path / "two", atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatch):
     options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
@@ -367,6 +368,7 @@ def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_
     assert_same_weights(tmp_path / "packed", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
     """The README's command, with local files of the same forms."""
     words = ["--model", files[0], "--dataset", files[1], "--prompt_column", "question", "--answer_column", "answer"]
