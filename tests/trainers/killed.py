@@ -91,13 +91,6 @@ def wait_for_steps(process, folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
-def stop(process, folder: Path) -> None:
-    """Tell a run to stop, which it says and does."""
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(200)
-    assert process.exitcode == 130 and "continue with --resume" in (folder / "log").read_text()
-
-
 def run(*args, **options) -> list[int]:
     """The exit statuses of a run that has ended, by rank."""
     processes = start(*args, **options)
