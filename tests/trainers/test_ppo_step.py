@@ -310,6 +310,7 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
     def per_response(values):
         return values.sum() / len(rows)
 
+    # What groups of responses to one prompt are compared by.
     scores = torch.tensor([row["score"] for row in rows])
     points = torch.tensor(sum((given["scores"] for given in cases), []), dtype=torch.float32)
     responses = sum((given["responses"] for given in cases), [])
