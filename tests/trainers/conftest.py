@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers import tiny
+from tests.trainers import tiny  # noqa: F401
 
 # Of the random moments in test_faults.py, the same for all processes of a session; it is printed at the end.
 os.environ.setdefault("FUSED_RL_FAULT_SEED", str(random.SystemRandom().randrange(10**6)))
@@ -17,6 +17,14 @@ os.environ.setdefault("FUSED_RL_FAULT_SEED", str(random.SystemRandom().randrange
 @pytest.fixture(autouse=True)
 def cpu_path(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_figures():
+    """Tests that look at a run's figures make it inside `figures.drawn()`."""
+    from tests.trainers import figures
+
+    figures.leave_out()
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +44,11 @@ def folder(files):
 def whole(files, tmp_path_factory):
     """A run of sft of four steps, with a checkpoint of each."""
     from fused_rl.trainers import sft
+    from tests.trainers import figures
     from tests.trainers.runs import run_config
 
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
+    with figures.drawn(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")  # as conftest.py does for a test
         sft.train(run_config(files, folder))
     return folder

@@ -4,22 +4,27 @@ Processes fork from one that has imported everything: a run takes a second and n
 """
 
 import importlib
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
 from fused_rl.trainers import cli
+from tests.distributed import PRELOADED, PROCESSES
+from tests.trainers import figures
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir")
-# Of other libraries alone: this one must be that of the test.
-PRELOADED = ["deepspeed", "transformers", "datasets", "matplotlib.pyplot", "torch.utils.tensorboard", "sympy", "peft"]
-PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto", "jsonargparse"]
-PRELOADED += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "docstring_parser", "rich.progress"]
+# What a command imports, so that a process which is forked has it.
+OF_COMMANDS = ["datasets", "matplotlib.figure", "torch.utils.tensorboard", "sympy", "peft", "jsonargparse"]
+OF_COMMANDS += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto", "rich.progress"]
+OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "docstring_parser"]
+PROCESSES.set_forkserver_preload([*PRELOADED, *OF_COMMANDS, *cli.COMMANDS.values()])
+ROOT = Path(__file__).parents[2]
 NEVER = -1
 
 
@@ -50,8 +55,10 @@ def start(
 
     `judge` stands in for math-verify. The operations of each rank are counted in `operations-<rank>`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    here = Path.cwd()
+    os.chdir(ROOT)  # from where the server, if this is its start, imports what is tested
+    forkserver.ensure_running()
+    os.chdir(here)
     # A port that is free now, for ranks to meet at.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,9 +70,25 @@ def start(
         told = {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         its_own = moment if rank == moment.rank else UNDISTURBED
         arguments = (command, argv, folder, its_own, told, judge)
-        processes.append(context.Process(target=_run, args=arguments, daemon=True))
+        processes.append(PROCESSES.Process(target=_run, args=arguments, daemon=True))
         processes[-1].start()
     return processes
+
+
+def words_of(config, **others) -> list[str]:
+    """The command line of a config, of whose options some have other values, None for those that are not given."""
+    words = []
+    for name, value in (vars(config) | others).items():
+        if value is not None:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def wait_for_steps(process, folder: Path, count: int) -> None:
+    """Until a run's metrics have so many lines, or it has ended."""
+    file = folder / "metrics.jsonl"
+    while process.is_alive() and not (file.exists() and len(file.read_text().splitlines()) >= count):
+        time.sleep(0.05)
 
 
 def run(*args, **options) -> list[int]:
@@ -86,7 +109,10 @@ def _run(command: str, argv: list[str], folder: Path, moment: Moment, told: dict
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):  # of a run that was there when the server started
+        os.environ.pop(name, None)
     os.environ.update(told, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    figures.leave_out()
     if judge is not None:
         from fused_rl.trainers.scorers.math import MathVerifier
 

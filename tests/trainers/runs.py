@@ -1,16 +1,38 @@
-"""A small run of sft: its config, whether it is refused, how it goes on, and what is asked of its folder."""
+"""Small runs: their configs, whether they are refused, how they go on, and what is asked of their folders."""
 
+import contextlib
 import importlib
+import io
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from fused_rl.trainers import cli, sft
+from fused_rl.trainers import cli, grpo, sft
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import folder as run_folder
-from tests.trainers import tiny
+from tests.distributed import run_distributed
+from tests.trainers import figures, killed, tiny
+
+VERIFIER = "tests.trainers.tiny:odd_characters"
+
+
+def sft_config(files, output_dir, **options) -> sft.SFTConfig:
+    model, dataset = files
+    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
+    defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
+    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+
+
+def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
+    model, dataset = files
+    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
+    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
+    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
@@ -41,6 +63,21 @@ def assert_equal_runs(a: Path, b: Path):
     assert tiny.untimed(tiny.read_metrics(a)) == tiny.untimed(tiny.read_metrics(b))
 
 
+def assert_same_weights(a, b, atol: float = 0.0):
+    a, b = tiny.weights(Path(a) / "model"), tiny.weights(Path(b) / "model")
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_same_metrics(a, b, rtol: float):
+    a, b = tiny.untimed(tiny.read_metrics(a)), tiny.untimed(tiny.read_metrics(b))
+    assert [m.keys() for m in a] == [m.keys() for m in b]
+    for x, y in zip(a, b, strict=True):
+        for key in x:
+            assert y[key] == pytest.approx(x[key], rel=rtol, abs=rtol), (x["step"], key)
+
+
 def resumed(files, folder: Path, whole: Path, step: int, **options) -> Path:
     """The run, continued from a step with other options."""
     shutil.copytree(whole, folder)
@@ -62,3 +99,48 @@ def trainers() -> list[type[RunConfig]]:
         classes += config_class.__subclasses__()
         found += [config_class] if "command" in vars(config_class) else []
     return found
+
+
+def scores_of(*verifiers: str) -> set[str]:
+    """The metrics of each of them."""
+    return {f"rewards/{name}/mean" for name in verifiers} | {f"rewards/{name}/std" for name in verifiers}
+
+
+def on_ranks(function, world: int, *args, timeout: int = 500) -> list:
+    """`run_distributed` of a function that trains, its figures left out; one rank is this process."""
+    if world == 1:
+        return [function(0, 1, *args)]
+    return run_distributed(undrawn, world, function, *args, timeout=timeout)
+
+
+def undrawn(rank: int, world: int, function, *args):
+    figures.leave_out()
+    return function(rank, world, *args)
+
+
+def forget_after(whole, stopped, step: int) -> None:
+    """A copy of a run as it was when it was stopped after a step; of several ranks the first one makes it."""
+    if ranks.rank() == 0:
+        shutil.copytree(whole, stopped)
+        for name in ("model", "critic"):
+            shutil.rmtree(Path(stopped) / name, ignore_errors=True)
+        (Path(stopped) / "checkpoints" / "latest").write_text(f"step-{step}")
+    ranks.barrier()
+    torch.manual_seed(1234)  # what this process draws must come from the checkpoint
+
+
+def stopped_after(trainer, config, step: int) -> None:
+    """The trainer's command, which gets a SIGTERM in a step, says that it stops after it, and does."""
+    made, train_step, out = [], trainer.train_step, io.StringIO()
+
+    def told(*args):
+        made.append(args)
+        if len(made) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(trainer, "train_step", told)
+        with pytest.raises(SystemExit) as stopped:
+            trainer.main(killed.words_of(config))
+    assert stopped.value.code == 130 and "continue with --resume" in out.getvalue()

@@ -13,7 +13,7 @@ from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
-from tests.trainers.test_runs import grpo_config, sft_config
+from tests.trainers.runs import grpo_config, sft_config
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run import checkpoint, resume
 from fused_rl.trainers.run import folder as run_folder
 from fused_rl.trainers.run.logger import read_metrics
+from tests.marks import slow
 from tests.trainers import tiny
 from tests.trainers.runs import assert_equal_runs, contents, names, refused, resumed, run_config, trainers
 
@@ -21,7 +22,7 @@ from tests.trainers.runs import assert_equal_runs, contents, names, refused, res
 
 
 def test_what_may_change_on_resume_is_an_option_of_some_trainer():
-    options = {name for config_class in trainers() for name in names_of(config_class)} - set(ACTIONS)
+    options = set().union(*map(names_of, trainers())) - set(ACTIONS)
     assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
     assert options > resume.MAY_CHANGE
 
@@ -82,7 +83,7 @@ def test_steps_below_those_done_are_refused(files, run):
     refused(run_config(files, run, resume=True, steps=3), "steps=3, but .*step-4 has done 4")
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), slow(3)])
 def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_path, capsys, stage):
     options = {"zero_stage": stage, "lr_schedule": "constant", "steps": 3, "max_grad_norm": 0.0}
     sft.train(run_config(files, tmp_path / "base", **options))
@@ -198,10 +199,10 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_asked_for_and_forgets_what_ca
     [
         (b"", "latest is empty"),
         (None, "latest cannot be read: No such file"),
-        (b"\xff\xfe\x00", "latest is not text"),
-        ("folder", "latest cannot be read: Is a directory"),
-        (b"step-9", "latest names 'step-9', which is not there"),
         (b"../../elsewhere", "latest names '../../elsewhere', which is not there"),
+        slow(b"\xff\xfe\x00", "latest is not text"),
+        slow("folder", "latest cannot be read: Is a directory"),
+        slow(b"step-9", "latest names 'step-9', which is not there"),
     ],
 )
 def test_a_latest_that_names_nothing_is_told_with_the_newest_whole_checkpoint(files, run, content, problem):

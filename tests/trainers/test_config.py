@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from fused_rl.trainers.options.config import InputError, names_of, to_yaml
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.scorers.options import read
+from tests.marks import slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -58,17 +58,17 @@ def test_an_unknown_key_or_a_bad_value_is_named(text, argv, named, tmp_path, cap
     ("name", "value", "expected"),
     [
         ("steps", "0", "a whole number above 0"),
-        ("steps", "1.5", "a whole number above 0"),
+        slow("steps", "1.5", "a whole number above 0"),
         ("lr", "nan", "a finite number, 0 or more"),
-        ("lr", "inf", "a finite number, 0 or more"),
-        ("max_grad_norm", "-1", "a finite number, 0 or more"),
+        slow("lr", "inf", "a finite number, 0 or more"),
+        slow("max_grad_norm", "-1", "a finite number, 0 or more"),
         ("adam_beta2", "1.5", "a number from 0 to below 1"),
-        ("temperature", "1e7", "a number from 1e-06 to 1e+06"),
-        ("clip_low", "-0.1", "a finite number, 0 or more"),
-        ("top_entropy", "0", "a number above 0, at most 1"),
+        slow("temperature", "1e7", "a number from 1e-06 to 1e+06"),
+        slow("clip_low", "-0.1", "a finite number, 0 or more"),
+        slow("top_entropy", "0", "a number above 0, at most 1"),
         ("seed", str(2**40), "a whole number from 0 to 2^31 - 1"),
         ("zero_stage", "4", "one of 0, 1, 2, 3"),
-        ("eval_size", "-5", "a whole number, 0 or more"),
+        slow("eval_size", "-5", "a whole number, 0 or more"),
     ],
 )
 def test_a_value_out_of_its_range_is_one_line_that_names_option_value_and_range(name, value, expected, capsys):
@@ -223,11 +223,11 @@ def test_batch_arithmetic():
     assert found["micro-batches per process and step"] == "3 of at most 5"
 
 
-def test_dry_run_prints_the_resolved_config_and_needs_no_files():
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--config", str(RECIPES / "demo_grpo.yaml")]
-    done = subprocess.run([*command, "--dry_run", "--lr", "0.25"], capture_output=True, text=True, check=True)
-    assert "lr: 0.25" in done.stdout and "verifiers:\n- reasoning_gym\n" in done.stdout
-    assert "# responses per step: 256 = 32 prompts x 8" in done.stdout
+def test_dry_run_prints_the_resolved_config_and_needs_no_files(capsys):
+    grpo.main(["--config", str(RECIPES / "demo_grpo.yaml"), "--dry_run", "--lr", "0.25"])
+    printed = capsys.readouterr().out
+    assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
+    assert "# responses per step: 256 = 32 prompts x 8" in printed
 
 
 def test_what_dry_run_prints_is_the_same_config_when_it_is_read_back(tmp_path, capsys):
@@ -258,11 +258,8 @@ def test_an_unknown_command_is_named(monkeypatch):
 
 def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
     docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    known = {
-        name
-        for config in (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
-        for name in names_of(config)
-    }
+    configs = (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
+    known = set().union(*map(names_of, configs))
     for theirs, ours in names.OF_TRL.items():
         assert theirs not in known and set(ours.split()) <= known
         assert f"`{theirs}`" in docs and all(f"`{name}`" in docs for name in ours.split())

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.run.curves import Against, draw_curves
 from fused_rl.trainers.run.metrics import KEYS
+from tests.trainers import figures
 
 HISTORY = [
     {"step": 0, "eval": 0.1},
@@ -18,14 +19,13 @@ HISTORY = [
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
     """`drawn(history, curves)` are the axes of the picture that it writes."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: figures.append(figure) or save(figure, *a, **k))
+    made = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: made.append(figure) or figures.draw(figure, *a, **k))
 
     def draw(history, curves):
         draw_curves(history, curves, tmp_path / "curves.png")
         assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(list(tmp_path.iterdir())) == 1
-        return {axes.get_title(): axes for axes in figures[-1].axes}
+        return {axes.get_title(): axes for axes in made[-1].axes}
 
     return draw
 

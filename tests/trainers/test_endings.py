@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from fused_rl.trainers import sft
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import folder as run_folder
+from tests.trainers import killed
 from tests.trainers.runs import assert_equal_runs, names, refused, run_config
 
 # The end of a run.
@@ -53,20 +52,16 @@ def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(fil
 
 @pytest.fixture(scope="module")
 def living(files, tmp_path_factory):
-    """(process, folder, command) of a run in another process that has made a few steps, and makes many more."""
-    folder = tmp_path_factory.mktemp("living") / "run"
-    command = [sys.executable, "-m", "fused_rl.trainers.sft", "--model", files[0], "--dataset", files[1]]
-    command += ["--completion_column", "answer", "--eval_size", "0", "--steps", "100000", "--batch_size", "2"]
-    command += ["--output_dir", str(folder), "--save_every", "2", "--zero_stage", "0"]
-    told = ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")  # a run here may have set the last
-    environment = {name: value for name, value in os.environ.items() if name not in told}
-    environment |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
-    while process.poll() is None and not (folder / "checkpoints" / "latest").exists():
+    """(process, folder) of a run in another process that has made a few steps, and makes many more."""
+    folder = tmp_path_factory.mktemp("living")
+    words = ["--model", files[0], "--dataset", files[1], "--completion_column", "answer", "--eval_size", "0"]
+    words += ["--steps", "100000", "--batch_size", "2", "--output_dir", "run", "--save_every", "2", "--zero_stage", "0"]
+    (process,) = killed.start("sft", words, folder)
+    while process.is_alive() and not (folder / "run" / "checkpoints" / "latest").exists():
         time.sleep(0.05)
-    yield process, folder
+    yield process, folder / "run"
     process.kill()
-    process.wait()
+    process.join()
 
 
 def listeners(pid: int) -> list[str]:
@@ -89,7 +84,7 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 def test_a_run_of_one_process_can_be_reached_by_nobody(living):
     process, _ = living
-    assert process.poll() is None
+    assert process.is_alive()
     assert set(listeners(process.pid)) <= set(LOOPBACK)
 
 
@@ -99,7 +94,7 @@ def test_a_second_run_in_the_folder_is_told_who_is_there_and_a_killed_one_leaves
         with pytest.raises(InputError, match=f"is in use by process {process.pid} on "):
             run_folder.Folder(run_config(files, folder, **options)).open()
     process.kill()
-    process.wait()
+    process.join()
     with pytest.raises(InputError, match="already holds a run"):
         run_folder.Folder(run_config(files, folder)).open()
     run_folder.release()

@@ -14,13 +14,6 @@ from tests.trainers import tiny
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A model folder and a gsm8k-like file."""
-    folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
-
-
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
     defaults = {"completion_column": "answer", "eval_size": 4, "batch_size": 8, "lr": 1e-3, "zero_stage": 0}
     return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))

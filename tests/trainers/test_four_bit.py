@@ -18,13 +18,6 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A model folder and a gsm8k-like file."""
-    folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
-
-
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
     defaults = {"completion_column": "answer", "eval_size": 4, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 4}
     defaults |= {"save_every": 2, "lora_rank": 2, "load_in_4bit": True}

@@ -1,7 +1,6 @@
 """GRPO's options over a run: refilled groups, a reference that moves, the KL in the reward; resumed, and over ranks."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from fused_rl.trainers import grpo
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import groups, reference
-from tests.distributed import run_distributed
 from tests.trainers import tiny
+from tests.trainers.runs import forget_after, on_ranks
 from tests.trainers.steps import config_of
 
 
@@ -22,13 +21,6 @@ def trained(folder, rows, output, **options):
     settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
     grpo.train(config_of(**tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output))
-
-
-def forget_after(whole, stopped, step):
-    """A copy of a run as it was when it was stopped after `step`."""
-    shutil.copytree(whole, stopped)
-    shutil.rmtree(stopped / "model")
-    (stopped / "checkpoints" / "latest").write_text(f"step-{step}")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +54,6 @@ def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_pa
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     metrics = trained(folder, rows, whole, **options)
     forget_after(whole, stopped, 3)
-    torch.manual_seed(1234)
     assert trained(folder, rows, stopped, resume=True, **options) == metrics
     for name, weight in tiny.weights(whole / "model").items():
         assert torch.equal(weight, tiny.weights(stopped / "model")[name]), name
@@ -143,16 +134,13 @@ def train_and_resume(rank, world, folder, rows, output, stages):
         options |= {"zero_variance": "refill", "max_refills": 1}
         whole, stopped = output / f"{stage}", output / f"{stage}-stopped"
         metrics = trained(folder, rows, whole, **options)
-        if rank == 0:
-            forget_after(whole, stopped, 3)
-        torch.distributed.barrier()
-        torch.manual_seed(1234)
+        forget_after(whole, stopped, 3)
         assert trained(folder, rows, stopped, resume=True, **options) == metrics
 
 
 @pytest.mark.slow
 def test_over_two_ranks_and_all_zero_stages_it_is_one_run_and_resumes(folder, rows, tmp_path):
-    run_distributed(train_and_resume, 2, folder, rows, str(tmp_path), [0, 1, 2, 3], timeout=500)
+    on_ranks(train_and_resume, 2, folder, rows, str(tmp_path), [0, 1, 2, 3])
     first = tiny.weights(tmp_path / "0" / "model")
     assert min(m["groups/trained"] for m in tiny.read_metrics(tmp_path / "0")) < 4  # unequal counts are dealt
     for stage in range(4):

@@ -57,12 +57,6 @@ def api(monkeypatch):
     return fake
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
-
-
 def config_of(files, output_dir, **options) -> sft.SFTConfig:
     defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 4, "steps": 1, "zero_stage": 0}
     return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))

@@ -18,13 +18,6 @@ from tests.trainers import tiny
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A model folder and a gsm8k-like file."""
-    folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
-
-
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
     defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 2}
     defaults |= {"save_every": 0, "lora_rank": 2}

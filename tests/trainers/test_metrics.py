@@ -118,7 +118,7 @@ def definitions(folder: str) -> dict[str, float]:
     tokens, sequences, sizes, scores, stopped = [], [], [], [], []
     for rank in range(2):
         given = case(rank)
-        prompts = [prompt for prompt in given["prompts"] for _ in range(GROUP)]
+        prompts = sum(([prompt] * GROUP for prompt in given["prompts"]), [])
         for i, (prompt, response) in enumerate(zip(prompts, given["responses"], strict=True)):
             whole = torch.tensor([prompt.ids + response.ids])
             at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)

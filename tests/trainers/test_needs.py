@@ -141,7 +141,7 @@ REFUSED = {
 }
 GIVEN = dict.fromkeys(COMMANDS, TRAIN) | {"grpo": POLICY, "ppo": POLICY, "eval": "--model=m --dataset=d.jsonl"}
 GIVEN["kl-report"] = ""
-CASES = [(command, words) for command in REFUSED for words in REFUSED[command]]
+CASES = sum(([(command, words) for words in refused] for command, refused in REFUSED.items()), [])
 
 
 def option_of(words):

@@ -9,7 +9,7 @@ from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConf
 from fused_rl.trainers.run.metrics import Sums
 from tests.distributed import run_distributed
 from tests.trainers import tiny
-from tests.trainers.test_runs import VERIFIER, grpo_config, sft_config
+from tests.trainers.runs import VERIFIER, grpo_config, sft_config
 
 
 def test_a_sum_that_is_not_finite_names_step_micro_batch_and_rows():

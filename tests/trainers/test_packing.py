@@ -1,5 +1,7 @@
 """Rows of several sequences: the same scores, log-probabilities and gradients as a row for each sequence."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -154,7 +156,7 @@ PAIRS = (
     ([9, 8, 1], [8, 9, 9, 9, 1]),  # nothing in common
     ([8, 1], [1]),  # a single token; the first is what the pair before ended with
 )
-SEQUENCES = [side for pair in PAIRS for side in pair]
+SEQUENCES = list(itertools.chain(*PAIRS))
 
 
 def reward_model(kind: str, **options) -> RewardModel:

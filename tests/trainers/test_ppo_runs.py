@@ -1,11 +1,8 @@
 """Whole runs of ppo on models of a few thousand weights: split, stopped, resumed, saved, and given bad input."""
 
+import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -22,11 +19,10 @@ from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers.reward_model import Reader
-from tests.distributed import run_distributed
-from tests.trainers import tiny
+from tests.trainers import figures, killed, runs, tiny
+from tests.trainers.runs import VERIFIER
 
 ONE = {"verifier_weights": None}  # verifier alone
-VERIFIER = "tests.trainers.tiny:odd_characters"
 
 
 @pytest.fixture(scope="module")
@@ -117,18 +113,20 @@ SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "
 
 
 def train_splits(rank, world, files, folder, cases, sets=False):
-    policy.TransformersSampler = ScriptedWithSets if sets else Scripted
-    torch.randperm = lambda count, **_: torch.arange(count)  # the same minibatches, whoever holds their rows
-    for stage, micro, critic in cases:
-        options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
-        ppo.train(config_of(files, f"{folder}/{world}-{stage}-{micro}-{Path(critic).name}", critic=critic, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "TransformersSampler", ScriptedWithSets if sets else Scripted)
+        patch.setattr(torch, "randperm", lambda count, **_: torch.arange(count))  # the same minibatches for all ranks
+        for stage, micro, critic in cases:
+            options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
+            name = f"{world}-{stage}-{micro}-{Path(critic).name}"
+            ppo.train(config_of(files, f"{folder}/{name}", critic=critic, **options))
 
 
 def check_splits(files, tmp_path, world, cases, **options):
     """Every case against one process with ZeRO 0 and whole minibatches."""
     references = sorted({(0, 4, critic) for *_, critic in cases})
-    run_distributed(train_splits, 1, files, str(tmp_path), references, *options.values(), timeout=300)
-    run_distributed(train_splits, world, files, str(tmp_path), cases, *options.values(), timeout=500)
+    runs.on_ranks(train_splits, 1, files, str(tmp_path), references, *options.values())
+    runs.on_ranks(train_splits, world, files, str(tmp_path), cases, *options.values())
     for stage, micro, critic in cases:
         name = Path(critic).name
         reference, made = tmp_path / f"1-0-4-{name}", tmp_path / f"{world}-{stage}-{micro}-{name}"
@@ -156,7 +154,7 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
     micro_batches = (2, 1) if world == 1 else (4, 2, 1)  # one process's 4 at stage 0 is the reference
-    check_splits(files, tmp_path, world, [(stage, m, files[2]) for stage in range(4) for m in micro_batches])
+    check_splits(files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:])))
 
 
 def sampled_over_two_ranks(rank, world, files, folder):
@@ -165,7 +163,7 @@ def sampled_over_two_ranks(rank, world, files, folder):
 
 @pytest.mark.slow
 def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(files, tmp_path, capfd):
-    run_distributed(sampled_over_two_ranks, 2, files, str(tmp_path), timeout=200)
+    runs.on_ranks(sampled_over_two_ranks, 2, files, str(tmp_path))
     metrics = tiny.read_metrics(tmp_path)[-1]
     assert metrics["completions/min_length"] < metrics["completions/max_length"]
     assert "warning: the first minibatch" not in capfd.readouterr().out
@@ -174,7 +172,7 @@ def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(
 # Stopped and resumed: bit for bit.
 
 
-def stop_and_resume(rank, world, files, folder, cases):
+def stop_and_resume(rank, world, files, folder, cases, steps):
     folder = Path(folder)
     for stage, critic in cases:
         options = {"zero_stage": stage, "steps": 4, "save_every": 1, "keep_checkpoints": 9, "critic_warmup_steps": 2}
@@ -184,30 +182,29 @@ def stop_and_resume(rank, world, files, folder, cases):
             options |= {"minibatches": 1}  # three responses of each process
         whole = folder / f"{stage}-{critic}"
         ppo.train(config_of(files, whole, **options))
-        for step in (1, 3):
+        for step in steps:
             config = config_of(files, f"{whole}-stopped-{step}", resume=True, **options)
-            if rank == 0:
-                shutil.copytree(whole, config.output_dir)
-                shutil.rmtree(Path(config.output_dir) / "model")
-                shutil.rmtree(Path(config.output_dir) / "critic", ignore_errors=True)
-                (Path(config.output_dir) / "checkpoints" / "latest").write_text(f"step-{step}")
-            torch.distributed.barrier()
-            torch.manual_seed(1234)
+            runs.forget_after(whole, config.output_dir, step)
             ppo.train(config)
 
 
-def check_resume(files, tmp_path, world, cases):
-    run_distributed(stop_and_resume, world, files, str(tmp_path), cases, timeout=500)
+def check_resume(files, tmp_path, world, cases, steps=(1, 3)):
+    runs.on_ranks(stop_and_resume, world, files, str(tmp_path), cases, steps)
     for stage, critic in cases:
         whole = tmp_path / f"{stage}-{critic}"
         coefficients = {m["objective/kl_coef"] for m in tiny.read_metrics(whole)}
         assert len(coefficients) == 4, "the coefficient did not adapt, so this shows nothing of it"
-        for step in (1, 3):
+        for step in steps:
             folders = ("model",) if critic == "shared" else ("model", "critic")
             assert_same(whole, f"{whole}-stopped-{step}", folders=folders)
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(files, tmp_path):
+    check_resume(files, tmp_path, 1, [(0, "own"), (0, "shared")], steps=[3])
+
+
+@pytest.mark.slow
+def test_a_run_resumed_from_any_step_equals_the_uninterrupted_one(files, tmp_path):
     check_resume(files, tmp_path, 1, [(0, "own"), (0, "shared")])
 
 
@@ -216,35 +213,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_pa
     check_resume(files, tmp_path, 2, [(0, "own"), (1, "own"), (2, "own"), (3, "own"), (3, "shared")])
 
 
-def command_of(config, folder) -> list[str]:
-    command = [sys.executable, "-m", "fused_rl.trainers.ppo", "--output_dir", str(folder)]
-    for key, value in vars(config).items():
-        if key not in ("output_dir", "resume") and value is not None:
-            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return command
-
-
-def start(config, folder, *more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*command_of(config, folder), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def wait_for_lines(process, folder, count):
-    file = Path(folder) / "metrics.jsonl"
-    while process.poll() is None and not (file.exists() and len(file.read_text().splitlines()) >= count):
-        time.sleep(0.05)
-
-
 def test_a_run_that_is_told_to_stop_resumes_to_the_same_end(files, tmp_path):
-    config = config_of(files, tmp_path / "whole", steps=16, eval_size=0)
-    process = start(config, tmp_path / "stopped")
-    wait_for_lines(process, tmp_path / "stopped", 3)
-    process.send_signal(signal.SIGTERM)
-    assert "continue with --resume" in process.communicate(timeout=200)[0] and process.returncode == 130
-    assert 3 <= tiny.read_metrics(tmp_path / "stopped")[-1]["step"] < 16
-    ppo.train(config)
-    ppo.train(config_of(files, tmp_path / "stopped", steps=16, eval_size=0, resume=True))
+    options = {"steps": 5, "eval_size": 0}
+    runs.stopped_after(ppo, config_of(files, tmp_path / "stopped", **options), 3)
+    assert tiny.read_metrics(tmp_path / "stopped")[-1]["step"] == 3
+    ppo.train(config_of(files, tmp_path / "whole", **options))
+    ppo.train(config_of(files, tmp_path / "stopped", resume=True, **options))
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -252,29 +226,32 @@ def test_a_run_that_is_told_to_stop_resumes_to_the_same_end(files, tmp_path):
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(files, tmp_path):
     options = {"steps": 12, "eval_size": 0, "save_every": 2}
     ppo.train(config_of(files, tmp_path / "whole", **options))
-    config, killed = config_of(files, tmp_path / "killed", **options), tmp_path / "killed"
+    config, folder = config_of(files, tmp_path / "killed", **options), tmp_path / "killed"
     for i, pause in enumerate((0.0, 0.1, 0.25, 0.4)):
-        resumable = (killed / "checkpoints" / "latest").exists()
-        process = start(config, killed, *(["--resume", "true"] if resumable else ["--overwrite", "true"]))
-        wait_for_lines(process, killed, 3 + 2 * i)
+        resumable = (folder / "checkpoints" / "latest").exists()
+        words = killed.words_of(config, resume=resumable or None, overwrite=None if resumable else True)
+        (process,) = killed.start("ppo", words, tmp_path)
+        killed.wait_for_steps(process, folder, 3 + 2 * i)
         time.sleep(pause)
         process.kill()
-        process.communicate()
-    ppo.train(config_of(files, killed, resume=(killed / "checkpoints" / "latest").exists(), **options))
-    assert_same(tmp_path / "whole", killed)
+        process.join()
+    ppo.train(config_of(files, folder, resume=(folder / "checkpoints" / "latest").exists(), **options))
+    assert_same(tmp_path / "whole", folder)
 
 
 # What a run leaves, and what its options do.
 
 
 def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_another(files, tmp_path, capsys):
-    ppo.train(config_of(files, tmp_path / "a", eval_every=2))
+    with figures.drawn():
+        ppo.train(config_of(files, tmp_path / "a", eval_every=2))
+    assert (tmp_path / "a" / "curves.png").stat().st_size > 0
     metrics = tiny.read_metrics(tmp_path / "a")
     evaluation = {key for key in KEYS["ppo"] if key.startswith("eval/")}
     evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}
     for entry in metrics:
         entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
-    scorers = {f"rewards/{name}/{part}" for name in ("reward_model", VERIFIER) for part in ("mean", "std")}
+    scorers = runs.scores_of("reward_model", VERIFIER)
     training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
     assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation

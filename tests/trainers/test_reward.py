@@ -1,6 +1,7 @@
 """The reward trainer: its loss, and runs that do not depend on how they were split or interrupted."""
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -18,7 +19,9 @@ from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import folder as run_folder
 from tests.distributed import run_distributed
-from tests.trainers.reward_runs import comparable, leave_out_figures, make_config, make_model, weights, write_pairs
+from tests.trainers import figures
+from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs
+from tests.trainers.runs import forget_after, on_ranks
 
 TRAIN_KEYS = {
     "train/rm/loss",
@@ -53,7 +56,8 @@ def run(folder):
 
     os.environ["TRITON_INTERPRET"] = "0"
     config = make_config(folder)
-    reward.train(config)
+    with figures.drawn():
+        reward.train(config)
     return config, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -92,7 +96,8 @@ def test_metrics_have_exactly_these_names(run):
     assert set(metrics[0]) == {"step"} | EVAL_KEYS
     assert set(metrics[1]) == set(metrics[3]) == TRAIN_KEYS | OTHER_KEYS
     assert set(metrics[2]) == set(metrics[4]) == TRAIN_KEYS | OTHER_KEYS | EVAL_KEYS
-    assert all(math.isfinite(value) for m in metrics for value in m.values())
+    for m in metrics:
+        assert all(map(math.isfinite, m.values()))
     made = {path.name for path in Path(config.output_dir).iterdir()}
     assert {"curves.png", "scores.png", "evaluation.json", "samples.jsonl", "tensorboard", "model"} <= made
 
@@ -107,7 +112,7 @@ def test_the_scorer_gives_the_trainers_scores(run):
     config, metrics = run
     pairs, last = held_out_pairs(config), metrics[-1]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
-    sides = [side for p in pairs for side in (p.rejected, p.chosen)]
+    sides = sum(([p.rejected, p.chosen] for p in pairs), [])
     rejected, chosen = RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides]).view(-1, 2).T
     constants = json.loads((Path(config.output_dir) / "evaluation.json").read_text())["normalization"]
     assert constants["after"] == [model.score_mean, model.score_std]
@@ -129,7 +134,7 @@ def test_the_saved_model_is_normalised_on_the_reference_set(run):
     tokenizer = encode.load_tokenizer(config.model)
     pairs = preferences.PairEncoder(config, tokenizer).pairs(load_train_eval(config)[0])[: config.normalize_pairs]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
-    sides = [side for p in pairs for side in (p.chosen, p.rejected)]
+    sides = sum(([p.chosen, p.rejected] for p in pairs), [])
     scores = RewardScorer(model)([p for p, _ in sides], [r for _, r in sides])
     assert scores.mean().item() == pytest.approx(0, abs=1e-5) and scores.std().item() == pytest.approx(1, abs=1e-5)
 
@@ -226,22 +231,16 @@ def test_dry_run(folder, capsys):
     assert "lerning_rate" in capsys.readouterr().err
 
 
-def resume_bit_for_bit(rank, world, folder):
+def resume_bit_for_bit(rank, world, folder, stages):
     """In one process for all stages: an uninterrupted run against runs resumed in mid-epoch and at an epoch's end."""
-    leave_out_figures()
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         # 16 training pairs: 8 per step make an epoch of 2 steps
         options = {"zero_stage": stage, "save_every": 1, "keep_checkpoints": 9}
         config = make_config(folder, f"whole-{stage}-{world}", **options)
         reward.train(config)
         for step in (1, 2, 4)[: 2 if stage else 3]:  # in mid-epoch, at its end, and when nothing is left to do
             name = f"resumed-{stage}-{world}-{step}"
-            if rank == 0:
-                shutil.copytree(config.output_dir, folder / name)
-                checkpoints = folder / name / "checkpoints"
-                (checkpoints / "latest").write_text(f"step-{step}")
-                shutil.rmtree(folder / name / "model")
-            torch.distributed.barrier()
+            forget_after(config.output_dir, folder / name, step)
             resumed = dataclasses.replace(config, output_dir=str(folder / name), resume=True)
             reward.train(resumed)
             assert comparable(resumed) == comparable(config), (stage, step)
@@ -252,7 +251,6 @@ def resume_bit_for_bit(rank, world, folder):
 
 
 def train_splits(rank, world, folder, splits):
-    leave_out_figures()
     found = {}
     for split in splits:
         options = dict(zip(("zero_stage", "micro_batch_size", "lora_rank"), split, strict=True))
@@ -266,9 +264,10 @@ def train_splits(rank, world, folder, splits):
     return found
 
 
-def check_agreement(folder, one, two):
-    one = run_distributed(train_splits, 1, folder, one, timeout=600)[0]
-    two = run_distributed(train_splits, 2, folder, two, timeout=600)[0]
+def check_agreement(folder, tmp_path, one, two):
+    shutil.copytree(folder, tmp_path / "copy")
+    one = on_ranks(train_splits, 1, tmp_path / "copy", one)[0]
+    two = on_ranks(train_splits, 2, tmp_path / "copy", two)[0]
     for split, (other_weights, other_metrics, other_constants) in [*one.items(), *two.items()]:
         weights, metrics, constants = one[0, 8, split[2]]
         for key in weights:
@@ -307,21 +306,22 @@ def test_the_head_under_zero_3(folder):
 
 
 def test_resume_bit_for_bit(folder):
-    run_distributed(resume_bit_for_bit, 1, folder, timeout=300)
+    resume_bit_for_bit(0, 1, folder, [0, 3])
 
 
 @pytest.mark.slow
-def test_resume_bit_for_bit_two_processes(folder):
-    run_distributed(resume_bit_for_bit, 2, folder, timeout=300)
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_bit_for_bit_on_every_stage(folder, tmp_path, world):
+    shutil.copytree(folder, tmp_path / "copy")
+    on_ranks(resume_bit_for_bit, world, tmp_path / "copy", [0, 1, 2, 3])
 
 
-def test_processes_micro_batches_and_zero_stages_agree(folder):
+def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path):
     # (ZeRO stage, micro-batch, LoRA rank). Two processes have 8 sequences each; 1 means one pair at a time.
-    one = [(0, 8, 0), (2, 4, 0), (3, 1, 0), (0, 8, 2), (3, 4, 2)]
-    check_agreement(folder, one, [(1, 4, 0), (3, 8, 0), (2, 8, 2)])
+    check_agreement(folder, tmp_path, [(0, 8, 0), (2, 1, 0), (0, 8, 2)], [(3, 4, 0), (2, 8, 2)])
 
 
 @pytest.mark.slow
-def test_every_split_agrees(folder):
-    every = [(stage, size, rank) for stage in (0, 1, 2, 3) for size in (8, 4, 2, 1) for rank in (0, 2)]
-    check_agreement(folder, every, every)
+def test_every_split_agrees(folder, tmp_path):
+    every = list(itertools.product((0, 1, 2, 3), (8, 4, 2, 1), (0, 2)))
+    check_agreement(folder, tmp_path, every, every)

@@ -1,12 +1,8 @@
 """Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
 
 import dataclasses
-import os
+import itertools
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,14 +20,8 @@ from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers.load import load_scorers
 from tests.distributed import run_distributed
-from tests.trainers import tiny
-
-VERIFIER = "tests.trainers.tiny:odd_characters"
-
-
-def one_thread() -> dict[str, str]:
-    """The environment of a command: two threads would wait for each other, busily, on a loaded machine."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}  # read now: the CPU path is chosen there, test by test
+from tests.trainers import figures, runs, tiny
+from tests.trainers.runs import VERIFIER, assert_same_metrics, assert_same_weights, grpo_config, sft_config
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +31,14 @@ def files(tmp_path_factory):
     return tiny.model_folder(folder / "model", pad_is_eos=True), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
 
 
-def sft_config(files, output_dir, **options) -> sft.SFTConfig:
-    model, dataset = files
-    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
-    defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
-    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
-
-
-def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
-    model, dataset = files
-    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
-    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
-    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
-
-
-def assert_same_weights(a, b, atol: float = 0.0):
-    a, b = tiny.weights(Path(a) / "model"), tiny.weights(Path(b) / "model")
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def assert_same_metrics(a, b, rtol: float):
-    a, b = tiny.untimed(tiny.read_metrics(a)), tiny.untimed(tiny.read_metrics(b))
-    assert [m.keys() for m in a] == [m.keys() for m in b]
-    for x, y in zip(a, b, strict=True):
-        for key in x:
-            assert y[key] == pytest.approx(x[key], rel=rtol, abs=rtol), (x["step"], key)
+@pytest.fixture(scope="module")
+def grpo_run(files, tmp_path_factory):
+    """The folder of a run of grpo that is evaluated after every other step, with its figures."""
+    folder = tmp_path_factory.mktemp("grpo") / "run"
+    with figures.drawn(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        grpo.train(grpo_config(files, folder, eval_every=2))
+    return folder
 
 
 # One result, however the batch is split.
@@ -80,7 +51,7 @@ def train_splits(rank, world, files, folder, cases):
 
 def check_splits(files, tmp_path, world, cases):
     sft.train(sft_config(files, tmp_path / "reference", micro_batch_size=8))
-    run_distributed(train_splits, world, files, str(tmp_path), cases, timeout=300)
+    runs.on_ranks(train_splits, world, files, str(tmp_path), cases)
     for stage, micro in cases:
         made = tmp_path / f"{world}-{stage}-{micro}"
         # The norm shows the gradient's scale, which Adam's step hides; then lr = 1e-3 four times.
@@ -95,7 +66,7 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
-    check_splits(files, tmp_path, world, [(stage, micro) for stage in range(4) for micro in (8, 4, 2, 1)])
+    check_splits(files, tmp_path, world, list(itertools.product(range(4), (8, 4, 2, 1))))
 
 
 def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(files, tmp_path):
@@ -118,13 +89,13 @@ def test_every_rank_draws_its_own_responses_and_a_seed_draws_them_again():
     assert first[0] != second[0] and first[0] == first[1] != first[2] and second[0] == second[1]
 
 
-def test_training_does_not_depend_on_how_often_it_is_evaluated(files, tmp_path):
-    for every in (1, 99):
-        grpo.train(grpo_config(files, tmp_path / str(every), eval_every=every))
-    often, seldom = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in ("1", "99"))
+def test_training_does_not_depend_on_how_often_it_is_evaluated(files, grpo_run, tmp_path):
+    grpo.train(grpo_config(files, tmp_path, eval_every=1))
+    often, seldom = (tiny.untimed(tiny.read_metrics(folder)) for folder in (tmp_path, grpo_run))
     for a, b in zip(often, seldom, strict=True):
         assert {k: v for k, v in a.items() if k in b} == b
-    assert_same_weights(tmp_path / "1", tmp_path / "99")
+    assert often[1].keys() > seldom[1].keys()
+    assert_same_weights(tmp_path, grpo_run)
 
 
 def evaluate_share(rank, world, files, folder):
@@ -134,7 +105,7 @@ def evaluate_share(rank, world, files, folder):
 
 def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     evaluate_share(0, 1, files, str(tmp_path))
-    run_distributed(evaluate_share, 2, files, str(tmp_path), timeout=200)
+    runs.on_ranks(evaluate_share, 2, files, str(tmp_path))
     one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
     assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
     config = grpo_config(files, "")
@@ -157,19 +128,16 @@ def stop_and_resume(rank, world, files, folder, stages):
             trainer.train(make(files, whole, **options))
             for step in (1, 3):
                 config = make(files, f"{stopped}-{step}", resume=True, **options)
+                runs.forget_after(whole, config.output_dir, step)
                 if rank == 0:
-                    shutil.copytree(whole, config.output_dir)
-                    shutil.rmtree(Path(config.output_dir) / "model")
-                    (Path(config.output_dir) / "checkpoints" / "latest").write_text(f"step-{step}")
                     with (Path(config.output_dir) / "metrics.jsonl").open("a") as file:
                         file.write('{"step": 99, "lo')  # a line that the end of the process cut
                 torch.distributed.barrier()
-                torch.manual_seed(1234)
                 trainer.train(config)
 
 
 def check_resume(files, tmp_path, world, stages):
-    run_distributed(stop_and_resume, world, files, str(tmp_path), stages, timeout=400)
+    runs.on_ranks(stop_and_resume, world, files, str(tmp_path), stages)
     for whole in [p for p in tmp_path.iterdir() if not p.name.split("-stopped")[1:]]:
         for step in (1, 3):
             stopped = Path(f"{whole}-stopped-{step}")
@@ -187,27 +155,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_pa
 
 
 def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
-    config = grpo_config(files, tmp_path / "whole", steps=24, eval_size=0)
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo"]
-    for key, value in vars(config).items():
-        if key not in ("output_dir",) and value is not None:
-            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    stopped = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [*command, "--output_dir", str(stopped)], stdout=subprocess.PIPE, text=True, env=one_thread()
-    )
-    while process.poll() is None and not (
-        (stopped / "metrics.jsonl").exists() and len((stopped / "metrics.jsonl").read_text().splitlines()) >= 3
-    ):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert "continue with --resume" in process.communicate(timeout=120)[0]
-    assert process.returncode == 130
-    step = tiny.read_metrics(stopped)[-1]["step"]
-    assert 3 <= step < 24 and (stopped / "checkpoints" / "latest").read_text() == f"step-{step}"
+    stopped, options = tmp_path / "stopped", {"steps": 5, "eval_size": 0}
+    runs.stopped_after(grpo, grpo_config(files, stopped, **options), 3)
+    assert tiny.read_metrics(stopped)[-1]["step"] == 3
+    assert (stopped / "checkpoints" / "latest").read_text() == "step-3"
     assert not list(stopped.rglob("*.tmp")) and not (stopped / "model").exists() and (stopped / "curves.png").exists()
-    grpo.train(config)
-    grpo.train(grpo_config(files, stopped, steps=24, eval_size=0, resume=True))
+    grpo.train(grpo_config(files, tmp_path / "whole", **options))
+    grpo.train(grpo_config(files, stopped, resume=True, **options))
     assert_same_weights(tmp_path / "whole", stopped)
     assert tiny.untimed(tiny.read_metrics(tmp_path / "whole")) == tiny.untimed(tiny.read_metrics(stopped))
 
@@ -228,16 +182,16 @@ def test_old_checkpoints_go_and_a_folder_is_not_overwritten_unasked(files, tmp_p
 # What a run leaves and shows.
 
 
-def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, tmp_path, capsys):
-    for name, options in {"a": {}, "b": {}, "c": {"seed": 2}}.items():
+def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, grpo_run, tmp_path, capsys):
+    for name, options in {"again": {}, "other": {"seed": 2}}.items():
         grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
-    a, b, c = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in "abc")
+    a, b, c = (tiny.untimed(tiny.read_metrics(of)) for of in (grpo_run, tmp_path / "again", tmp_path / "other"))
     assert a == b and a != c
-    assert_same_weights(tmp_path / "a", tmp_path / "b")
-    metrics = tiny.read_metrics(tmp_path / "a")
+    assert_same_weights(grpo_run, tmp_path / "again")
+    metrics = tiny.read_metrics(grpo_run)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
-    verifier = {f"rewards/{VERIFIER}/mean", f"rewards/{VERIFIER}/std"}
+    verifier = runs.scores_of(VERIFIER)
     training = {k for k in ("step", *KEYS["grpo"]) if not k.startswith("eval/")} | verifier
     for entry in metrics:
         entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
@@ -247,8 +201,8 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
     for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
-        assert (tmp_path / "a" / name).stat().st_size > 0
-    assert list((tmp_path / "a" / "tensorboard").iterdir())
+        assert (grpo_run / name).stat().st_size > 0
+    assert list((grpo_run / "tensorboard").iterdir())
 
 
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
@@ -261,7 +215,7 @@ def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
     assert {k for k in evaluation if "verifier/" in k} == {f"eval/{k}" for k in struck}
     assert {k for k in both if "verifier/" in k} == struck | {f"eval/{k}" for k in struck}
     assert {training[k] for k in struck} == {0.0}
-    assert {f"rewards/{name}/{of}" for name in ("math", VERIFIER) for of in ("mean", "std")} < set(training)
+    assert runs.scores_of("math", VERIFIER) < set(training)
 
 
 def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
@@ -301,9 +255,8 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, m
     assert len(loaded) == 1
     grpo.train(grpo_config(files, tmp_path / "second", kl_every=2))
     none, second = (tiny.read_metrics(tmp_path / name) for name in ("none", "second"))
-    assert not [
-        key for metrics in none for key in metrics if "kl" in key.replace("approxkl", "").replace("kl_coef", "")
-    ]
+    keys = set().union(*none)
+    assert not [key for key in keys if "kl" in key.replace("approxkl", "").replace("kl_coef", "")]
     assert ["objective/kl_exact" in metrics for metrics in second] == [False, False, True, False]
     # What is not measured changes nothing of what is trained.
     assert_same_weights(tmp_path / "none", tmp_path / "second")
@@ -318,6 +271,7 @@ def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypa
     assert_same_weights(tmp_path / "one", tmp_path / "two", atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatch):
     options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
@@ -415,24 +369,13 @@ def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_
     assert_same_weights(tmp_path / "packed", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
     """The README's command, with local files of the same forms."""
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--model", files[0], "--dataset", files[1]]
-    command += ["--prompt_column", "question", "--answer_column", "answer", "--output_dir", str(tmp_path / "run")]
-    command += [
-        "--steps",
-        "2",
-        "--prompts_per_step",
-        "2",
-        "--group_size",
-        "2",
-        "--max_new_tokens",
-        "8",
-        "--eval_size",
-        "2",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=one_thread())
-    assert done.returncode == 0, done.stderr
+    words = ["--model", files[0], "--dataset", files[1], "--prompt_column", "question", "--answer_column", "answer"]
+    words += ["--output_dir", str(tmp_path / "run"), "--steps", "2", "--prompts_per_step", "2", "--group_size", "2"]
+    words += ["--max_new_tokens", "8", "--eval_size", "2"]
+    grpo.main(words)
     assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
 

@@ -19,7 +19,7 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.curves import Against, draw_curves
 from fused_rl.trainers.run.logger import Logger
-from tests.trainers import tiny
+from tests.trainers import figures, tiny
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -168,6 +168,7 @@ def test_a_metric_that_is_no_number_is_null_and_is_not_drawn(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert found == [{"step": 1, "train/loss": None, "lr": 1.0}, {"step": 2, "train/loss": 2.0, "lr": None}]
-    draw_curves(found, {"a": ["train/loss"], "b": Against("train/loss", "lr")}, tmp_path / "curves.png")
+    with figures.drawn():
+        draw_curves(found, {"a": ["train/loss"], "b": Against("train/loss", "lr")}, tmp_path / "curves.png")
     again = Logger(config, {}, 2)  # a resumed run reads them
     again.close({"loss": ["train/loss", "lr"]})

@@ -1,16 +1,16 @@
 """An error on one rank is a line on all of them, in bounded time."""
 
+import datetime
 import os
 import re
 import shutil
-import socket
-import subprocess
+import signal
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers import grpo, sft
@@ -18,10 +18,9 @@ from fused_rl.trainers.base import launch, ranks
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response
-from tests.distributed import run_distributed
+from tests.distributed import PROCESSES, run_distributed
 from tests.trainers import tiny
 
-ROOT = Path(__file__).parent.parent.parent
 LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -123,16 +122,34 @@ def test_a_bad_score_on_one_rank_is_told_on_all_and_incidents_add_up():
     assert other_sampler == "InputError: rank 0: ConnectionError: the server is gone"
 
 
-RANK = """
-    import datetime, os, sys, time
-    import torch
-    import torch.distributed as dist
-    from fused_rl.trainers.base import ranks
-    from fused_rl.trainers.options.config import InputError
+def speaking(streams: list[Path], action, *arguments) -> None:
+    """In a process of its own: what the action prints goes to two files."""
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    action(*arguments)
 
-    store, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    timeout = datetime.timedelta(seconds=240)
+
+def outputs_of_ranks(action, folder: Path, *arguments) -> list[tuple[str, str]]:
+    """(stdout, stderr) of two processes that end as they like, each of which does `action(rank, *arguments)`."""
+    streams = [[folder / f"{name}-{rank}" for name in ("out", "err")] for rank in range(2)]
+    processes = []
+    for rank in range(2):
+        given = (streams[rank], action, rank, *arguments)
+        processes.append(PROCESSES.Process(target=speaking, args=given, daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(300)
+        assert process.exitcode is not None
+    return [(out.read_text(), err.read_text()) for out, err in streams]
+
+
+def meet(rank: int, store: Path, seconds: int) -> None:
+    timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+
+
+def fails_in_a_block(rank: int, store: Path, case: str) -> None:
+    meet(rank, store, 240)
     ranks.PATIENCE = datetime.timedelta(seconds=1)
     try:
         with ranks.together():
@@ -145,7 +162,6 @@ RANK = """
     except InputError as error:
         print(error, flush=True)
         os._exit(1)
-"""
 
 
 @pytest.mark.parametrize(
@@ -156,39 +172,27 @@ RANK = """
     ],
 )
 def test_a_rank_that_dies_or_fails_within_a_collective_does_not_hang_the_others(case, first, second, tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(RANK), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    assert [process.communicate(timeout=300)[0] for process in ranks] == [first, second]
+    outputs = outputs_of_ranks(fails_in_a_block, tmp_path, tmp_path / "store", case)
+    assert [out for out, _ in outputs] == [first, second]
 
 
-FATE = """
-    import datetime, os, sys
-    import torch
-    import torch.distributed as dist
-    from fused_rl.trainers.base import ranks
-    from fused_rl.trainers.options.config import InputError
-
-    port, rank, case = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    timeout, address = datetime.timedelta(minutes=20), f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
+def ends_in_a_step(rank: int, store: Path, case: str) -> None:
+    meet(rank, store, 20 * 60)
     try:
         with ranks.shared_fate():
             ranks.barrier()
             if case == "killed" and rank == 0:
-                os.kill(os.getpid(), 9)
+                os.kill(os.getpid(), signal.SIGKILL)
             if case == "a bug" and rank == 1:
                 raise KeyError("a bug")
             if case == "refused" and rank == 0 or case == "all":
-                raise InputError(f"no good")
+                raise InputError("no good")
             weight = torch.ones(3, requires_grad=True)
             weight.register_hook(lambda gradient: dist.all_reduce(gradient))  # as in a backward pass
             weight.sum().backward()
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     os._exit(1)
-"""
 
 
 @pytest.mark.parametrize(
@@ -196,18 +200,12 @@ FATE = """
     [
         ("refused", "InputError: no good\n", "InputError: rank 0: no good\n"),
         ("killed", "", "InputError: another process of the run ended or does not answer; its own output says why\n"),
-        pytest.param("all", "InputError: no good\n", "InputError: no good\n", marks=pytest.mark.slow),
-        pytest.param("a bug", "InputError: rank 1: KeyError: 'a bug'\n", "KeyError: 'a bug'\n", marks=pytest.mark.slow),
+        ("all", "InputError: no good\n", "InputError: no good\n"),
+        ("a bug", "InputError: rank 1: KeyError: 'a bug'\n", "KeyError: 'a bug'\n"),
     ],
 )
-def test_what_ends_one_rank_within_a_step_is_a_line_on_the_other(case, first, second):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-c", textwrap.dedent(FATE), port]
-    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), case], **pipes) for rank in range(2)]
-    outputs = [process.communicate(timeout=300) for process in ranks]
+def test_what_ends_one_rank_within_a_step_is_a_line_on_the_other(case, first, second, tmp_path):
+    outputs = outputs_of_ranks(ends_in_a_step, tmp_path, tmp_path / "store", case)
     assert [out for out, _ in outputs] == [first, second]
     assert not any("gloo" in err or "frame #" in err for _, err in outputs)
 

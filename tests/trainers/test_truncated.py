@@ -1,8 +1,6 @@
 """Truncated sampling: the kept sets are recorded where tokens are drawn, and everything of the loss is over them."""
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +17,9 @@ from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from tests.distributed import run_distributed
+from tests.marks import grid
 from tests.trainers import tiny
+from tests.trainers.runs import forget_after, on_ranks
 
 PROMPTS = [[1, 70, 71], [1, 70, 71], [1, 80], [1, 90, 91, 92, 93], [1, 90, 91, 92, 93]]
 TOP_P, TOP_K, MIN_P = {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}
@@ -222,8 +221,11 @@ GROUPS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {}), Prompt([1, 90, 91, 92, 9
 
 @pytest.mark.parametrize(
     ("filters", "share_prompts"),
-    [*((filters, True) for filters in FILTERS.values()), (FILTERS["together"], False)],
-    ids=[*FILTERS, "together, own prompts"],
+    [
+        *(pytest.param(FILTERS[name], True, id=name, marks=pytest.mark.slow) for name in ("top_p", "top_k", "min_p")),
+        pytest.param(FILTERS["together"], True, id="together"),
+        pytest.param(FILTERS["together"], False, id="together, own prompts"),
+    ],
 )
 def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(folder, filters, share_prompts):
     config = config_of(folder, minibatches=2, share_prompts=share_prompts, **filters)
@@ -320,8 +322,8 @@ def test_what_is_measured_is_over_the_sets_of_both_models(folder, way):
     assert measured.kl.max() > 1e-3
 
 
-@pytest.mark.parametrize("preset", ["grpo", "gspo"])  # a loss of single tokens, and one of sequences
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+# A loss of single tokens, and one of sequences.
+@grid("way, preset", WAYS, ("grpo", "gspo"))
 def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
     options = {"preset": preset, "clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3, "entropy_coef": 0.05}
     made = policy_of(folder, config_of(folder, **options, **way), Decided(), top_p=0.9)
@@ -407,10 +409,7 @@ def test_a_run_draws_from_the_sets_and_no_split_nor_path_changes_it(folder, rows
 def test_a_resumed_run_with_sets_equals_the_uninterrupted_one(folder, rows, tmp_path):
     options = {"steps": 4, "save_every": 1, "keep_checkpoints": 9}
     whole = run(folder, rows, tmp_path / "whole", **options)
-    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
-    shutil.rmtree(tmp_path / "stopped" / "model")
-    (tmp_path / "stopped" / "checkpoints" / "latest").write_text("step-2")
-    torch.manual_seed(1234)
+    forget_after(tmp_path / "whole", tmp_path / "stopped", 2)
     assert run(folder, rows, tmp_path / "stopped", resume=True, **options) == whole
     first, second = (tiny.weights(tmp_path / name / "model") for name in ("whole", "stopped"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -436,11 +435,7 @@ def on_two_ranks(rank, world, folder, rows, output_dir, stage):
     # Groups without a signal are dropped: the others, with their sets, are dealt to the ranks anew.
     options = {"steps": 3, "save_every": 1, "keep_checkpoints": 9, "zero_stage": stage, "zero_variance": "drop"}
     whole = run(folder, rows, f"{output_dir}/whole", **options)
-    if rank == 0:
-        shutil.copytree(f"{output_dir}/whole", f"{output_dir}/stopped")
-        shutil.rmtree(f"{output_dir}/stopped/model")
-        Path(f"{output_dir}/stopped/checkpoints/latest").write_text("step-1")
-    torch.distributed.barrier()
+    forget_after(f"{output_dir}/whole", f"{output_dir}/stopped", 1)
     return whole, run(folder, rows, f"{output_dir}/stopped", resume=True, **options)
 
 
@@ -450,7 +445,7 @@ def test_two_ranks_with_and_without_partitioned_weights(folder, rows, tmp_path):
     for stage in (0, 3):
         (tmp_path / str(stage)).mkdir()
         arguments = (folder, rows, str(tmp_path / str(stage)), stage)
-        for whole, stopped in run_distributed(on_two_ranks, 2, *arguments, timeout=400):
+        for whole, stopped in on_ranks(on_two_ranks, 2, *arguments):
             assert whole == stopped
             made.setdefault(stage, whole)
     for x, y in zip(made[0], made[3], strict=True):
