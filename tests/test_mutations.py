@@ -19,7 +19,7 @@ PASSED, FAILED = 0, 1  # of pytest; every other status says that the tests did n
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """The checkout again, to be changed."""
-    return shutil.copytree(ROOT, tmp_path_factory.mktemp("mutations") / "copy", ignore=LEFT_OUT)
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("mutations") / "copy", symlinks=True, ignore=LEFT_OUT)
 
 
 def pytest_in(folder: Path, arguments: str) -> subprocess.CompletedProcess:

@@ -15,9 +15,10 @@ from fused_rl.trainers import reward
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import reward_model
-from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
+from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.distributed import run_distributed
 from tests.trainers import figures
 from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs

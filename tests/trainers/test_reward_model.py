@@ -17,7 +17,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite
+from fused_rl.trainers.models.reward_model import RewardModel, check_finite
+from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 VOCAB, EOS, PAD = 61, 2, 1
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": EOS}
