@@ -15,7 +15,8 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models.packing import inputs_of
-from fused_rl.trainers.policy.policy import load_policy, load_prompts
+from fused_rl.trainers.policy.policy import load_policy
+from fused_rl.trainers.policy.prepare import load_prompts
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.run.logger import Logger

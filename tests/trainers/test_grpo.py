@@ -324,7 +324,8 @@ def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact,
 def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
     torch.manual_seed(1)
     config = config_of(minibatches=minibatches, epochs=6)
-    updates = grpo.plan(config, 2 * GROUP, "cpu")
+    together = GROUP if groups.keeps_groups(config, 1) else 1
+    updates = policy.plan(config, 2 * GROUP, config.micro_batch_size, "cpu", together)
     assert len(updates) == 6 * minibatches
     orders = [torch.cat(sum(updates[i : i + minibatches], [])) for i in range(0, len(updates), minibatches)]
     assert len({tuple(order.tolist()) for order in orders}) > 1
@@ -502,7 +503,7 @@ def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estima
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = groups.draw(made, exact["prompts"], None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
-    charged = reference.kl_charged(config, measured, mask)
+    charged = config.kl_of_tokens(measured, mask).sum(1)
     _, old, ref, there, _ = exact_terms(exact)
     torch.testing.assert_close(charged.double(), (definition(old - ref) * there).sum(1), rtol=1e-5, atol=1e-6)
 
@@ -597,11 +598,12 @@ def kept_in(found: list, monkeypatch, module, name: str):
 def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path, monkeypatch):
     drawn, charged, trained_on = [], [], []
     kept_in(drawn, monkeypatch, grpo, "draw")
-    kept_in(charged, monkeypatch, reference, "kl_charged")
+    kept_in(charged, monkeypatch, reference.KLConfig, "kl_of_tokens")
     advantages_of = groups.advantages_of
     monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
     options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
     _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
+    charged = [of_tokens.sum(1) for of_tokens in charged]
     assert charged[1].abs().min() > 1e-4
     torch.testing.assert_close(trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6)
     assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)

@@ -60,7 +60,7 @@ def readers(**options):
     yield language_model.load_lm(sft_config, CPU).base
     yield language_model.load_lm(sft_config, CPU, trainable=False).base
     yield reward.load_model(config_of(reward.RewardConfig, **options), CPU).classifier
-    yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).module.classifier
+    yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).engine.module.classifier
 
 
 @pytest.mark.parametrize("revision", ["main", "v2"])

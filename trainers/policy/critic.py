@@ -8,7 +8,7 @@ Left out: heads of more than one layer, distributions over values, saving a shar
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.written import listed_folder
+from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.options.config import (
@@ -25,13 +26,13 @@ from fused_rl.trainers.options.config import (
     NonNegative,
     NonNegativeInt,
     OptimConfig,
-    Options,
     Positive,
     RunConfig,
     names_of,
 )
 from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.options.source import Source
+from fused_rl.trainers.policy.policy import Passed, Policy
 
 SHARED = "shared"  # as `critic`: the policy's own backbone
 Config = TypeVar("Config", bound=RunConfig)
@@ -39,7 +40,7 @@ APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max
 
 
 @dataclass(kw_only=True)
-class CriticConfig(Options):
+class CriticConfig(OptimConfig):
     """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
 
     critic: str | None = None
@@ -151,18 +152,27 @@ class PolicyWithValues(LanguageModel):
             raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
 
-    def forward(self, input_ids, mask, temperature=1.0, *, support=None, want_values=False, **options):
+    def forward(self, input_ids, mask, temperature=1.0, *, want_values=False, **options):
         """As `LanguageModel`; with `want_values` also the values, as `Critic` returns them."""
-        if not want_values:
-            return super().forward(input_ids, mask, temperature, support=support, **options)
-        lm = self.base
+        if want_values:
+            return self._with_values(input_ids, mask, temperature, **options)
+        return super().forward(input_ids, mask, temperature, **options)
+
+    def _with_values(self, input_ids, mask, temperature, *, support=None, packed=None, token_loss=None, per_token=()):
+        lm, targets = self.base, input_ids[:, 1:]
         hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
+        values = torch.where(mask, self.value_head(hidden), 0)
+        head = lm.get_output_embeddings()
         options = {"temperature": temperature, "mask": mask, "bias": head.bias, **self.head_options}
+        if token_loss is not None and support is None:
+            return fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options), values
         if support is not None:
             options["support"] = support.spread(mask)
         rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
-        return rows, torch.where(mask, self.value_head(hidden), 0)
+        if token_loss is None:
+            return rows, values
+        loss = fused_rl.masked_sum(token_loss(rows.logprobs, rows.entropy, *per_token), mask)
+        return fused_rl.LinearTokenLoss(loss, rows.logprobs.detach(), rows.entropy.detach()), values
 
 
 def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -170,8 +180,77 @@ def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (hidden.float() * weight.float()).sum(-1)
 
 
-def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
-    """The critic of its own in an engine for `updates` optimizer steps; refuses one that reads tokens otherwise."""
+class OwnCritic:
+    """A critic with weights and an optimizer of its own."""
+
+    extend = None  # of the policy
+
+    def __init__(self, engine_of_critic, tokenizer=None):
+        self.engine, self.tokenizer = engine_of_critic, tokenizer
+        self.engines = {"critic": engine_of_critic}  # beside the policy's, in checkpoints
+
+    def values(self, policy: Policy, part: Batch, passed: Passed | None = None) -> torch.Tensor:
+        """(b, T - 1): what is expected before each token, 0 where masked."""
+        return self.engine(part.input_ids, part.response_mask)
+
+    def backward(self, policy: Policy, loss: torch.Tensor, value_loss: torch.Tensor) -> None:
+        """Gradients of both losses of a micro-batch."""
+        self.engine.backward(value_loss * ranks.world_size())  # the engine averages over ranks
+        policy.backward(loss)
+
+    def optimizer_step(self, step: int) -> dict[str, float]:
+        """One update of the critic."""
+        found = engine.optimizer_step(self.engine, step)
+        return {"optim/critic_lr": found["lr"], "optim/critic_grad_norm": found["optim/grad_norm"]}
+
+    def skip(self, updates: int) -> None:
+        """As `Policy.skip`."""
+        for _ in range(updates):
+            self.engine.lr_scheduler.step()
+
+    def save(self, folder: Path) -> None:
+        """Write critic and tokenizer in the Hub format, complete or not at all."""
+        zero3 = self.engine.zero_optimization_stage() == 3
+        state = self.engine._zero3_consolidated_16bit_state_dict() if zero3 else None
+        if ranks.rank() == 0:
+            with listed_folder(folder) as unfinished:
+                self.engine.module.save_pretrained(str(unfinished), state)
+                self.tokenizer.save_pretrained(unfinished)
+        ranks.barrier()
+
+
+class SharedCritic:
+    """The same of a head on the policy's backbone: the policy's passes, optimizer and checkpoints are its own."""
+
+    extend = PolicyWithValues
+    engines: ClassVar[dict] = {}
+
+    def __init__(self, value_coef: float):
+        self.value_coef = value_coef
+
+    def values(self, policy: Policy, part: Batch, passed: Passed | None = None) -> torch.Tensor:
+        """As `OwnCritic.values`; those that a pass of the policy has given, if there was one."""
+        return policy.values(part) if passed is None else passed.values
+
+    def backward(self, policy: Policy, loss: torch.Tensor, value_loss: torch.Tensor) -> None:
+        """Gradients of the sum of both."""
+        policy.backward(loss + self.value_coef * value_loss)
+
+    def optimizer_step(self, step: int) -> dict[str, float]:
+        """Nothing: the policy's is its step too."""
+        return {}
+
+    def skip(self, updates: int) -> None:
+        """Nothing of its own."""
+
+    def save(self, folder: Path) -> None:
+        """Nothing: its head is in the checkpoints alone."""
+
+
+def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int) -> OwnCritic | SharedCritic:
+    """The critic, one of its own for `updates` optimizer steps; refuses one that reads tokens otherwise."""
+    if config.critic == SHARED:
+        return SharedCritic(config.value_coef)
     name = config.critic or config.model
     critic = Critic.from_pretrained(
         name,
@@ -186,17 +265,7 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
         check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
     if config.gradient_checkpointing:
         critic.classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    return engine.initialize(critic.to(device), optim_of(config), config, updates)
-
-
-def save_critic(trained, tokenizer, folder: Path) -> None:
-    """Write critic and tokenizer in the Hub format, complete or not at all."""
-    state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
-    if ranks.rank() == 0:
-        with listed_folder(folder) as unfinished:
-            trained.module.save_pretrained(str(unfinished), state)
-            tokenizer.save_pretrained(unfinished)
-    ranks.barrier()
+    return OwnCritic(engine.initialize(critic.to(device), optim_of(config), config, updates), tokenizer)
 
 
 class Watch:

@@ -55,8 +55,14 @@ class SamplingConfig(Options):
 class RolloutConfig(SamplingConfig):
     """Which prompts are rolled out, and how long their responses may be."""
 
+    batch_option: ClassVar[str] = "prompts_per_step"
+
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts per rollout, over all ranks."""
+    group_size: PositiveInt = 1
+    """Responses per prompt; each has its own advantages."""
     max_new_tokens: PositiveInt = 256
     """Longer responses are cut; they are scored as they are."""
     rollout_batch_size: PositiveInt = 64
@@ -83,17 +89,32 @@ def _loss_config() -> type[Options]:
     told = docstring_parser.parse_from_object(PolicyLossOptions).params
     described = [f":param {each.arg_name}: {' '.join(each.description.split())}" for each in told]
     doc = "\n".join(["Everything that `fused_rl.policy_loss` can be told.", "", *described])
-    return dataclasses.make_dataclass("LossConfig", columns, bases=(Options,), namespace={"__doc__": doc}, kw_only=True)
-
-
-LossConfig = _loss_config()
+    return dataclasses.make_dataclass("OfTheLoss", columns, bases=(Options,), namespace={"__doc__": doc}, kw_only=True)
 
 
 @dataclass(kw_only=True)
-class PolicyConfig(LossConfig, RolloutConfig, RunConfig):
-    """Rollouts, who judges them, and the policy loss. An option of the loss that is None is the preset's."""
+class LossConfig(_loss_config()):
+    """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
-    batch_option: ClassVar[str] = "prompts_per_step"
+    preset: str = "grpo"
+    """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
+    mask_truncated: bool = False
+    """Leave responses that were cut out of the loss."""
+    minibatches: PositiveInt = 2
+    """Optimizer updates per pass over a rollout."""
+    epochs: PositiveInt = 1
+    """Passes over a rollout."""
+
+    def reads(self) -> list[Source]:
+        """The user's surrogate."""
+        of_user = self.surrogate is not None and ":" in self.surrogate
+        found = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
+        return super().reads() + found
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
+    """Rollouts, who judges them, and the policy loss."""
 
     # Who judges.
     answer_column: str | None = None
@@ -104,18 +125,6 @@ class PolicyConfig(LossConfig, RolloutConfig, RunConfig):
     scores, or, where each has a weight, the weighted one: 1*math, 0.2*module:function. Those that compare with the
     answer say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
     they are given a threshold (module:function>=0.5); reward models and length do with a threshold alone."""
-
-    # The batch of a step, and its loss.
-    prompts_per_step: PositiveInt = 32
-    """Prompts per rollout, over all ranks."""
-    minibatches: PositiveInt = 2
-    """Optimizer updates per pass over a rollout."""
-    epochs: PositiveInt = 1
-    """Passes over a rollout."""
-    mask_truncated: bool = False
-    """Leave responses that were cut out of the loss."""
-    preset: str = "grpo"
-    """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
 
     # Evaluation.
     eval_samples: PositiveInt = 4
@@ -129,15 +138,13 @@ class PolicyConfig(LossConfig, RolloutConfig, RunConfig):
             self.verifiers = ", ".join(self.verifiers)
 
     def reads(self) -> list[Source]:
-        """What the scorers are made of, and the user's surrogate."""
-        of_user = self.surrogate is not None and ":" in self.surrogate
-        surrogate = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
-        return super().reads() + sources_of(self.verifiers) + surrogate
+        """What the scorers are made of."""
+        return super().reads() + sources_of(self.verifiers)
 
 
 def loss_options(config: LossConfig) -> dict[str, object]:
     """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
-    given = {name: getattr(config, name) for name in names_of(LossConfig)}
+    given = {name: getattr(config, name) for name in names_of(PolicyLossOptions)}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", "rk3")
     if ":" in given.get("surrogate", ""):
@@ -149,8 +156,10 @@ def loss_options(config: LossConfig) -> dict[str, object]:
     return {"preset": config.preset, **given}
 
 
-def check_loss_options(config: PolicyConfig) -> None:
-    """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
+def check_loss_options(config: LossConfig) -> None:
+    """Refuse an unknown preset, and options that contradict each other, or that the chosen surrogate does not read."""
+    if config.preset not in fused_rl.PRESETS:
+        raise InputError(f"preset={config.preset!r} is not one of {sorted(fused_rl.PRESETS)}")
     options = loss_options(config)
     preset = options.pop("preset")
     unread = unread_option(preset, options)
