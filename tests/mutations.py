@@ -360,7 +360,7 @@ MUTATIONS = {
         PPO_PARTS,
     ),
     "values after a response are fitted": Mutation(
-        "trainers/policy/critic.py",
+        "trainers/models/value_model.py",
         "return torch.where(mask, (raw - self.score_mean) / self.score_std, 0)",
         "return (raw - self.score_mean) / self.score_std",
         PPO_PARTS + " " + PPO_STEP,

@@ -26,7 +26,7 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models import language_model, moving_reference
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.needs import check_needs
 from fused_rl.trainers.policy import prepare, reference
@@ -134,7 +134,7 @@ def update(
         updates: as `plan` makes them.
         step: which step of the run it is, for errors.
     """
-    # Several minibatches and epochs on one rollout: https://arxiv.org/abs/2402.03300, algorithm 1, lines 10 and 11.
+    # Several minibatches and epochs on one rollout: https://arxiv.org/abs/2402.03300, algorithm 1.
     policy.model.train()
     history = []
     for parts in updates:
@@ -143,7 +143,7 @@ def update(
             policy.warn_if_off_policy(sums["drift"])
         history.append(keyed(KEYS["grpo"], sums) | policy.optimizer_step(step))
 
-    # The step's metrics: means over its updates; the exact KL as in https://arxiv.org/abs/2106.00132 is of before them.
+    # The step's metrics: means over its updates; entropy and exact KL are of before them.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
     means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), drawn.counts)
     if measured.kl is not None:
@@ -218,12 +218,12 @@ def train_step(
     policy.stuck.look(drawn.rollout, None if advantage_of(config) == "batch-std" else config.group_size)
     sampled = time.monotonic()
 
-    # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1, line 6.
+    # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
     updates = plan(config, len(drawn.counts), config.micro_batch_size, policy.device, together)
     measured = measure_first(policy, drawn, updates, step)
 
-    # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740, eq. 3; and advantages.
+    # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
     rewards, charged = drawn.rollout.rewards.to(policy.device), None
     if _kl_in_reward(config):
         mask = drawn.rollout.batch.response_mask
@@ -265,7 +265,7 @@ def train(config: GRPOConfig) -> str:
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model}
     if config.ref_sync_every:
-        engines["reference"] = reference.SavedReference(policy.reference)
+        engines["reference"] = moving_reference.SavedReference(policy.reference)
     loop = Loop(config, run, engines, order, COLUMNS, CURVES)
     policy.sampler.publish(loop.step)
     if loop.begins and held_out.prompts:
@@ -283,7 +283,7 @@ def train(config: GRPOConfig) -> str:
             metrics |= found
         loop.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
-            reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
+            moving_reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
     return loop.finish(
         lambda folder: language_model.save_lm(policy.model, read.tokenizer, folder, merged=config.save_merged)
     )

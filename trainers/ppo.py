@@ -27,24 +27,11 @@ from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, check_needs
-from fused_rl.trainers.policy import prepare
-from fused_rl.trainers.policy.credit import (
-    CREDIT_NEEDS,
-    CreditConfig,
-    Experience,
-    adapted,
-    advantages_and_returns,
-    check_credit,
-    experience_metrics,
-    final_scores,
-    token_rewards,
-    win_rate,
-)
+from fused_rl.trainers.policy import credit, prepare
+from fused_rl.trainers.policy.credit import CREDIT_NEEDS, CreditConfig, Experience
 from fused_rl.trainers.policy.critic import (
     CRITIC_NEEDS,
     CriticConfig,
-    OwnCritic,
-    SharedCritic,
     Watch,
     check_critic,
     load_critic,
@@ -53,6 +40,7 @@ from fused_rl.trainers.policy.critic import (
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Policy, counted, measure, plan, rows_of
+from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
@@ -62,7 +50,6 @@ from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 
-AnyCritic = OwnCritic | SharedCritic
 COLUMNS = {
     "score": "objective/scores",
     "KL": "objective/kl_exact",
@@ -121,7 +108,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
     check_needs(config, NEEDS)
-    check_credit(config)
+    credit.check_credit(config)
     config.warn_of_estimator()
     check_critic(config)
     found = {"processes": world, "reward": check_scorers(config)} | prepare.divided(planned(config), world)
@@ -130,9 +117,9 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
 
 
 @torch.no_grad()
-def judge(policy: Policy, critic: AnyCritic, rollout: Rollout, parts: list[torch.Tensor], kl_coef: float) -> Experience:
+def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], kl_coef: float) -> Experience:
     """Log-probabilities and values before the update, in the first pass's `parts`; from them what each token earned."""
-    # Both models before the update: https://arxiv.org/abs/2403.17031, details 12 and 13.
+    # Both models before the update: https://arxiv.org/abs/1909.08593, section 2.2.
     config, batch = policy.config, rollout.batch
     measured = measure(policy, batch, parts)
     values = torch.zeros_like(measured.old_logprobs)
@@ -142,18 +129,18 @@ def judge(policy: Policy, critic: AnyCritic, rollout: Rollout, parts: list[torch
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
-    mask, scores = batch.response_mask, final_scores(config, rollout)
+    mask, scores = batch.response_mask, credit.final_scores(config, rollout)
     kl = config.kl_of_tokens(measured, mask)
-    rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
+    rewards = credit.token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:
         mask = mask & rollout.stopped.to(mask.device)[:, None]
-    advantages, returns = advantages_and_returns(config, rewards, values, mask)
+    advantages, returns = credit.advantages_and_returns(config, rewards, values, mask)
     return Experience(rollout, measured, mask, scores, kl, values, advantages, returns)
 
 
 def update(
     policy: Policy,
-    critic: AnyCritic,
+    critic,
     experience: Experience,
     updates: list[list[torch.Tensor]],
     kl_coef: float,
@@ -181,7 +168,7 @@ def update(
 
 
 def accumulate(
-    policy: Policy, critic: AnyCritic, experience: Experience, parts: list[torch.Tensor], kl_coef: float, step: int
+    policy: Policy, critic, experience: Experience, parts: list[torch.Tensor], kl_coef: float, step: int
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns both losses' metrics over all ranks."""
     config, rollout = policy.config, experience.rollout
@@ -213,9 +200,9 @@ def accumulate(
     return sums.over_ranks()
 
 
-def train_step(policy: Policy, critic: AnyCritic, prompts: list[Prompt], step: int, kl_coef: float) -> dict[str, float]:
+def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef: float) -> dict[str, float]:
     """Roll out, score, judge, update; returns the step's metrics."""
-    # Sample and score: https://arxiv.org/abs/2403.17031, details 5 to 9.
+    # Sample and score: https://arxiv.org/abs/2403.17031.
     config, began = policy.config, time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
     policy.stuck.look(rollout, None)
@@ -233,7 +220,9 @@ def train_step(policy: Policy, critic: AnyCritic, prompts: list[Prompt], step: i
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= experience_metrics(experience, step) | win_rate(experience.scores, rollout.solved, config.group_size)
+    metrics |= credit.experience_metrics(experience, step) | win_rate(
+        experience.scores, rollout.solved, config.group_size
+    )
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]
     return metrics | {
@@ -287,7 +276,7 @@ def train(config: PPOConfig) -> str:
             watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
-            kl_coef = adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
+            kl_coef = credit.adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
         if loop.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)
             metrics |= found

@@ -15,7 +15,7 @@ from fused_rl import reference as exact_ops
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models import language_model, moving_reference
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import groups, policy, reference
 from fused_rl.trainers.rollouts.types import Prompt, Response
@@ -541,7 +541,7 @@ CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-st
 
 @pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
 def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_path, options, monkeypatch):
-    synced, sync = [], reference.sync
+    synced, sync = [], moving_reference.sync
 
     def watched(frozen, policy_, alpha):
         before = {k: v.clone() for k, v in frozen.named_parameters()}
@@ -552,7 +552,7 @@ def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_pa
             torch.testing.assert_close(weight.double(), mixed, rtol=1e-6, atol=1e-8)
         synced.append(before["lm.lm_head.weight"])
 
-    monkeypatch.setattr(reference, "sync", watched)
+    monkeypatch.setattr(moving_reference, "sync", watched)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     metrics = trained(folder, rows, whole, **options)
     forget_after(whole, stopped, 3)

@@ -13,6 +13,7 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import credit, policy
 from fused_rl.trainers.policy.critic import Critic, Watch
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
+from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.trainers import tiny
 
@@ -126,8 +127,8 @@ def test_the_kl_that_is_right_for_its_place_is_the_default_and_a_wrong_one_warns
 def test_how_often_a_right_response_scores_above_a_wrong_one():
     scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 5.0])
     solved = torch.tensor([True, False, False, True, True, True])  # the third prompt has no wrong response
-    assert credit.win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
-    assert credit.win_rate(scores, solved & False, 2) == {}
+    assert win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
+    assert win_rate(scores, solved & False, 2) == {}
 
 
 # The critic.

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -69,31 +70,32 @@ class RolloutConfig(SamplingConfig):
     """Responses generated together."""
 
 
+def as_options(source: type, names: Iterable[str], prefix: str = "", **defaults) -> type[Options]:
+    """A group of options of the fields of a dataclass, with their ranges and docstrings; None where no default is."""
+    declared = {field.name: field.type for field in dataclasses.fields(source)}
+    columns = []
+    for name in names:
+        kind, default = _of_a_run(declared[name]), defaults.get(name)
+        columns.append((prefix + name, kind | None if default is None else kind, dataclasses.field(default=default)))
+    told = {param.arg_name: param.description for param in docstring_parser.parse_from_object(source).params}
+    doc = "\n".join(f":param {prefix}{name}: {' '.join(told.get(name, '').split())}" for name in names)
+    return dataclasses.make_dataclass(
+        f"Of{source.__name__}", columns, bases=(Options,), namespace={"__doc__": doc}, kw_only=True
+    )
+
+
 def _of_a_run(kind):
-    """The type of a run's option for that of a field of `PolicyLossOptions`, without None."""
+    """The type of a run's option for that of a field, without None: `Annotated` tells a range in words."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(choice for choice in typing.get_args(kind) if choice is not type(None))
-    if typing.get_origin(kind) is Annotated:  # the words of a range, by which the run's types go too
+    if typing.get_origin(kind) is Annotated:
         (words,) = kind.__metadata__
         kind = next(number for number, described in RANGES.items() if described == words)
     return kind
 
 
-def _loss_config() -> type[Options]:
-    """The fields of `PolicyLossOptions` with their ranges and docstrings; None, the default, is the preset's value."""
-    declared = {field.name: field.type for field in dataclasses.fields(PolicyLossOptions)}
-    columns = []
-    for name, kind in declared.items():
-        kind, default = _of_a_run(kind), WEIGHTS.get(name)
-        columns.append((name, kind | None if default is None else kind, dataclasses.field(default=default)))
-    told = docstring_parser.parse_from_object(PolicyLossOptions).params
-    described = [f":param {each.arg_name}: {' '.join(each.description.split())}" for each in told]
-    doc = "\n".join(["Everything that `fused_rl.policy_loss` can be told.", "", *described])
-    return dataclasses.make_dataclass("OfTheLoss", columns, bases=(Options,), namespace={"__doc__": doc}, kw_only=True)
-
-
 @dataclass(kw_only=True)
-class LossConfig(_loss_config()):
+class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WEIGHTS)):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
     preset: str = "grpo"

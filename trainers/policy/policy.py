@@ -16,15 +16,14 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.data.rows import Rows, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.options.config import names_of
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig
-from fused_rl.trainers.policy.stuck import Stuck
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.rollouts.stuck import Stuck
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
 
@@ -246,22 +245,6 @@ def load_policy(
     check_correction(sampler, [name for name in corrections if getattr(config, name) is not None])
     made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
     return Policy(*made, has_values=extend is not None, frozen=frozen)
-
-
-def prompts_of(
-    rows: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
-) -> list[Prompt]:
-    """A prompt for every row that is short enough; `column` as the option prompt_column."""
-    kept = []
-    for i, row in enumerate(rows.rows):
-        row = {**row, "__where__": rows.where(i)}
-        for scorer in scorers:
-            scorer.check(row)  # a row that it cannot score must not stop the run hours later
-        ids = encoder.prompt(rows, i, column)
-        if len(ids) <= max_length:
-            kept.append(Prompt(ids, row))
-    tell_dropped(rows, len(kept), "longer than max_prompt_length")
-    return kept
 
 
 def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:

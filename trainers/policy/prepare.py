@@ -12,7 +12,8 @@ from fused_rl.trainers.data.order import in_run, in_steps
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.options.config import InputError, divide_over
 from fused_rl.trainers.policy.options import PolicyConfig
-from fused_rl.trainers.policy.policy import Policy, check_policy_fits, load_policy, prompts_of
+from fused_rl.trainers.policy.policy import Policy, check_policy_fits, load_policy
+from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.logger import phase
