@@ -172,7 +172,7 @@ def accumulate(
     On-policy, the old log-probabilities are those of this very forward pass, and are written to `measured`.
     """
     config, batch, rollout_logprobs = policy.config, drawn.rollout.batch, drawn.rollout.rollout_logprobs
-    own = on_policy and rollout_logprobs is None
+    own = on_policy and rollout_logprobs is None  # a sampler that tells its own may be another policy
 
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
     trained, index = drawn.trained(config.mask_truncated), torch.cat(parts).cpu()
@@ -200,7 +200,7 @@ def accumulate(
         )
         policy.backward(passed.loss)
         sums.add(passed.metrics, part.where)
-        if own:
+        if own:  # later epochs are measured against this pass: https://arxiv.org/abs/2402.03300, algorithm 1
             measured.old_logprobs[index, :width] = passed.logprobs
 
     # Of the responses trained on: one that is left out is no response with a KL of 0.
@@ -263,7 +263,7 @@ def train(config: GRPOConfig) -> str:
 
     # Where the run begins, or goes on.
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
-    engines = {"policy": policy.model}
+    engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
         engines["reference"] = moving_reference.SavedReference(policy.reference)
     loop = Loop(config, run, engines, order, COLUMNS, CURVES)

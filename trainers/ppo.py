@@ -158,7 +158,7 @@ def update(
         # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
         if policy.config.target_kl is not None and history[-1]["policy/approxkl_avg"] > policy.config.target_kl:
             break
-    for trained in (policy, critic):
+    for trained in (policy, critic):  # their schedules count planned updates
         trained.skip(len(updates) - len(history))
 
     # The step's metrics: means over its updates.
@@ -195,7 +195,7 @@ def accumulate(
         values = critic.values(policy, part, passed)
         clipping = {"value_clip": config.value_clip, "num_tokens": num_tokens}
         fitted, value_metrics = fused_rl.value_loss(values, before.values, before.returns, before.mask, **clipping)
-        critic.backward(policy, passed.loss, fitted)
+        critic.backward(policy, passed.loss, fitted)  # apart, or as one sum on a shared backbone: eq. 9
         sums.add(passed.metrics | value_metrics, part.where)
     return sums.over_ranks()
 
@@ -205,7 +205,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     # Sample and score: https://arxiv.org/abs/2403.17031.
     config, began = policy.config, time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
-    policy.stuck.look(rollout, None)
+    policy.stuck.look(rollout, None)  # no group to compare with: the critic is the baseline
     sampled = time.monotonic()
 
     # What was expected of each token, and what it earned: https://arxiv.org/abs/1909.08593, section 2.2.
@@ -262,7 +262,7 @@ def train(config: PPOConfig) -> str:
     # Where the run begins, or goes on.
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
     kl_coef, watch = config.kl_coef, Watch()
-    engines = {"policy": policy.model} | critic.engines
+    engines = {"policy": policy.model} | critic.engines  # what checkpoints hold
     loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
     kl_coef = loop.restored.get("kl_coef", kl_coef)
     policy.sampler.publish(loop.step)
