@@ -16,7 +16,8 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models.packing import inputs_of
-from fused_rl.trainers.policy.policy import load_policy, load_prompts
+from fused_rl.trainers.policy.policy import load_policy
+from fused_rl.trainers.policy.prepare import load_prompts
 from fused_rl.trainers.run.logger import Logger
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.reward_model import Reader

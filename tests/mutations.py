@@ -281,33 +281,33 @@ MUTATIONS = {
     ),
     # GRPO.
     "GRPO's gradient is divided by the ranks": Mutation(
-        "trainers/grpo.py",
-        "policy.model.backward(loss * ranks.world_size())",
-        "policy.model.backward(loss)",
+        "trainers/policy/policy.py",
+        "self.model.backward(loss * ranks.world_size())",
+        "self.model.backward(loss)",
         DEFINITIONS,
     ),
     "GRPO counts its own tokens alone": Mutation(
-        "trainers/grpo.py",
-        "ranks.global_sum(torch.stack(counts)).clamp(min=1)",
-        "torch.stack(counts).clamp(min=1)",
+        "trainers/policy/policy.py",
+        "ranks.global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1)",
+        "torch.stack([count.cpu() for count in counts]).clamp(min=1)",
         DEFINITIONS,
     ),
     "GRPO's minibatches are never shuffled": Mutation(
-        "trainers/grpo.py",
-        "order = responses[torch.randperm(count // unit)].flatten()",
+        "trainers/policy/policy.py",
+        "order = responses[torch.randperm(len(responses))].flatten()",
         "order = responses.flatten()",
         "tests/trainers/test_grpo.py -k drawn_anew",
     ),
     "dropped groups keep their place in the denominator": Mutation(
         "trainers/grpo.py",
-        "drawn.counts[index.cpu()].sum(), trained",
+        "drawn.counts[index].sum(), trained",
         "torch.tensor(len(index)), trained",
         "tests/trainers/test_grpo_step.py -k dropped_group",
     ),
     "ranks that leave nothing out meet once less": Mutation(
         "trainers/grpo.py",
         "    found = sums.over_ranks()\n",
-        "    found = sums.over_ranks()\n    _ = left_out is None or ranks.global_sum(left_out.sum())\n",
+        "    found = sums.over_ranks()\n    _ = trained.all() or ranks.global_sum(trained.sum())\n",
         "tests/trainers/test_grpo_step.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(
@@ -324,15 +324,21 @@ MUTATIONS = {
     ),
     # PPO.
     "PPO's gradient is divided by the ranks": Mutation(
-        "trainers/ppo.py", "policy.model.backward(loss * ranks.world_size())", "policy.model.backward(loss)", PPO_STEP
+        "trainers/policy/policy.py",
+        "self.model.backward(loss * ranks.world_size())",
+        "self.model.backward(loss)",
+        PPO_STEP,
     ),
     "the critic's gradient is divided by the ranks": Mutation(
-        "trainers/ppo.py", "critic.backward(fitted * ranks.world_size())", "critic.backward(fitted)", PPO_STEP
+        "trainers/policy/critic.py",
+        "self.engine.backward(value_loss * ranks.world_size())",
+        "self.engine.backward(value_loss)",
+        PPO_STEP,
     ),
     "PPO's minibatches are never shuffled": Mutation(
-        "trainers/ppo.py",
-        "in torch.randperm(count).split",
-        "in torch.arange(count).split",
+        "trainers/policy/policy.py",
+        "order = responses[torch.randperm(len(responses))].flatten()",
+        "order = responses.flatten()",
         "tests/trainers/test_ppo.py -k drawn_anew",
     ),
     "the score is added at the first token": Mutation(
@@ -354,7 +360,7 @@ MUTATIONS = {
         PPO_PARTS,
     ),
     "values after a response are fitted": Mutation(
-        "trainers/policy/critic.py",
+        "trainers/models/value_model.py",
         "return torch.where(mask, (raw - self.score_mean) / self.score_std, 0)",
         "return (raw - self.score_mean) / self.score_std",
         PPO_PARTS + " " + PPO_STEP,

@@ -8,7 +8,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy import policy, prepare
 from fused_rl.trainers.policy.critic import load_critic
 from fused_rl.trainers.scorers.load import load_scorers
 
@@ -41,7 +41,7 @@ def load(folder: Path, seed: int, **options):
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)
     scorers = load_scorers(config)
-    prompts, _ = policy.load_prompts(config, tokenizer, scorers)
+    prompts, _ = prepare.load_prompts(config, tokenizer, scorers)
     updates = config.steps * config.minibatches * config.epochs
     critic = load_critic(config, tokenizer, device, updates)
     order = RowOrder(len(prompts), config.prompts_per_step, config.seed)

@@ -141,7 +141,8 @@ def test_an_estimator_that_does_not_do_what_it_seems_to_is_told_at_the_start(wor
 def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
     torch.manual_seed(1)
     config = config_of(minibatches=minibatches, epochs=6)
-    updates = grpo.plan(config, 2 * GROUP, "cpu")
+    together = GROUP if groups.keeps_groups(config, 1) else 1
+    updates = policy.plan(config, 2 * GROUP, config.micro_batch_size, "cpu", together)
     assert len(updates) == 6 * minibatches
     orders = [torch.cat(sum(updates[i : i + minibatches], [])) for i in range(0, len(updates), minibatches)]
     assert len({tuple(order.tolist()) for order in orders}) > 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo
-from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models import language_model, moving_reference
 from fused_rl.trainers.policy import groups, reference
 from tests.trainers import tiny
 from tests.trainers.runs import forget_after, on_ranks
@@ -39,7 +39,7 @@ CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-st
 
 @pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
 def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_path, options, monkeypatch):
-    synced, sync = [], reference.sync
+    synced, sync = [], moving_reference.sync
 
     def watched(frozen, policy_, alpha):
         before = {k: v.clone() for k, v in frozen.named_parameters()}
@@ -50,7 +50,7 @@ def test_a_run_that_is_resumed_equals_the_uninterrupted_one(folder, rows, tmp_pa
             torch.testing.assert_close(weight.double(), mixed, rtol=1e-6, atol=1e-8)
         synced.append(before["lm.lm_head.weight"])
 
-    monkeypatch.setattr(reference, "sync", watched)
+    monkeypatch.setattr(moving_reference, "sync", watched)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     metrics = trained(folder, rows, whole, **options)
     forget_after(whole, stopped, 3)
@@ -95,11 +95,12 @@ def kept_in(found: list, monkeypatch, module, name: str):
 def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path, monkeypatch):
     drawn, charged, trained_on = [], [], []
     kept_in(drawn, monkeypatch, grpo, "draw")
-    kept_in(charged, monkeypatch, reference, "kl_charged")
+    kept_in(charged, monkeypatch, reference.KLConfig, "kl_of_tokens")
     advantages_of = groups.advantages_of
     monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
     options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
     _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
+    charged = [of_tokens.sum(1) for of_tokens in charged]
     assert charged[1].abs().min() > 1e-4
     torch.testing.assert_close(trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6)
     assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)

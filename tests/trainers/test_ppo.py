@@ -10,9 +10,10 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.policy import credit
+from fused_rl.trainers.policy import credit, policy
 from fused_rl.trainers.policy.critic import Critic, Watch
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
+from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import tiny
@@ -119,18 +120,18 @@ def test_value_clipping():
 
 
 def test_the_kl_that_is_right_for_its_place_is_the_default_and_a_wrong_one_warns():
-    assert credit.kl_estimator_of(config_of(), None) == "k1"
-    assert credit.kl_estimator_of(config_of(kl_in="loss"), None) == "rk3"
+    assert config_of().estimator == "k1"
+    assert config_of(kl_in="loss").estimator == "rk3"
     with pytest.warns(UserWarning, match="k3 in the reward.*k1 is unbiased"):
-        credit.warn_of_estimator(config_of(), "k3")
-    assert credit.kl_estimator_of(config_of(), "k3") == "k3"
+        config_of(kl_estimator="k3").warn_of_estimator()
+    assert config_of(kl_estimator="k3").estimator == "k3"
 
 
 def test_how_often_a_right_response_scores_above_a_wrong_one():
     scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 5.0])
     solved = torch.tensor([True, False, False, True, True, True])  # the third prompt has no wrong response
-    assert credit.win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
-    assert credit.win_rate(scores, solved & False, 2) == {}
+    assert win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
+    assert win_rate(scores, solved & False, 2) == {}
 
 
 # The critic.
@@ -218,7 +219,7 @@ def test_no_scorer_at_all_is_refused(folders):
 
 def test_minibatches_are_drawn_anew_in_every_epoch():
     torch.manual_seed(1)
-    updates = ppo.plan(config_of(minibatches=2, epochs=3, micro_batch_size=3), 8, "cpu")
+    updates = policy.plan(config_of(minibatches=2, epochs=3), 8, 3, "cpu")
     assert [[len(part) for part in parts] for parts in updates] == [[3, 1]] * 6
     orders = [torch.cat(sum(updates[i : i + 2], [])) for i in range(0, 6, 2)]
     assert len({tuple(order.tolist()) for order in orders}) == 3

@@ -15,7 +15,7 @@ from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import language_model, packing
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.policy import evaluate, policy
+from fused_rl.trainers.policy import evaluate, policy, prepare
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers.load import load_scorers
@@ -110,7 +110,7 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
     config = grpo_config(files, "")
     scorers = load_scorers(config)
-    prompts = policy.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
+    prompts = prepare.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
     shares = [evaluate.share_of_rank(prompts)]
     assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 
@@ -265,7 +265,7 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, m
 def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypatch):
     options = {"preset": "dapo", "kl_coef": 0.1, "entropy_coef": 0.01, "epochs": 2, "steps": 2}
     grpo.train(grpo_config(files, tmp_path / "one", **options))
-    monkeypatch.setattr(grpo, "_is_token_level", lambda options: False)
+    monkeypatch.setattr(policy, "is_token_level", lambda options: False)
     grpo.train(grpo_config(files, tmp_path / "two", **options))
     assert_same_metrics(tmp_path / "one", tmp_path / "two", rtol=1e-3)
     assert_same_weights(tmp_path / "one", tmp_path / "two", atol=1e-4)

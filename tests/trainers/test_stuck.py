@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_rl.trainers.policy.stuck import Stuck
+from fused_rl.trainers.rollouts.stuck import Stuck
 
 NAN = float("nan")
 

@@ -42,8 +42,8 @@ from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.policy.options import SamplingConfig
-from fused_rl.trainers.policy.policy import prompts_of
 from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where

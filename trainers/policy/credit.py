@@ -3,17 +3,18 @@
 The options and the arithmetic of PPO's rewards, on tensors alone; the models and the update are in ppo.py.
 """
 
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.options.config import ClosedUnitInterval, Finite, InputError, NonNegative, Options, Positive
+from fused_rl.trainers.options.config import ClosedUnitInterval, Finite, InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, without
-from fused_rl.trainers.policy.policy import Measured
+from fused_rl.trainers.policy.options import RolloutConfig
+from fused_rl.trainers.policy.policy import Measured, rows_of
+from fused_rl.trainers.policy.reference import KL_NEEDS, KLConfig
 from fused_rl.trainers.rollouts.roll_out import scorer_metrics
 from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums, explained_variance
@@ -22,7 +23,7 @@ LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
 
 @dataclass(kw_only=True)
-class CreditConfig(Options):
+class CreditConfig(RolloutConfig, KLConfig):
     """How scores become the reward, the advantage and the return of each token."""
 
     gamma: ClosedUnitInterval = 1.0
@@ -38,7 +39,6 @@ class CreditConfig(Options):
     whiten_rewards: bool = False
     """Rewards of a rollout get variance 1 and keep their mean, before everything else."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Where the KL is paid for: by each token's reward, or in the loss."""
     kl_target: Positive | None = None
     """Adapt kl_coef so that the KL per response comes to this many nats (arXiv:1909.08593, section 2.2)."""
     kl_horizon: Positive = 10_000.0
@@ -49,9 +49,8 @@ class CreditConfig(Options):
     """Subtracted from the score of a response that was cut."""
 
 
-NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
 CREDIT_NEEDS = (
-    Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),
+    *KL_NEEDS,
     Needs(
         "kl_target",
         lambda config: config.kl_coef > 0,
@@ -64,21 +63,6 @@ CREDIT_NEEDS = (
         "has no meaning beside gae_alpha and value_gae_lambda, which take its place; leave it out",
     ),
 )
-
-
-def kl_estimator_of(config, chosen: str | None) -> str:
-    """What was chosen, or what is right for where the KL is paid (`kl_in`)."""
-    return chosen or ("k1" if config.kl_in == "reward" else "rk3")
-
-
-def warn_of_estimator(config, chosen: str | None) -> None:
-    """Say so where the choice is a bad one for where the KL is paid."""
-    if config.kl_in == "reward" and chosen in ("k3", "rk3", "k3+"):
-        warnings.warn(
-            f"kl_estimator={chosen} in the reward: it grows exponentially with a token's log-ratio, so a few tokens "
-            "rule the advantages; k1 is unbiased there, and the default",
-            stacklevel=2,
-        )
 
 
 def check_credit(config: CreditConfig) -> None:
@@ -109,6 +93,12 @@ class Experience:
     values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
+
+    def rows(self, index: torch.Tensor, width: int) -> "Experience":
+        """Of the responses at `index`, in the first `width` columns; the rollout stays whole."""
+        names = ("mask", "kl", "values", "advantages", "returns")
+        of_tokens = {name: rows_of(getattr(self, name), index, width) for name in names}
+        return replace(self, scores=self.scores[index], measured=self.measured.rows(index, width), **of_tokens)
 
 
 def final_scores(config: CreditConfig, rollout: Rollout) -> torch.Tensor:
@@ -180,17 +170,3 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
         "episode": step * count,
     }
     return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
-
-
-def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:
-    """How often a right response scores above a wrong one to the same prompt; nothing where there are no such pairs.
-
-    Args:
-        scores: (B,), what PPO pays; those of one prompt are adjacent.
-        solved: (B,) bool, by the scorers that tell right from wrong.
-    """
-    lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
-    differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
-    wins = (lead[differ] > 0).double() + (lead[differ] == 0).double() / 2
-    won, pairs = ranks.global_sum(torch.stack([wins.sum(), differ.sum().double()])).tolist()
-    return {"val/win_rate": won / pairs} if pairs else {}

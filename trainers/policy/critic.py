@@ -7,33 +7,29 @@ Left out: heads of more than one layer, distributions over values, saving a shar
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
-from torch import nn
 
-import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.models.language_model import LanguageModel, Scored
-from fused_rl.trainers.models.reward_model import (
-    RewardModel,
-    check_reads_policy,
-    load_reward_model,
-)
+from fused_rl.trainers.data.batch import Batch
+from fused_rl.trainers.models.reward_model import check_reads_policy, load_reward_model, save_reward_model
+from fused_rl.trainers.models.value_model import Critic, PolicyWithValues
 from fused_rl.trainers.options.config import (
-    Decay,
     InputError,
     NonNegative,
     NonNegativeInt,
     OptimConfig,
-    Options,
     Positive,
     RunConfig,
     names_of,
 )
+from fused_rl.trainers.options.derived import as_options
 from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.options.source import Source
+from fused_rl.trainers.policy.policy import Passed, Policy
 
 SHARED = "shared"  # as `critic`: the policy's own backbone
 Config = TypeVar("Config", bound=RunConfig)
@@ -41,24 +37,12 @@ APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max
 
 
 @dataclass(kw_only=True)
-class CriticConfig(Options):
+class CriticConfig(as_options(OptimConfig, APART, prefix="critic_"), OptimConfig):
     """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
 
     critic: str | None = None
     """Folder or Hub name of what it starts from: a causal language model (with a head of zeros), a reward model or a
     saved critic (with their heads); None is the policy's starting model. shared: a head on the policy's backbone."""
-    critic_lr: NonNegative | None = None
-    """Peak learning rate of the critic."""
-    critic_lr_schedule: Literal["constant", "linear", "cosine"] | None = None
-    """After the warm-up: constant, or annealed to zero at the last update."""
-    critic_warmup_steps: NonNegativeInt | None = None
-    """Optimizer updates with a rising learning rate."""
-    critic_weight_decay: NonNegative | None = None
-    """Decoupled weight decay."""
-    critic_adam_beta2: Decay | None = None
-    """Decay of the second moment."""
-    critic_max_grad_norm: NonNegative | None = None
-    """Gradients are scaled down to this norm; 0 switches it off."""
     value_clip: NonNegative | None = 0.2
     """A value gains nothing by moving further than this from what it was before the update; None is no bound."""
     value_coef: Positive = 0.1
@@ -110,76 +94,73 @@ def planned(config: Config) -> Config:
     return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
 
 
-class Critic(RewardModel):
-    """A reward model that is read before every token; a new head is zero, so that nothing is expected at first."""
+class SharedCritic:
+    """A head on the policy's backbone, whose passes, optimizer and checkpoints are the policy's."""
 
-    @torch.no_grad()
-    def reset_head(self) -> None:
-        """Set the head to zero."""
-        self.classifier.score.weight.zero_()
+    extend: ClassVar = PolicyWithValues
+    """What it makes of the policy."""
+    engines: ClassVar[dict[str, object]] = {}
+    """Beside the policy's, in checkpoints."""
 
-    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """What is expected before each token.
+    def __init__(self, value_coef: float):
+        self.value_coef = value_coef
 
-        Args:
-            input_ids: (B, T) int64, padded on the right.
-            mask: (B, T - 1) bool, True where token t + 1 is of the response.
+    def values(self, policy: Policy, part: Batch, passed: Passed | None = None) -> torch.Tensor:
+        """(b, T - 1): what is expected before each token, 0 where masked; of the pass that the policy has made."""
+        return policy.values(part) if passed is None else passed.values
 
-        Returns:
-            (B, T - 1) fp32, differentiable; 0 where masked, which is also the value after a response has ended.
-        """
-        hidden = self.classifier.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        raw = _values(hidden, self.classifier.score.weight)
-        return torch.where(mask, (raw - self.score_mean) / self.score_std, 0)
+    def backward(self, policy: Policy, loss: torch.Tensor, value_loss: torch.Tensor) -> None:
+        """Gradients of both losses of a micro-batch."""
+        policy.backward(loss + self.value_coef * value_loss)
 
+    def optimizer_step(self, step: int) -> dict[str, float]:
+        """One update of what the policy's does not update; its metrics."""
+        return {}
 
-class ValueHead(nn.Module):
-    """(B, T, H) -> (B, T) fp32, zero at first; a module, so that ZeRO 3 gathers its weight where it is called."""
+    def skip(self, updates: int) -> None:
+        """As `Policy.skip`."""
 
-    def __init__(self, like: torch.Tensor):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, like.shape[1], dtype=like.dtype, device=like.device))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _values(hidden, self.weight)
+    def save(self, folder: Path) -> None:
+        """Write critic and tokenizer in the Hub format, complete or not at all; a shared head is in checkpoints."""
 
 
-class PolicyWithValues(LanguageModel):
-    """The policy with a value head on its backbone."""
+class OwnCritic(SharedCritic):
+    """A critic with weights and an optimizer of its own."""
 
-    def __init__(self, policy: LanguageModel):
-        super().__init__(policy.lm, policy.loss_from, lora=policy.lora, head_dtype=policy.head_dtype)
-        if policy.loss_from != "linear":
-            raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
-        self.value_head = ValueHead(self.base.get_output_embeddings().weight)
+    extend = None
 
-    def forward(self, input_ids, mask, temperature=1.0, *, support=None, want_values=False, **options):
-        """As `LanguageModel`; with `want_values` also `values`, as `Critic` returns them."""
-        if not want_values:
-            return super().forward(input_ids, mask, temperature, support=support, **options)
-        lm = self.base
-        hidden = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        head, targets = lm.get_output_embeddings(), input_ids[:, 1:]
-        options = {"temperature": temperature, "mask": mask, "bias": head.bias, **self.head_options}
-        if support is not None:
-            options["support"] = support.spread(mask)
-        rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, **options)
-        return Scored(rows.logprobs, rows.entropy, values=torch.where(mask, self.value_head(hidden), 0))
+    def __init__(self, trained, tokenizer=None):
+        self.engine, self.tokenizer, self.engines = trained, tokenizer, {"critic": trained}
+
+    def values(self, policy, part, passed=None):
+        return self.engine(part.input_ids, part.response_mask)
+
+    def backward(self, policy, loss, value_loss):
+        self.engine.backward(value_loss * ranks.world_size())  # the engine averages over ranks
+        policy.backward(loss)
+
+    def optimizer_step(self, step):
+        found = engine.optimizer_step(self.engine, step)
+        return {"optim/critic_lr": found["lr"], "optim/critic_grad_norm": found["optim/grad_norm"]}
+
+    def skip(self, updates):
+        for _ in range(updates):
+            self.engine.lr_scheduler.step()
+
+    def save(self, folder):
+        save_reward_model(self.engine, self.tokenizer, folder)
 
 
-def _values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(B, T, H) and (1, H) -> (B, T) fp32; not as a matrix product, whose order of summation depends on the batch."""
-    return (hidden.float() * weight.float()).sum(-1)
-
-
-def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
-    """The critic of its own in an engine for `updates` optimizer steps; refuses one that reads tokens otherwise."""
+def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int) -> SharedCritic:
+    """The critic, one of its own for `updates` optimizer steps; refuses one that reads tokens otherwise."""
+    if config.critic == SHARED:
+        return SharedCritic(config.value_coef)
     name = config.critic or config.model
     revision = config.revision if config.critic is None else None
     critic = load_reward_model(name, revision, config, config, device, kind=Critic)
     if config.critic is not None:
         check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
-    return engine.initialize(critic, optim_of(config), config, updates)
+    return OwnCritic(engine.initialize(critic, optim_of(config), config, updates), tokenizer)
 
 
 class Watch:

@@ -14,10 +14,10 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import InputError, NonNegative, NonNegativeInt, Options, Positive, PositiveInt
+from fused_rl.trainers.options.config import InputError, NonNegative, NonNegativeInt, Positive, PositiveInt
 from fused_rl.trainers.options.needs import Needs
-from fused_rl.trainers.policy.options import PolicyConfig
-from fused_rl.trainers.policy.policy import Policy, tell_if_all_left_out
+from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
+from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample
 
@@ -26,7 +26,7 @@ DIVIDED = ("group-std", "batch-std", "group-mean-batch-std")  # by a standard de
 
 
 @dataclass(kw_only=True)
-class GroupConfig(Options):
+class GroupConfig(RolloutConfig, LossConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
 
     group_size: PositiveInt = 8
@@ -46,6 +46,9 @@ class GroupConfig(Options):
     """Over the last so many of max_new_tokens the reward falls linearly (DAPO, eq. 13); 0 is no such penalty."""
     overlong_factor: Positive = 1.0
     """What a response of max_new_tokens loses."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for several of its responses, where that is cheaper; minibatches are then of whole groups,
+    otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
 
 GROUP_NEEDS = (
@@ -79,7 +82,7 @@ GROUP_NEEDS = (
 )
 
 
-def advantage_of(config: PolicyConfig) -> str:
+def advantage_of(config: GroupConfig) -> str:
     """The advantage that the option names, else the preset's; refuses what needs a critic."""
     advantage = config.advantage or fused_rl.PRESETS[config.preset].advantage
     if advantage not in ADVANTAGES:
@@ -104,7 +107,7 @@ def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     return (groups == groups[:, :1]).all(1)
 
 
-def advantages_of(config: PolicyConfig, rewards: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def advantages_of(config: GroupConfig, rewards: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """(B,) of `rewards` (B,) over all ranks; 0 where `counts` (B,), which is that of whole groups, is False."""
     found = fused_rl.response_advantages(
         rewards[counts],
@@ -116,19 +119,19 @@ def advantages_of(config: PolicyConfig, rewards: torch.Tensor, counts: torch.Ten
     return torch.zeros_like(rewards, dtype=found.dtype).masked_scatter(counts, found)
 
 
-def keeps_groups(config: PolicyConfig, world: int) -> bool:
+def keeps_groups(config: GroupConfig, world: int) -> bool:
     """Whether every minibatch is of whole groups, as it is where prompts may be shared."""
     return config.share_prompts is not False and config.prompts_per_step // world % config.minibatches == 0
 
 
-def groups_per_rank(config: PolicyConfig, groups: int, world: int) -> int:
+def groups_per_rank(config: GroupConfig, groups: int, world: int) -> int:
     """The fewest groups per rank that hold `groups` over all ranks, and that divide into the minibatches."""
     whole = config.minibatches if keeps_groups(config, world) else 1
     multiple = math.lcm(whole, config.minibatches // math.gcd(config.minibatches, config.group_size))
     return multiple * max(1, math.ceil(groups / (world * multiple)))
 
 
-def group_metrics(config: PolicyConfig, rollout: Rollout, step: int) -> dict[str, float]:
+def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str, float]:
     """What all responses of a step were like, over all ranks; `rollout.rewards` are those after the penalty."""
     groups = rollout.solved.view(-1, config.group_size)
     penalties = overlong_penalty(config, rollout.lengths)
@@ -158,6 +161,10 @@ class Drawn:
     metrics: dict[str, float]
     """Of all responses drawn, over all ranks."""
 
+    def trained(self, mask_truncated: bool) -> torch.Tensor:
+        """(B,) bool: whether the tokens of a response are in the loss."""
+        return self.counts & self.rollout.stopped if mask_truncated else self.counts
+
 
 @dataclass
 class Group:
@@ -184,7 +191,7 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
     rollout = _rolled_out(policy, prompts)
     if config.zero_variance == "keep":
         everyone = torch.ones(len(rollout.samples), dtype=torch.bool)
-        return Drawn(rollout, everyone, _metrics(config, rollout, wanted, step))
+        return Drawn(rollout, everyone, _metrics(policy, rollout, wanted, step))
 
     # Until the step is full, or the bound is reached: every rank knows how many are missing, and draws as often.
     rollouts, found = [rollout], _with_signal(config, rollout)
@@ -199,7 +206,7 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
         )
 
     everything = _joined(policy, rollouts)
-    return _dealt(policy, everything, _metrics(config, everything, min(found, wanted), step))
+    return _dealt(policy, everything, _metrics(policy, everything, min(found, wanted), step))
 
 
 def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
@@ -208,15 +215,15 @@ def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
     return replace(rollout, rewards=rollout.rewards - overlong_penalty(policy.config, rollout.lengths))
 
 
-def _with_signal(config, rollout: Rollout) -> int:
+def _with_signal(config: GroupConfig, rollout: Rollout) -> int:
     """How many groups of all ranks have rewards that differ."""
     return int(ranks.global_sum((~equal_rewards(rollout.rewards, config.group_size)).sum()).item())
 
 
-def _metrics(config, rollout: Rollout, trained: int, step: int) -> dict[str, float]:
+def _metrics(policy: Policy, rollout: Rollout, trained: int, step: int) -> dict[str, float]:
     """Of all that was drawn in the step, over all ranks; says so where none of it will be trained on."""
-    metrics = group_metrics(config, rollout, step) | {"groups/trained": float(trained)}
-    tell_if_all_left_out(config, metrics["val/stop_rate"], step)
+    metrics = group_metrics(policy.config, rollout, step) | {"groups/trained": float(trained)}
+    policy.tell_if_all_left_out(metrics["val/stop_rate"], step)
     return metrics
 
 

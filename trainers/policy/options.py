@@ -1,17 +1,12 @@
 """The options that PPO and GRPO share: how responses are drawn, and what their loss can be told."""
 
 import dataclasses
-import types
-import typing
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-import docstring_parser
+from typing import ClassVar
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
 from fused_rl.trainers.options.config import (
-    RANGES,
     ClosedUnitInterval,
     InputError,
     NonNegativeInt,
@@ -22,6 +17,7 @@ from fused_rl.trainers.options.config import (
     Temperature,
     names_of,
 )
+from fused_rl.trainers.options.derived import as_options
 from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.policy.own_surrogate import load_surrogate
@@ -54,74 +50,53 @@ class SamplingConfig(Options):
 class RolloutConfig(SamplingConfig):
     """Which prompts are rolled out, and how long their responses may be."""
 
+    batch_option: ClassVar[str] = "prompts_per_step"
+
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts per rollout, over all ranks."""
+    group_size: PositiveInt = 1
+    """Responses per prompt; each has its own advantages."""
     max_new_tokens: PositiveInt = 256
     """Longer responses are cut; they are scored as they are."""
     rollout_batch_size: PositiveInt = 64
     """Responses generated together."""
 
 
-def _of_a_run(kind):
-    """The type of a run's option for that of a field of `PolicyLossOptions`, without None."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        kind = next(choice for choice in typing.get_args(kind) if choice is not type(None))
-    if typing.get_origin(kind) is Annotated:  # the words of a range, by which the run's types go too
-        (words,) = kind.__metadata__
-        kind = next(number for number, described in RANGES.items() if described == words)
-    return kind
-
-
-def _loss_config() -> type[Options]:
-    """The fields of `PolicyLossOptions` with their ranges and docstrings; None, the default, is the preset's value."""
-    declared = {field.name: field.type for field in dataclasses.fields(PolicyLossOptions)}
-    columns = []
-    for name, kind in declared.items():
-        kind, default = _of_a_run(kind), WEIGHTS.get(name)
-        columns.append((name, kind | None if default is None else kind, dataclasses.field(default=default)))
-    told = docstring_parser.parse_from_object(PolicyLossOptions).params
-    described = [f":param {each.arg_name}: {' '.join(each.description.split())}" for each in told]
-    doc = "\n".join(["Everything that `fused_rl.policy_loss` can be told.", "", *described])
-    return dataclasses.make_dataclass("LossConfig", columns, bases=(Options,), namespace={"__doc__": doc}, kw_only=True)
-
-
-LossConfig = _loss_config()
-
-
 @dataclass(kw_only=True)
-class PolicyConfig(LossConfig, RolloutConfig, RunConfig):
-    """Rollouts and the policy loss. An option of the loss that is None is the preset's."""
+class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WEIGHTS)):
+    """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
-    batch_option: ClassVar[str] = "prompts_per_step"
-
-    # The batch of a step, and its loss.
-    prompts_per_step: PositiveInt = 32
-    """Prompts per rollout, over all ranks."""
+    preset: str = "grpo"
+    """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
+    mask_truncated: bool = False
+    """Leave responses that were cut out of the loss."""
     minibatches: PositiveInt = 2
     """Optimizer updates per pass over a rollout."""
     epochs: PositiveInt = 1
     """Passes over a rollout."""
-    mask_truncated: bool = False
-    """Leave responses that were cut out of the loss."""
-    preset: str = "grpo"
-    """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
 
-    # Evaluation.
+    def reads(self) -> list[Source]:
+        """The user's surrogate."""
+        of_user = self.surrogate is not None and ":" in self.surrogate
+        found = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
+        return super().reads() + found
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
+    """Rollouts, their evaluation, and the policy loss."""
+
     eval_samples: PositiveInt = 4
     """Sampled responses per held-out problem: the k of pass@k."""
     show_samples: PositiveInt = 4
     """Responses shown as a table at each evaluation."""
 
-    def reads(self) -> list[Source]:
-        """The user's surrogate too."""
-        of_user = self.surrogate is not None and ":" in self.surrogate
-        surrogate = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
-        return super().reads() + surrogate
-
 
 def loss_options(config: LossConfig) -> dict[str, object]:
     """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
-    given = {name: getattr(config, name) for name in names_of(LossConfig)}
+    given = {name: getattr(config, name) for name in names_of(PolicyLossOptions)}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", "rk3")
     if ":" in given.get("surrogate", ""):
@@ -133,8 +108,10 @@ def loss_options(config: LossConfig) -> dict[str, object]:
     return {"preset": config.preset, **given}
 
 
-def check_loss_options(config: PolicyConfig) -> None:
-    """Refuse options of the loss that contradict each other, or that the chosen surrogate does not read."""
+def check_loss_options(config: LossConfig) -> None:
+    """Refuse an unknown preset, and options that contradict each other, or that the chosen surrogate does not read."""
+    if config.preset not in fused_rl.PRESETS:
+        raise InputError(f"preset={config.preset!r} is not one of {sorted(fused_rl.PRESETS)}")
     options = loss_options(config)
     preset = options.pop("preset")
     unread = unread_option(preset, options)

@@ -1,4 +1,4 @@
-"""What PPO and GRPO share around the algorithm: prompts, the policy and its reference, and measuring.
+"""The policy that PPO and GRPO train: its pass with the loss, its reference, its sampler, and what is measured of it.
 
 The algorithms themselves (`update`, `train_step`) are in their own files, and nothing of them is here.
 """
@@ -6,24 +6,40 @@ The algorithms themselves (`update`, `train_step`) are in their own files, and n
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 import fused_rl
+from fused_rl.presets import PolicyLossOptions, resolve_options, wide_option
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.language_model import Scored
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.policy.options import PolicyConfig
-from fused_rl.trainers.policy.stuck import Stuck
+from fused_rl.trainers.options.config import names_of
+from fused_rl.trainers.policy.options import LossConfig, PolicyConfig
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.rollouts.stuck import Stuck
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
+
+
+class Passed(NamedTuple):
+    """What one forward pass of a micro-batch of b sequences gave."""
+
+    loss: torch.Tensor
+    """A scalar, differentiable."""
+    metrics: dict[str, torch.Tensor]
+    """Of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the old log-probabilities that were given."""
+    logprobs: torch.Tensor
+    """(b, T - 1) nats, detached."""
+    values: torch.Tensor | None
+    """(b, T - 1), differentiable: of a critic on the policy's backbone."""
 
 
 @dataclass
@@ -45,6 +61,10 @@ class Policy:
     """Whether anything is measured against the starting model."""
     costs: Costs | None = None
     """Of the model, by which prompts are shared; None where every response has a prompt of its own."""
+    has_values: bool = False
+    """Whether the model has a value head, whose values come with its passes."""
+    frozen: bool = False
+    """Whether it stays as it is, while its critic learns."""
     stuck: Stuck = field(default_factory=Stuck)
     """Tells where the rollouts teach nothing."""
 
@@ -67,6 +87,119 @@ class Policy:
         known = {"copies": copies, "vocab": self.model.module.base.config.get_text_config().vocab_size}
         return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
 
+    def loss(
+        self,
+        part: Batch,
+        old_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        on_policy: bool = False,
+        **options,
+    ) -> Passed:
+        """The policy's forward pass and its loss.
+
+        Where a token's loss depends on that token alone, its gradient is formed in the forward pass: a quarter less
+        work in the head, and no logits to keep. Otherwise the loss is taken of the log-probabilities.
+
+        Args:
+            part: b sequences.
+            old_logprobs: (b, T - 1), 0 where the policy was not run.
+            advantages: (b,) or (b, T - 1).
+            mask: (b, T - 1) bool: the tokens that are trained on.
+            on_policy: the policy is the one that sampled: the old log-probabilities are those of this very pass, and
+                the given ones are only compared with it.
+            **options: of `fused_rl.policy_loss`, its denominators among them.
+        """
+        tokens = (None if on_policy else old_logprobs, advantages, mask)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            if options.get("rollout_logprobs") is None and is_token_level(options):
+                token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
+                scored = self._pass(part, token_loss=token_loss, per_token=per_token)
+                _, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
+                loss = scored.loss
+            else:
+                scored = self._pass(part)
+                loss, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
+        logprobs = scored.logprobs.detach()
+        drift = _drift(logprobs, old_logprobs, mask) / options["num_tokens"]
+        return Passed(loss, metrics | {"drift": drift}, logprobs, scored.values)
+
+    def values(self, part: Batch) -> torch.Tensor:
+        """(b, T - 1): of the value head on its backbone."""
+        return self._pass(part).values
+
+    def _pass(self, part: Batch, **asked) -> Scored:
+        """What the model returns, with values where it has them."""
+        asked |= {"want_values": True} if self.has_values else {}
+        return self.model(**self.inputs(part), **asked)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
+        if not self.frozen:
+            self.model.backward(loss * ranks.world_size())  # the engine averages over ranks
+
+    def optimizer_step(self, step: int) -> dict[str, float]:
+        """One update; the learning rate and the norm of the gradient."""
+        return {"lr": 0.0, "optim/grad_norm": 0.0} if self.frozen else engine.optimizer_step(self.model, step)
+
+    def skip(self, updates: int) -> None:
+        """The schedule counts planned updates: it still ends at zero where some of them are not made."""
+        for _ in range(0 if self.frozen else updates):
+            self.model.lr_scheduler.step()
+
+    def tell_if_all_left_out(self, stop_rate: float, step: int) -> bool:
+        """Whether `mask_truncated` left every response of a step out, over all ranks; says so."""
+        if not self.config.mask_truncated or stop_rate > 0:
+            return False
+        if ranks.rank() == 0:
+            cut = f"every response was cut at max_new_tokens={self.config.max_new_tokens}"
+            tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
+        return True
+
+    def warn_if_off_policy(self, drift: float) -> None:
+        """In the first minibatch the ratio is 1, or log-probabilities are not those of the sampling policy."""
+        tolerance = 5e-2 if engine.torch_dtype(self.config) == torch.bfloat16 else 1e-6
+        if not abs(drift) <= tolerance and ranks.rank() == 0:
+            tell(
+                f"warning: the first minibatch's mean ratio is {1 + drift:.7g}, not 1 within {tolerance:g}: the "
+                "forward of the update does not repeat the one before it (dropout? a non-deterministic kernel?), so "
+                "clipping and advantages act on the wrong ratios"
+            )
+
+
+def is_token_level(options: dict[str, object]) -> bool:
+    """Whether a token's loss depends on nothing else in its sequence or batch; of a user's surrogate nobody knows."""
+    of_loss = {name: options[name] for name in names_of(PolicyLossOptions) if name in options}
+    chosen = resolve_options(options["preset"], of_loss)
+    return wide_option(chosen) is None and not callable(chosen.surrogate)
+
+
+def _drift(logprobs: torch.Tensor, before: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of ratio - 1 over the tokens that the policy was run on before."""
+    run = mask & (before != 0) & before.isfinite()
+    return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
+
+
+def plan(config: LossConfig, count: int, micro_batch_size: int, device, together: int = 1) -> list[list[torch.Tensor]]:
+    """For each update of a step the micro-batches of its minibatch, as indices into this rank's `count` responses.
+
+    Neighbours stay `together`, so many of them.
+    """
+    responses = torch.arange(count).view(-1, together)
+    updates = []
+    for _ in range(config.epochs):
+        order = responses[torch.randperm(len(responses))].flatten()
+        for minibatch in order.split(count // config.minibatches):
+            updates.append([part.to(device) for part in minibatch.split(micro_batch_size)])
+    return updates
+
+
+def counted(*counts: torch.Tensor) -> list[int]:
+    """The sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch, with which no split
+    of it changes the gradient. All ranks meet once."""
+    return ranks.global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1).tolist()
+
 
 def load_policy(
     config: PolicyConfig,
@@ -75,64 +208,46 @@ def load_policy(
     device,
     updates: int,
     *,
-    extend: Callable[[language_model.LanguageModel], language_model.LanguageModel] = lambda lm: lm,
+    extend: Callable[[language_model.LanguageModel], language_model.LanguageModel] | None = None,
     share_prompts: bool | None = False,
     needs_reference: bool = True,
+    frozen: bool = False,
 ) -> Policy:
     """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
 
     Args:
         config, tokenizer, scorers, device: of the run.
         updates: of the whole run.
-        extend: adds to the model that is trained what the reference does not need: a value head.
+        extend: adds a value head to the model that is trained.
         share_prompts: compute a prompt once for several responses; None where the model can.
         needs_reference: whether anything is measured against the starting model.
+        frozen: whether it is not trained.
     """
-    lm = extend(language_model.load_lm(config.model, config.revision, config, config, device))
+    # The model, its reference, and its engine.
+    lm = language_model.load_lm(config.model, config.revision, config, config, device)
+    lm = lm if extend is None else extend(lm)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
     costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
     reference = None
     if needs_reference and not lm.lora:
-        frozen = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
-        reference = engine.initialize_frozen(frozen, config)
+        starting = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
+        reference = engine.initialize_frozen(starting, config)
     model = engine.initialize(lm, config, config, updates)
+
+    # What draws its responses, and how.
     sampler = TransformersSampler(
         lm.base,
         pad_id=tokenizer.pad_token_id,
         batch_size=config.rollout_batch_size,
         synced_gpus=config.zero_stage == 3,
     )
-    filters = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_ids, **filters)
+    sampling = config.sampling(config.max_new_tokens, stop_ids)
     check_sampler(sampler, sampling)
     corrections = ("rollout_correction", "rollout_low", "rollout_high")
     check_correction(sampler, [name for name in corrections if getattr(config, name) is not None])
-    return Policy(config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
-
-
-def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to train on and the held-out ones; every row is checked by every scorer."""
-    encoder = encode.Encoder.of(config, tokenizer)
-    train, held_out = load_train_eval(config)
-    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-    return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
-
-
-def prompts_of(
-    rows: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
-) -> list[Prompt]:
-    """A prompt for every row that is short enough; `column` as the option prompt_column."""
-    kept = []
-    for i, row in enumerate(rows.rows):
-        for scorer in scorers:
-            with rows.at(i):
-                scorer.check(row)  # a row that it cannot score must not stop the run hours later
-        ids = encoder.prompt(rows, i, column)
-        if len(ids) <= max_length:
-            kept.append(Prompt(ids, row, rows.where(i)))
-    tell_dropped(rows, len(kept), "longer than max_prompt_length")
-    return kept
+    made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
+    return Policy(*made, has_values=extend is not None, frozen=frozen)
 
 
 def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
@@ -157,6 +272,15 @@ class Measured:
     """None where no reference is read."""
     kl: torch.Tensor | None
     """Exact, from both models' logits, over what the token was drawn from; None where it was not asked for."""
+
+    def rows(self, index: torch.Tensor, width: int) -> "Measured":
+        """Of the sequences at `index`, in the first `width` columns, as `Batch.rows` has them."""
+        return Measured(*(rows_of(values, index, width) for values in vars(self).values()))
+
+
+def rows_of(values: torch.Tensor | None, index: torch.Tensor, width: int) -> torch.Tensor | None:
+    """(B, T - 1) -> (b, width)."""
+    return None if values is None else values[index, :width]
 
 
 @torch.no_grad()
@@ -211,24 +335,3 @@ def _as_reference(policy: Policy):
         return
     with policy.model.module.lm.disable_adapter():
         yield policy.model
-
-
-def tell_if_all_left_out(config: PolicyConfig, stop_rate: float, step: int) -> bool:
-    """Whether `mask_truncated` left every response of a step out, over all ranks; says so."""
-    if not config.mask_truncated or stop_rate > 0:
-        return False
-    if ranks.rank() == 0:
-        cut = f"every response was cut at max_new_tokens={config.max_new_tokens}"
-        tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
-    return True
-
-
-def warn_if_off_policy(ratio: float, dtype: torch.dtype) -> None:
-    """The first minibatch is on-policy: its ratio is 1, or log-probabilities are not those of the sampling policy."""
-    tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-6
-    if not abs(ratio - 1) <= tolerance and ranks.rank() == 0:
-        tell(
-            f"warning: the first minibatch's mean ratio is {ratio:.7g}, not 1 within {tolerance:g}: the forward of "
-            "the update does not repeat the one before it (dropout? a non-deterministic kernel?), so clipping and "
-            "advantages act on the wrong ratios"
-        )

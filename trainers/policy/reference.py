@@ -1,34 +1,57 @@
-"""The model that a policy is held to: where GRPO pays for the KL to it, and when the policy becomes it.
+"""The model that a policy is held to: how the KL to it is estimated and paid for, and when it moves to the policy."""
 
-Every `ref_sync_every` steps the reference moves to the policy, wholly or by a fraction (arXiv:2404.09656); it is then
-part of a checkpoint.
-"""
-
+import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import InputError, NonNegativeInt, Options, PositiveFraction
+from fused_rl.trainers.options.config import NonNegativeInt, PositiveFraction
 from fused_rl.trainers.options.needs import Needs
-from fused_rl.trainers.policy.credit import NOTHING_PAID, kl_estimator_of
-from fused_rl.trainers.policy.options import PolicyConfig
+from fused_rl.trainers.policy.options import LossConfig
 from fused_rl.trainers.policy.policy import Measured
+
+NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
 
 
 @dataclass(kw_only=True)
-class ReferenceConfig(Options):
-    """The KL to the reference: how it is estimated and paid for, and which model the reference is."""
+class KLConfig(LossConfig):
+    """Where the KL to the reference is paid for."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL is paid for: in the loss, token by token; or kl_coef times its sum over a response is subtracted
-    from the response's reward, before the advantages are taken."""
-    kl_estimator: Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"] | None = None
-    """None is rk3 in the loss, k1 in the reward; k1 in the loss and k3 in the reward do not do what they seem to."""
+    """loss: token by token, by the estimator rk3 where none is given; reward: less reward for it before the advantages
+    are taken, by k1. It is measured in any case."""
+
+    @property
+    def estimator(self) -> str:
+        """What was chosen, or what is right for where the KL is paid."""
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "rk3")
+
+    def kl_in_loss(self, kl_coef: float) -> dict[str, object]:
+        """The options of the loss, in which what the rewards have paid for is not paid for again."""
+        return {"kl_estimator": self.estimator, "kl_coef": kl_coef if self.kl_in == "loss" else 0.0}
+
+    def kl_of_tokens(self, measured: Measured, mask: torch.Tensor) -> torch.Tensor:
+        """(B, T - 1) nats, before the update: what a reward pays for; 0 where masked."""
+        old = measured.old_logprobs
+        found = fused_rl.kl_estimate(old, measured.ref_logprobs, self.estimator, old_logprobs=old)
+        return torch.where(mask, found, 0)
+
+    def warn_of_estimator(self) -> None:
+        """Say so where the choice is a bad one for where the KL is paid; k1 in the loss the loss itself tells."""
+        if self.kl_in == "reward" and self.kl_estimator in ("k3", "rk3", "k3+"):
+            warnings.warn(
+                f"kl_estimator={self.kl_estimator} in the reward: it grows exponentially with a token's log-ratio, so "
+                "a few tokens rule the advantages; k1 is unbiased there, and the default",
+                stacklevel=2,
+            )
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(KLConfig):
+    """Which model the reference is, and when it is read."""
+
     kl_every: NonNegativeInt = 1
     """Measure the exact KL to the reference every so many steps, by one more pass of both models; 0 is never, and then
     the reference is loaded only where kl_coef needs it."""
@@ -38,8 +61,9 @@ class ReferenceConfig(Options):
     """How far: reference = alpha * policy + (1 - alpha) * reference. 1 is a copy."""
 
 
+KL_NEEDS = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
 REFERENCE_NEEDS = (
-    Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),
+    *KL_NEEDS,
     Needs(
         "ref_sync_every",
         lambda config: config.lora_rank == 0,
@@ -63,72 +87,6 @@ REFERENCE_NEEDS = (
 )
 
 
-def needs_reference(config: PolicyConfig) -> bool:
+def needs_reference(config: ReferenceConfig) -> bool:
     """Whether anything is measured against a reference."""
     return config.kl_coef > 0 or config.kl_every > 0
-
-
-def kl_charged(config: PolicyConfig, measured: Measured, mask: torch.Tensor) -> torch.Tensor:
-    """(B,) nats: the KL that each response pays for in its reward, summed over its tokens, before the update."""
-    old, estimator = measured.old_logprobs, kl_estimator_of(config, config.kl_estimator)
-    per_token = fused_rl.kl_estimate(old, measured.ref_logprobs, estimator, old_logprobs=old)
-    return fused_rl.masked_sum(per_token, mask, 1)
-
-
-@torch.no_grad()
-def sync(reference, policy, alpha: float) -> None:
-    """reference = alpha * policy + (1 - alpha) * reference, weight by weight, in fp32; for all ranks at once.
-
-    Args:
-        reference: a `LanguageModel`, or the engine around it.
-        policy: the engine around the other.
-        alpha: 1 is a copy, bit for bit.
-    """
-    weights = dict(_language_model(policy).named_parameters())
-    for name, mixed in _language_model(reference).named_parameters():
-        with engine.whole(weights[name]), engine.whole(mixed, written=True):
-            mixed.copy_(torch.lerp(mixed.float(), weights[name].float(), alpha))
-
-
-def _language_model(model):
-    """Without the engine around it, which a frozen model has under ZeRO 3 alone."""
-    return model if isinstance(model, language_model.LanguageModel) else model.module
-
-
-class SavedReference:
-    """A reference as a part of checkpoints, beside the engines, with the two methods of theirs."""
-
-    last_step = None  # nothing optimises it
-
-    def __init__(self, model):
-        if model is None:
-            raise InputError(
-                "ref_sync_every needs a reference of its own, but model holds adapters, and the reference is the model "
-                "without them; merge them first, or drop --ref_sync_every"
-            )
-        self.model = _language_model(model)
-
-    @torch.no_grad()
-    def save_checkpoint(self, folder: str, *, tag: str, save_latest: bool) -> None:
-        """Write `folder/tag/reference.safetensors`, whatever the ZeRO stage; for all ranks at once."""
-        from safetensors.torch import save_file
-
-        weights = {}
-        for name, parameter in self.model.named_parameters():
-            with engine.whole(parameter):
-                if ranks.rank() == 0:
-                    weights[name] = parameter.cpu().clone()
-        if ranks.rank() == 0:
-            path = Path(folder) / tag / "reference.safetensors"
-            path.parent.mkdir()
-            save_file(weights, path)
-
-    @torch.no_grad()
-    def load_checkpoint(self, folder: str, *, tag: str) -> None:
-        """Restore what was written; for all ranks at once."""
-        from safetensors import safe_open
-
-        with safe_open(Path(folder) / tag / "reference.safetensors", framework="pt") as weights:
-            for name, parameter in self.model.named_parameters():
-                with engine.whole(parameter, written=True):
-                    parameter.copy_(weights.get_tensor(name))

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from fused_rl.trainers.base import ranks
+
 
 def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
     """(P,) fp64: the probability that k of a problem's n responses, drawn without putting back, hold a right one.
@@ -60,3 +62,17 @@ def outcomes(sums: dict[str, float]) -> dict[str, float]:
     if unsolved:
         found["mean_length_unsolved"] = tokens_unsolved / unsolved
     return found
+
+
+def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:
+    """How often a right response scores above a wrong one to the same prompt; nothing where there are no such pairs.
+
+    Args:
+        scores: (B,), what PPO pays; those of one prompt are adjacent.
+        solved: (B,) bool, by the scorers that tell right from wrong.
+    """
+    lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
+    differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
+    wins = (lead[differ] > 0).double() + (lead[differ] == 0).double() / 2
+    won, pairs = ranks.global_sum(torch.stack([wins.sum(), differ.sum().double()])).tolist()
+    return {"val/win_rate": won / pairs} if pairs else {}

@@ -1,0 +1,84 @@
+"""How PPO and GRPO begin, alike: how the batch of a step divides, and what is read before the policy is trained."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.order import in_run, in_steps
+from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.options.config import InputError, divide_over
+from fused_rl.trainers.policy.options import PolicyConfig
+from fused_rl.trainers.policy.policy import Policy, check_policy_fits, load_policy
+from fused_rl.trainers.rollouts.prompts import prompts_of
+from fused_rl.trainers.rollouts.types import Prompt, Scorer
+from fused_rl.trainers.run.beginning import Run
+from fused_rl.trainers.run.logger import phase
+
+
+def divided(config: PolicyConfig, world: int) -> dict[str, object]:
+    """How the batch of a step divides over ranks, minibatches and micro-batches; raises where it does not."""
+    local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
+    if local % config.minibatches:
+        what = f"does not divide the {local} responses of each process; choose a number that does"
+        raise InputError(f"minibatches={config.minibatches} {what}")
+    minibatch, updates = local // config.minibatches, config.minibatches * config.epochs
+    parts = math.ceil(minibatch / config.micro_batch_size)
+    return {
+        "responses per step": f"{local * world} = {config.prompts_per_step} prompts x {config.group_size}",
+        "responses per process and step": local,
+        "responses per process and minibatch": minibatch,
+        "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
+        "optimizer updates per step": updates,
+        "optimizer updates in the run": in_run(config, updates),
+        "responses in the run": in_run(config, local * world),
+    }
+
+
+@dataclass
+class Read:
+    """What a run has read before its models."""
+
+    config: PolicyConfig
+    """With the steps that its passes over the prompts come to."""
+    tokenizer: object
+    scorers: Sequence[Scorer]
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    device: torch.device
+
+    @property
+    def updates(self) -> int:
+        """Of the optimizer, in the whole run."""
+        return self.config.steps * self.config.minibatches * self.config.epochs
+
+    def load_policy(self, **options) -> Policy:
+        """The policy, which has room for every prompt and its response; options as of `policy.load_policy`."""
+        policy = load_policy(self.config, self.tokenizer, self.scorers, self.device, self.updates, **options)
+        check_policy_fits(policy, [*self.prompts, *self.held_out])
+        return policy
+
+    def mine(self, indices: list[int]) -> list[Prompt]:
+        """This rank's share of the prompts at `indices`."""
+        return [self.prompts[i] for i in indices[ranks.rank() :: ranks.world_size()]]
+
+
+def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callable) -> Read:
+    """Tokenizer, scorers and prompts, compared with what the other processes and a resumed run have read."""
+    with phase("read tokenizer, scorers and rows"), ranks.together():
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
+        scorers = load_scorers(config, reader(config, config, tokenizer, run.device, config.rollout_batch_size))
+        prompts, held_out = load_prompts(config, tokenizer, scorers)
+    run.has_read(tokenizer, rows=prompts, held_out=held_out)
+    return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device)
+
+
+def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to train on and the held-out ones; every row is checked by every scorer."""
+    encoder = encode.Encoder.of(config, tokenizer)
+    train, held_out = load_train_eval(config)
+    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
+    return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
