@@ -287,9 +287,9 @@ MUTATIONS = {
         DEFINITIONS,
     ),
     "GRPO counts its own tokens alone": Mutation(
-        "trainers/policy/policy.py",
-        "ranks.global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1)",
-        "torch.stack([count.cpu() for count in counts]).clamp(min=1)",
+        "trainers/base/ranks.py",
+        "return global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1)",
+        "return torch.stack([count.cpu() for count in counts]).clamp(min=1)",
         DEFINITIONS,
     ),
     "GRPO's minibatches are never shuffled": Mutation(

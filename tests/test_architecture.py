@@ -348,7 +348,7 @@ def whole_configs(paths):
 
 def test_few_functions_take_the_whole_config_of_a_run():
     """The algorithms and run/ do; a room takes the group of options that it reads."""
-    assert len(list(whole_configs(files("trainers")))) <= 39
+    assert len(list(whole_configs(files("trainers")))) <= 25
 
 
 def test_whole_configs_are_found(tmp_path):

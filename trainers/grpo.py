@@ -41,7 +41,7 @@ from fused_rl.trainers.policy.groups import (
     keeps_groups,
 )
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
-from fused_rl.trainers.policy.policy import Measured, Policy, counted, measure, plan, rows_of
+from fused_rl.trainers.policy.policy import Measured, Policy, measure, plan, rows_of
 from fused_rl.trainers.policy.reference import REFERENCE_NEEDS, ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
@@ -98,11 +98,8 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
             f"{config.prompts_per_step // world} prompts of each process; choose another number, or drop "
             "--share_prompts"
         )
-    return {
-        "processes": world,
-        "reward": check_scorers(config, imports=config.dry_run),
-        "advantage": advantage,
-    } | divided
+    reward = check_scorers(config, imports=config.dry_run)
+    return {"processes": world, "reward": reward, "advantage": advantage} | divided
 
 
 def measure_first(policy: Policy, drawn: Drawn, updates: list[list[torch.Tensor]], step: int) -> Measured:
@@ -133,7 +130,6 @@ def update(
     """All minibatches of all epochs on one rollout; returns metrics averaged over them and summed over ranks.
 
     Args:
-        policy: the policy.
         drawn: B responses of this rank.
         measured: of them, before this.
         advantages: (B,) of each response.
@@ -184,7 +180,7 @@ def accumulate(
     trained, index = drawn.trained(config.mask_truncated), torch.cat(parts).cpu()
     mask = batch.response_mask & trained.to(policy.device)[:, None]
     counts = mask[torch.cat(parts)].sum(), drawn.counts[index].sum(), trained[index].sum()
-    num_tokens, num_sequences, num_trained = counted(*counts)
+    num_tokens, num_sequences, num_trained = ranks.counted(*counts)
     options = loss_options(config) | config.kl_in_loss(config.kl_coef)
     options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
 

@@ -23,23 +23,17 @@ from typing import ClassVar
 import torch
 
 import fused_rl
+from fused_rl.trainers.base.ranks import counted
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, check_needs
 from fused_rl.trainers.policy import credit, prepare
 from fused_rl.trainers.policy.credit import CREDIT_NEEDS, CreditConfig, Experience
-from fused_rl.trainers.policy.critic import (
-    CRITIC_NEEDS,
-    CriticConfig,
-    Watch,
-    check_critic,
-    load_critic,
-    planned,
-)
+from fused_rl.trainers.policy.critic import CRITIC_NEEDS, CriticConfig, Watch, check_critic, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
-from fused_rl.trainers.policy.policy import Policy, counted, measure, plan, rows_of
+from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
@@ -114,11 +108,9 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     credit.check_credit(config)
     config.warn_of_estimator()
     check_critic(config)
-    found = {"processes": world, "reward": check_scorers(config, imports=config.dry_run)} | prepare.divided(
-        planned(config), world
-    )
-    found["optimizer updates per step"] = f"{found['optimizer updates per step']} (at most, with target_kl)"
-    return found
+    divided, updates = prepare.divided(planned(config), world), "optimizer updates per step"
+    divided[updates] = f"{divided[updates]} (at most, with target_kl)"
+    return {"processes": world, "reward": check_scorers(config, imports=config.dry_run)} | divided
 
 
 @torch.no_grad()
@@ -225,9 +217,8 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= credit.experience_metrics(experience, step) | win_rate(
-        experience.scores, rollout.solved, config.group_size
-    )
+    metrics |= credit.experience_metrics(experience, step)
+    metrics |= win_rate(experience.scores, rollout.solved, config.group_size)
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]
     return metrics | {

@@ -113,7 +113,7 @@ NEEDS = (
 def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     check_needs(config, NEEDS)
-    local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config)
+    local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config.micro_batch_size)
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
@@ -123,8 +123,8 @@ def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     }
 
 
-def _pairs_at_once(config: RewardConfig) -> int:
-    return max(1, config.micro_batch_size // 2)  # chosen and rejected go through one forward pass
+def _pairs_at_once(micro_batch_size: int) -> int:
+    return max(1, micro_batch_size // 2)  # chosen and rejected go through one forward pass
 
 
 def train_step(
@@ -137,7 +137,7 @@ def train_step(
     share = range(ranks.rank(), len(pairs), ranks.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    device, size = next(model.parameters()).device, _pairs_at_once(config)
+    device, size = next(model.parameters()).device, _pairs_at_once(config.micro_batch_size)
     model.train()
     for start in range(0, len(share), size):
         # Both sides through the model at once.
@@ -156,7 +156,9 @@ def train_step(
     # Before the step: the weights are still good.
     scores = ranks.global_sum(scores)
     if not scores.isfinite().all():
-        score_pairs(model, pairs, config)  # each side alone: in one row, the one makes the other NaN as well
+        score_pairs(
+            model, pairs, config.micro_batch_size
+        )  # each side alone: in one row, the one makes the other NaN as well
     check_finite(scores, [pair.where for pair in pairs])
     return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
@@ -174,11 +176,11 @@ def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, 
     return keyed(KEYS["reward"], {name: value.item() for name, value in metrics.items()}, prefix)
 
 
-def score_pairs(model, pairs: list[Pair], config: RewardConfig) -> torch.Tensor:
+def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor:
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
     share = pairs[ranks.rank() :: ranks.world_size()]
     sides = [pair.chosen for pair in share] + [pair.rejected for pair in share]
-    scorer = RewardScorer(model, config.micro_batch_size)
+    scorer = RewardScorer(model, micro_batch_size)
     found = scorer.unchecked([prompt for prompt, _ in sides], [response for _, response in sides])
 
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
@@ -191,7 +193,7 @@ def score_pairs(model, pairs: list[Pair], config: RewardConfig) -> torch.Tensor:
 @evaluation("evaluated on held-out pairs", "eval/rm/loss", "eval/rm/accuracy")
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
-    scores = score_pairs(model, pairs, config)
+    scores = score_pairs(model, pairs, config.micro_batch_size)
     return scores, pair_metrics(scores, pairs, config, "eval/rm/")
 
 
@@ -219,10 +221,10 @@ def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int 
     ]
 
 
-def normalize(model, pairs: list[Pair], config: RewardConfig) -> list[float]:
+def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
     """Give the reference pairs' scores mean 0 and std 1; returns the model's constants, mean and std."""
     if pairs:
-        model.module.normalize(score_pairs(model, pairs, config).flatten())
+        model.module.normalize(score_pairs(model, pairs, micro_batch_size).flatten())
     return [model.module.score_mean, model.module.score_std]
 
 
@@ -258,7 +260,7 @@ def train(config: RewardConfig) -> str:
         constants |= loop.restored["normalization"]
         model.module.set_normalization(*constants["before"])
     else:
-        constants["before"] = normalize(model, reference, config)
+        constants["before"] = normalize(model, reference, config.micro_batch_size)
 
     scores, found = None, {}
     if loop.begins and held_out:
@@ -279,7 +281,7 @@ def train(config: RewardConfig) -> str:
     # The evaluation of the last step is in the scale of the training loss, which calibration needs.
     if held_out and scores is None:  # resumed when nothing was left to do
         scores, found = evaluate(model, held_out, config)
-    constants["after"] = normalize(model, reference, config)
+    constants["after"] = normalize(model, reference, config.micro_batch_size)
     if held_out and ranks.rank() == 0:
         with storing("evaluation.json", run.folder):
             report(run.folder, scores, found, constants)

@@ -327,7 +327,15 @@ def test_whatever_a_function_raises_is_one_line_with_the_row(error, said):
         assert "d.jsonl, line 1" in str(refused.value)
 
 
-def test_ctrl_c_inside_a_function_stops_at_once():
+@pytest.fixture
+def ctrl_c():
+    """As in a terminal, whatever this process was started by: one in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_inside_a_function_stops_at_once(ctrl_c):
     def interrupted(responses, rows):
         signal.raise_signal(signal.SIGINT)
         return [0.0]
@@ -338,7 +346,7 @@ def test_ctrl_c_inside_a_function_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_first_ctrl_c_of_a_run_is_noted_inside_a_function_and_the_second_stops():
+def test_the_first_ctrl_c_of_a_run_is_noted_inside_a_function_and_the_second_stops(ctrl_c):
     interruption = Interruption()
     interruption.begin()
     try:

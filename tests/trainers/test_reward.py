@@ -53,11 +53,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder):
     """One finished run: its config and its metrics."""
-    import os
-
-    os.environ["TRITON_INTERPRET"] = "0"
     config = make_config(folder)
-    with figures.drawn():
+    with figures.drawn(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
         reward.train(config)
     return config, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 

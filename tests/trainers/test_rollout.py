@@ -4,7 +4,7 @@ import torch
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.config import EngineConfig, InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts import generate
 from fused_rl.trainers.rollouts.checks import check_responses
@@ -232,17 +232,21 @@ def test_missing_models_and_tokenizers_are_named(tmp_path):
         load("x", dtype="bfloat16")
 
 
-def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(capsys):
-    for ratio, dtype, warned in (
-        (1 + 5e-7, torch.float32, False),
-        (1 + 2e-6, torch.float32, True),
-        (1.04, torch.bfloat16, False),
-        (0.9, torch.bfloat16, True),
-        (float("nan"), torch.float32, True),
-    ):
-        policy.warn_if_off_policy(ratio, dtype)
-        out = capsys.readouterr().out
-        assert ("wrong ratios" in out) == warned, (ratio, dtype)
+@pytest.mark.parametrize(
+    ("drift", "dtype", "warned"),
+    [
+        (5e-7, "float32", False),
+        (2e-6, "float32", True),
+        (0.04, "bfloat16", False),
+        (-0.1, "bfloat16", True),
+        (float("nan"), "float32", True),
+    ],
+)
+def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(capsys, drift, dtype, warned):
+    held = EngineConfig(dtype=dtype, zero_stage=1)
+    made = policy.Policy(held, *[None] * 7)
+    made.warn_if_off_policy(drift)
+    assert ("wrong ratios" in capsys.readouterr().out) == warned
 
 
 def test_a_drawn_token_is_that_at_a_quantile_and_never_an_impossible_one():

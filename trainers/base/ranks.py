@@ -108,6 +108,12 @@ def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(values, totals.tolist(), strict=True))
 
 
+def counted(*counts: torch.Tensor) -> list[int]:
+    """The sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch, with which no split
+    of it changes the gradient. All ranks meet once."""
+    return global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1).tolist()
+
+
 def global_max(value: torch.Tensor) -> float:
     """The largest of a scalar over ranks."""
     value = value.detach().double().clone()

@@ -37,7 +37,7 @@ USUAL += ["checkpoints/latest", "tensorboard/events.out.tfevents.*"]
 
 def there(folder: Path) -> list[str]:
     """The names under which a run writes, of those that are taken."""
-    names = [f"{name}{end}" for name in NAMES for end in ("", ".tmp")]
+    names = (*NAMES, *(f"{name}.tmp" for name in NAMES))
     return [name for name in names if os.path.lexists(folder / name)]
 
 
@@ -77,8 +77,10 @@ def has_list(folder: Path) -> bool:
 
 def begin(folder: Path) -> None:
     """Start the list of a run that never had one: what stands under a run's names is that run's."""
-    names = [f"{name}/{below}" for name in FOLDERS for below in names_below(folder / name)]
-    _write(folder, {*USUAL, *names})
+    names = set(USUAL)
+    for name in FOLDERS:
+        names |= {f"{name}/{below}" for below in names_below(folder / name)}
+    _write(folder, names)
 
 
 def add(folder: Path, names: Iterable[str]) -> None:

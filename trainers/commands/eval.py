@@ -29,14 +29,7 @@ from fused_rl.trainers.data import encode, fingerprints, sources
 from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows, load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import (
-    InputError,
-    NonNegativeInt,
-    PositiveInt,
-    Seed,
-    check_revision,
-    names_of,
-)
+from fused_rl.trainers.options.config import InputError, NonNegativeInt, PositiveInt, Seed, check_revision, names_of
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line

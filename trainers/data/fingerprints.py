@@ -58,7 +58,8 @@ def _of_model(source: Source, path: Path | None) -> dict[str, str]:
     prefix = "" if source.kind in ("model", "adapters", "critic") else f"{source.name}/"
     if path is None:
         return {source.name: _commit(source)}
-    files = sorted({file for pattern in OF_A_MODEL for file in path.glob(pattern) if file.is_file()})
+    named = set().union(*(path.glob(pattern) for pattern in OF_A_MODEL))
+    files = sorted(file for file in named if file.is_file())
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         return {f"{prefix}{file.name}": told for file, told in zip(files, pool.map(_of_file, files), strict=True)}
 

@@ -160,6 +160,17 @@ def _at(mask, values):
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
+def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
+    """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
+    if support is None:
+        return
+    lengths = support.offsets.diff()
+    row = torch.repeat_interleave(lengths)
+    kept = logits[row, support.ids]
+    logits[lengths > 0] = -torch.inf
+    logits[row, support.ids] = kept
+
+
 def _summed(scored: Scored, token_loss, per_token, mask) -> Scored:
     """With the sum of `token_loss`, from log-probabilities (B, T - 1) that carry a gradient."""
     loss = fused_rl.masked_sum(token_loss(scored.logprobs, scored.entropy, *per_token), mask)

@@ -17,9 +17,8 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.language_model import Scored
+from fused_rl.trainers.models.language_model import Scored, keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
-from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import names_of
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig
 from fused_rl.trainers.rollouts.generate import TransformersSampler
@@ -111,6 +110,7 @@ class Policy:
                 the given ones are only compared with it.
             **options: of `fused_rl.policy_loss`, its denominators among them.
         """
+        # The forward pass, by the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if options.get("rollout_logprobs") is None and is_token_level(options):
@@ -121,6 +121,8 @@ class Policy:
             else:
                 scored = self._pass(part)
                 loss, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
+
+        # How far the pass is from what was told of it before.
         logprobs = scored.logprobs.detach()
         drift = _drift(logprobs, old_logprobs, mask) / options["num_tokens"]
         return Passed(loss, metrics | {"drift": drift}, logprobs, scored.values)
@@ -195,12 +197,6 @@ def plan(config: LossConfig, count: int, micro_batch_size: int, device, together
     return updates
 
 
-def counted(*counts: torch.Tensor) -> list[int]:
-    """The sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch, with which no split
-    of it changes the gradient. All ranks meet once."""
-    return ranks.global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1).tolist()
-
-
 def load_policy(
     config: PolicyConfig,
     tokenizer,
@@ -216,8 +212,6 @@ def load_policy(
     """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
 
     Args:
-        config, tokenizer, scorers, device: of the run.
-        updates: of the whole run.
         extend: adds a value head to the model that is trained.
         share_prompts: compute a prompt once for several responses; None where the model can.
         needs_reference: whether anything is measured against the starting model.
@@ -248,13 +242,6 @@ def load_policy(
     check_correction(sampler, [name for name in corrections if getattr(config, name) is not None])
     made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
     return Policy(*made, has_values=extend is not None, frozen=frozen)
-
-
-def check_policy_fits(policy: Policy, prompts: list[Prompt]) -> None:
-    """Refuse prompts whose responses would run past the model's positions, and a tokenizer that is not the model's."""
-    rows = ((prompt.ids, prompt.where) for prompt in prompts)
-    remedy = "max_new_tokens or max_prompt_length"
-    check_fits(policy.model.module.base, policy.tokenizer, rows, policy.config.max_new_tokens, remedy)
 
 
 @dataclass
@@ -290,7 +277,6 @@ def measure(
     """Score `batch` with the policy and the reference.
 
     Args:
-        policy: the policy.
         batch: B sequences.
         parts: indices of the micro-batches of the first pass.
         exact_kl: also from the logits of both.
@@ -301,6 +287,7 @@ def measure(
     for number, index in enumerate(parts):
         part = batch.rows(index)
         inputs, width = policy.inputs(part), part.response_mask.shape[1]
+        # The policy, and the reference on the same inputs.
         if exact_kl or number >= skipped:
             rows = policy.model(**inputs, want_logits=exact_kl)
             old_logprobs[index, :width], entropy[index, :width] = rows.logprobs, rows.entropy
@@ -308,23 +295,13 @@ def measure(
             with _as_reference(policy) as model:
                 ref_rows = model(**inputs, want_logits=exact_kl)
             ref_logprobs[index, :width] = ref_rows.logprobs
+        # The exact KL, from the logits of both.
         if exact_kl:
             for scored in (rows, ref_rows):
-                _keep_only(scored.logits, part.support)
+                keep_only(scored.logits, part.support)
             divergence = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=policy.config.temperature)
             kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
     return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
-
-
-def _keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
-    """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
-    if support is None:
-        return
-    lengths = support.offsets.diff()
-    row = torch.repeat_interleave(lengths)
-    kept = logits[row, support.ids]
-    logits[lengths > 0] = -torch.inf
-    logits[row, support.ids] = kept
 
 
 @contextlib.contextmanager

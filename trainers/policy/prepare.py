@@ -10,9 +10,10 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import in_run, in_steps
 from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, divide_over
 from fused_rl.trainers.policy.options import PolicyConfig
-from fused_rl.trainers.policy.policy import Policy, check_policy_fits, load_policy
+from fused_rl.trainers.policy.policy import Policy, load_policy
 from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run.beginning import Run
@@ -58,7 +59,9 @@ class Read:
     def load_policy(self, **options) -> Policy:
         """The policy, which has room for every prompt and its response; options as of `policy.load_policy`."""
         policy = load_policy(self.config, self.tokenizer, self.scorers, self.device, self.updates, **options)
-        check_policy_fits(policy, [*self.prompts, *self.held_out])
+        rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out))
+        new, remedy = self.config.max_new_tokens, "max_new_tokens or max_prompt_length"
+        check_fits(policy.model.module.base, self.tokenizer, rows, new, remedy)
         return policy
 
     def mine(self, indices: list[int]) -> list[Prompt]:
