@@ -1,7 +1,7 @@
 """The storeys of the project, over the syntax tree: who may import whom, no circle among files, no private name abroad.
 
 A folder comes under a rule by standing in `FOLDERS` with the folders below it, and in the rule's parametrization.
-`python -m tests.test_architecture | dot -Tsvg -o docs/imports.svg` draws the imports between rooms (graphviz).
+`python -m tests.test_architecture | tred | dot -Tsvg -o docs/imports.svg` draws the imports between rooms (graphviz).
 """
 
 import ast
