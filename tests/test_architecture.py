@@ -5,7 +5,9 @@ A folder comes under a rule by standing in `FOLDERS` with the folders below it, 
 """
 
 import ast
+import functools
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,7 +88,8 @@ def files(folder, root=ROOT):
 
 
 def modules(folders, root=ROOT):
-    return {module_of(path, root): path for folder in folders for path in files(folder, root)}
+    paths = chain.from_iterable(files(folder, root) for folder in folders)
+    return {module_of(path, root): path for path in paths}
 
 
 def targets(imported, known):
@@ -105,8 +108,8 @@ def circle(folders, root=ROOT):
     known = modules(folders, root)
     edges = {}
     for module, path in known.items():
-        found = {target for imported in imports(path) for target in targets(imported, known)}
-        edges[module] = sorted(found - {module})
+        found = chain.from_iterable(targets(imported, known) for imported in imports(path))
+        edges[module] = sorted({*found} - {module})
     done = set()
 
     def walk(module, trail):
@@ -217,6 +220,11 @@ def rising_arrows(path, root=ROOT):
                 yield f"{path}: {room} imports {target}"
 
 
+def found_in(paths, rule):
+    """What a rule finds in all of the files."""
+    return list(chain.from_iterable(map(rule, paths)))
+
+
 def algorithm_imports(path):
     """Of the other trainers' algorithms: what two share has a room below."""
     if path.stem not in ALGORITHMS:
@@ -231,7 +239,7 @@ def algorithm_imports(path):
 def test_import_direction(folder):
     paths = [path for path in files(folder) if path.parent.name != "integrations"]
     assert paths
-    assert [v for path in paths for v in violations(folder, path)] == []
+    assert found_in(paths, functools.partial(violations, folder)) == []
 
 
 @pytest.mark.parametrize(
@@ -281,7 +289,7 @@ def test_every_file_of_the_trainers_stands_in_a_room_that_the_table_names():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_room_imports_one_above_or_beside_it(room):
-    assert [arrow for path in files(f"trainers/{room}") for arrow in rising_arrows(path)] == []
+    assert found_in(files(f"trainers/{room}"), rising_arrows) == []
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -307,7 +315,7 @@ def test_rising_arrows_are_found(tmp_path):
 
 @pytest.mark.parametrize("folder", WHOLE)
 def test_no_private_name_of_another_module(folder):
-    assert [name for path in files(folder) for name in private_names(path)] == []
+    assert found_in(files(folder), private_names) == []
 
 
 @pytest.mark.parametrize(
@@ -330,7 +338,8 @@ def test_private_names_are_found(source, tmp_path):
 def whole_configs(paths):
     """(file, function) of every parameter that is the whole config of a run, and not the group of options it reads."""
     trees = {path: ast.parse(path.read_text()) for path in paths}
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    nodes = chain.from_iterable(map(ast.walk, trees.values()))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     whole = {"RunConfig"}
     for _ in classes:  # as deep as inheritance can be
         whole |= {node.name for node in classes if whole & {ast.unparse(base) for base in node.bases}}
@@ -363,7 +372,7 @@ def test_whole_configs_are_found(tmp_path):
 def test_no_trainer_imports_a_trainer():
     paths = [path for path in files("trainers") if path.stem in ALGORITHMS]
     assert {"sft", "reward", "grpo", "ppo"} <= ALGORITHMS
-    assert [found for path in paths for found in algorithm_imports(path)] == []
+    assert found_in(paths, algorithm_imports) == []
 
 
 @pytest.mark.parametrize(
