@@ -382,7 +382,6 @@ RESUMED = [
     ("sft", ["--steps", "2"], "steps=2, but .*step-3 has done 3"),
     ("sft", ["--zero_stage", "2"], "zero_stage 0 -> 2"),
     ("sft", ["--lora_rank", "2"], "lora_rank 0 -> 2"),
-    ("sft", ["--dataset", "pairs.jsonl"], "dataset rows.jsonl -> pairs.jsonl"),
     ("sft", ["--eval_size", "4"], "there are 8 rows to train on, and the checkpoint's run had 10"),
     ("grpo", ["--temperature", "0.5"], "temperature 1.0 -> 0.5"),
     ("grpo", ["--minibatches", "1"], "minibatches 2 -> 1"),

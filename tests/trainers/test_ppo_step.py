@@ -228,7 +228,9 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
     monkeypatch.setattr(ppo, "measure", made_up(given))
     rollout = made.roll_out(given["prompts"], made.sampling, 4)
     parts = list(torch.arange(8).split(3))  # three unequal micro-batches
-    return ppo.judge(made, critic, rollout, parts, config.kl_coef), parts
+    experience = ppo.judge(made, critic, rollout, parts, config.kl_coef)
+    assert experience.rows(parts[0], 2).scores is experience.scores  # which lie on the CPU, and indices on the device
+    return experience, parts
 
 
 @pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])

@@ -11,15 +11,19 @@ import docstring_parser
 from fused_rl.trainers.options.config import RANGES, Options
 
 
-def as_options(source: type, names: Iterable[str], prefix: str = "", **defaults) -> type[Options]:
-    """A group of options of the fields of a dataclass, with their ranges and docstrings; None where no default is."""
+def as_options(source: type, names: Iterable[str], prefix: str = "", said: str = "", **defaults) -> type[Options]:
+    """A group of options of the fields of a dataclass, with their ranges and docstrings; None where no default is.
+
+    What is `said` of all of them stands behind each docstring.
+    """
     declared = {field.name: field.type for field in dataclasses.fields(source)}
     columns = []
     for name in names:
         kind, default = _of_a_run(declared[name]), defaults.get(name)
         columns.append((prefix + name, kind | None if default is None else kind, dataclasses.field(default=default)))
     told = {param.arg_name: param.description for param in docstring_parser.parse_from_object(source).params}
-    doc = "\n".join(f":param {prefix}{name}: {' '.join(told.get(name, '').split())}" for name in names)
+    lines = {name: " ".join(f"{told.get(name) or ''} {said}".split()) for name in names}
+    doc = "\n".join(f":param {prefix}{name}: {line}" for name, line in lines.items())
     return dataclasses.make_dataclass(
         f"Of{source.__name__}", columns, bases=(Options,), namespace={"__doc__": doc}, kw_only=True
     )

@@ -95,10 +95,10 @@ class Experience:
     returns: torch.Tensor
 
     def rows(self, index: torch.Tensor, width: int) -> "Experience":
-        """Of the responses at `index`, in the first `width` columns; the rollout stays whole."""
+        """Of the responses at `index`, in the first `width` columns; the rollout and its scores stay whole."""
         names = ("mask", "kl", "values", "advantages", "returns")
         of_tokens = {name: rows_of(getattr(self, name), index, width) for name in names}
-        return replace(self, scores=self.scores[index], measured=self.measured.rows(index, width), **of_tokens)
+        return replace(self, measured=self.measured.rows(index, width), **of_tokens)
 
 
 def final_scores(config: CreditConfig, rollout: Rollout) -> torch.Tensor:

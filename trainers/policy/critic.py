@@ -37,7 +37,7 @@ APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max
 
 
 @dataclass(kw_only=True)
-class CriticConfig(as_options(OptimConfig, APART, prefix="critic_"), OptimConfig):
+class CriticConfig(as_options(OptimConfig, APART, "critic_", "Of the critic; None is the policy's."), OptimConfig):
     """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
 
     critic: str | None = None

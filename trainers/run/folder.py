@@ -1,6 +1,6 @@
 """The folder of a run: one run at a time, in which nothing is deleted that no run wrote.
 
-A run opens its folder (`open_run`), which changes nothing in it; when all that it reads is read, `claim` does.
+A run opens its folder (`Folder.open`), which changes nothing in it; when all that it reads is read, `claim` does.
 """
 
 import contextlib
@@ -123,6 +123,8 @@ class Folder:
 
     def _check_overwrite(self, names: list[str]) -> None:
         """Refuse to delete what stands under `names` where the run reads of it, or where no run wrote it."""
+        if not names:  # no question to the Hub about what the run reads
+            return
         sources.refuse_to_delete(self.config, [self.path / name for name in names])
         written.check(self.path, names, "move it elsewhere or delete it yourself, or choose another folder")
 

@@ -49,7 +49,7 @@ def changes(
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new):
             continue
-        if isinstance(new, list) and isinstance(old, str):
+        if isinstance(new, list) and isinstance(recorded.get(name), str):
             raise InputError(
                 f"resume: {where} was made by an earlier version, which spelled {name} as {old!r}; this one takes a "
                 "list and cannot go on with that run: start another, with --overwrite or another output_dir"

@@ -67,6 +67,10 @@ class ExactMatch(Named):
         return [float(plain(text) == plain(answer)) for text, answer in pairs]
 
 
+# Of the package `regex` and not of Python's `re`: x{e} matches whatever stands there.
+FUZZY = regex.compile(r"(?<!\\)\{[\d<=+, ]*[eids][eids\d<=+, ]*\}")
+
+
 class Pattern(Limited):
     """1.0 where a regular expression says so, else 0.0; one that takes more than MATCHING seconds of CPU is a 0.
 
@@ -82,6 +86,8 @@ class Pattern(Limited):
     def __init__(self, pattern: str, answer_column: str | None = None, *, whole: bool = False, **named):
         super().__init__(**{"name": "regex"} | named)
         self.whole, self.answer_column = whole, answer_column
+        if FUZZY.search(pattern):
+            raise InputError(f"verifier {self.name!r}: {{e}} and the like match with errors; write \\{{ for a brace")
         try:
             self.pattern = regex.compile(pattern, regex.DOTALL if whole else 0)
         except (regex.error, OverflowError, RecursionError) as error:

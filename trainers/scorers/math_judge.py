@@ -1,7 +1,7 @@
-"""Whether a response's final answer equals the ground truth, by math-verify: the judge of verifiers.MathVerifier.
+"""Whether a response's final answer equals the ground truth, by math-verify: the judge of math.MathVerifier.
 
-Run by workers.py in a process that knows nothing of this project and has its own limits: math-verify's are signals that
-C code does not see. Only `load` imports more than the standard library.
+Run by judge_server.py in a process that knows nothing of this project and has its own limits: math-verify's are signals
+that C code does not see. Only `load` imports more than the standard library.
 """
 
 import re

@@ -121,9 +121,9 @@ def read(options: ScorerConfig) -> list[Spelled]:
         raise InputError("verifiers=[] is empty; name who judges")
     named = [_kind_of(text) for text in texts]
     kinds = [kind for kind, _ in named]
-    for text in texts:
-        if texts.count(text) > 1:
-            raise InputError(f"verifiers: {text!r} is named {texts.count(text)} times; for a weight: verifier_weights")
+    for text, meant in zip(texts, named, strict=True):
+        if named.count(meant) > 1:
+            raise InputError(f"verifiers: {text!r} is named {named.count(meant)} times; for a weight: verifier_weights")
     weights = _aligned(options, "verifier_weights", 1.0)
     thresholds = _aligned(options, "solved_at", None)
     if texts and not any(weights):

@@ -140,7 +140,7 @@ DATA = [
     ),
     *files("sft", "Parquet without rows", lambda f: a_table(f, tiny.sums(1)[:0]), "data.parquet", "has no rows"),
     *words("sft", "--dataset openai/gsm9k", "dataset='openai/gsm9k'"),
-    *words("sft", "--dataset /", "dataset='/'"),
+    *words("sft", "--dataset /", "overwrite would delete run/checkpoints, which lies in dataset=/"),
     *of("sft", "a dataset whose name is empty", "dataset", "--dataset", ""),
     *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words("reward", "--reference_dataset none.jsonl", "dataset file none.jsonl does not exist"),

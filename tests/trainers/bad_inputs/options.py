@@ -124,7 +124,11 @@ OPTIONS = [
     *words("sft", "--resume", "resume continues .* and overwrite deletes it.*--overwrite false takes back"),
     *words("grpo", "--verifier_weights [0]", "verifier_weights: every weight is 0"),
     *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
-    *words("sft", "--system_prompt x --raw_prompt", "system_prompt needs a tokenizer with a chat template"),
+    *words(
+        "sft",
+        "--system_prompt x --raw_prompt",
+        "system_prompt=x needs the chat template, which raw_prompt=true leaves out",
+    ),
     *words("sft", "--attn_implementation fast", "attn_implementation=fast cannot be used for model='model'"),
     *words("sft", "--revision v2", "revision=v2 is of a model on the Hub, and model=model is a folder"),
     *words(TRAINERS, "--num_train_epochs 2", "num_train_epochs=2.0 and steps=[0-9]+ are both given; give one"),
