@@ -1,6 +1,7 @@
 """token_logprobs on the CPU path: in chunks, compiled where that is worth it, in huge pages, without copies."""
 
 import logging
+import mmap
 import re
 from pathlib import Path
 
@@ -126,7 +127,8 @@ def test_large_gradients_ask_for_huge_pages():
                 return line.split()[1:]
         raise AssertionError("no mapping")
 
-    large, small = torch.empty(1 << 24), torch.empty(1 << 10)
+    mapping = mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of its own: torch may use one again
+    large, small = torch.frombuffer(mapping, dtype=torch.float32), torch.empty(1 << 10)
     assert "hg" not in flags(large)
     assert compiled.in_huge_pages(large) is large
     assert "hg" in flags(large)

@@ -1,5 +1,6 @@
 """Errors against fp64: the truths are right, and the forms go wrong where the docs say."""
 
+import pytest
 import torch
 
 import fused_rl.reference
@@ -19,6 +20,7 @@ def test_entropy_stays_right_where_common_forms_do_not():
     assert worst["lse - sum(p x), fp32"] > 1e-3
 
 
+@pytest.mark.slow
 def test_an_exact_head_beside_others():
     """3e-6 with fp32 logits, thousandths without; what is not installed says so."""
     rows = {row["form"]: row for row in head_precision.measured((16, 64, 2000))}

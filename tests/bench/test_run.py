@@ -128,6 +128,7 @@ def test_what_has_no_time_is_left_out_and_says_so(clock, monkeypatch):
     assert rows[1]["reason"] == "left out for time; --budget gives more"
 
 
+@pytest.mark.slow
 def test_every_case_gives_rows_of_one_form(clock):
     cases = [one_case(), KLCase(Spec((6, 500), "bf16"), "cpu"), GAECase(Spec((3, 50)), "cpu")]
     cases.append(LinearCase(Spec((256, 16, 300), "bf16"), "cpu"))

@@ -86,6 +86,7 @@ def test_every_word_stands_for_a_command(word, monkeypatch, capsys):
     assert "unrecognized arguments: --bogus" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_traffic_runs_without_an_interpreter_set():
     # It chooses the interpreter itself; bench's own files must not shadow other packages.
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}

@@ -21,6 +21,7 @@ def ours(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_bare_passes_compute_what_the_step_computes(ours):
     assert ours.passes_differ() < 1e-5
     seen, policy = ours.seen, ours.policy
@@ -36,6 +37,7 @@ def test_bare_passes_compute_what_the_step_computes(ours):
     torch.testing.assert_close(found, seen.measured.old_logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_needed_passes_leave_out_the_policy_where_the_step_does(ours):
     assert seen_on(ours, kl_every=1) == [True] * 2
     assert seen_on(ours, kl_every=0) == [False, True]
@@ -50,6 +52,7 @@ def seen_on(ours, kl_every: int) -> list[bool]:
     return ours.seen.run_on
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_installed_says_so_and_ours_is_measured(ours, tmp_path, monkeypatch):
     def absent(module):
         raise peers.Unavailable("not installed", results.NOT_INSTALLED)
