@@ -261,7 +261,7 @@ def train(config: GRPOConfig) -> str:
     with phase("loaded the models"):
         shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
         policy = read.load_policy(share_prompts=shared, needs_reference=reference.needs_reference(config))
-    held_out = share_of_rank(read.held_out)
+    held_out = share_of_rank(read.held_out)  # each rank samples its own problems
 
     # Where the run begins, or goes on.
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
