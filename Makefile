@@ -51,7 +51,7 @@ test: $(VENV)/installed  ## the cheapest test of every guarantee: 6 minutes of C
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations"
 
 .PHONY: test-slow
-test-slow: $(VENV)/installed  ## the others: every option, whole runs, compiled and interpreted kernels; 40 minutes on 2 cores
+test-slow: $(VENV)/installed  ## the others: every option, whole runs, compiled and interpreted kernels; 22 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 # Not in CI: it says what the tests see, not whether the code is right.

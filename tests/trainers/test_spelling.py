@@ -93,7 +93,7 @@ REFUSED = {
     "length:0": "'length:0': expected a whole number above 0 after the colon, in tokens",
     "length_limit:1.5": "'length_limit:1.5': expected a whole number above 0",
     "reward_model": "'reward_model': expected reward_model:<folder>$",
-    "regex:total: x{e}": "'regex': .e. and the like match with errors; write ",
+    "regex:total: x{e}": "'regex': the pattern .*: .e. and the like match with errors; write ",
     "[my.mod.f, my.mod:f]": "'my.mod.f' is named 2 times",
     "[math, math]": "'math' is named 2 times; for a weight: verifier_weights",
     "[math": "verifiers='.math' is no list: ",

@@ -87,7 +87,8 @@ class Pattern(Limited):
         super().__init__(**{"name": "regex"} | named)
         self.whole, self.answer_column = whole, answer_column
         if FUZZY.search(pattern):
-            raise InputError(f"verifier {self.name!r}: {{e}} and the like match with errors; write \\{{ for a brace")
+            why = "{e} and the like match with errors; write \\{ for a brace"
+            raise InputError(f"verifier {self.name!r}: the pattern {pattern!r}: {why}")
         try:
             self.pattern = regex.compile(pattern, regex.DOTALL if whole else 0)
         except (regex.error, OverflowError, RecursionError) as error:
