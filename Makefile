@@ -80,7 +80,7 @@ $(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/instal
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults
 test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults
-	$(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
+	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
 # A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
 # it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
