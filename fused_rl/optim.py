@@ -1,13 +1,16 @@
-"""Adam's epsilon where TensorFlow puts it: outside the bias correction, for the optimizers that exist."""
+"""What optimizers lack: Adam's epsilon where TensorFlow puts it, and the norm of a gradient in one read."""
 
 import math
 import weakref
 
 import torch
 
-__all__ = ["tf_adam_epsilon"]
+from fused_rl.cpu import native
+
+__all__ = ["sum_of_squares", "tf_adam_epsilon"]
 
 _CHANGED = weakref.WeakSet()
+_PART = 1 << 18  # elements in fp64 at a time
 
 
 def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -75,3 +78,22 @@ def _next_step(optimizer, group) -> int:
             "are not trained at every step a parameter group of their own"
         )
     return 1 + max(steps, default=0)
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Sum of the squares of a tensor, in fp64, without a copy of it in fp64.
+
+    Args:
+        x: (...), bf16, fp16 or fp32, on any device.
+
+    Returns:
+        () fp64, on the device of `x`; not differentiable. Any element that is not finite makes it so.
+    """
+    x = x.detach().reshape(-1)
+    if x.device.type == "cpu" and x.numel() and native.takes(x[None]):
+        return native.squares(x).sum()
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in x.split(_PART):
+        wide = part.double()
+        total += torch.dot(wide, wide)
+    return total

@@ -406,4 +406,7 @@ MUTATIONS = {
     "a mean over sequences counts micro-batches": Mutation(
         "trainers/run/metrics.py", "self.total = self.total + values", "self.total = values", DEFINITIONS
     ),
+    "a gradient below its limit is scaled up": Mutation(
+        "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k 'own_step and 1'"
+    ),
 }

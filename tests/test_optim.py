@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fused_rl
+from fused_rl.optim import sum_of_squares
 from fused_rl.trainers.base import optim
 from fused_rl.trainers.options import config
 from tests.distributed import run_distributed, zero_engine
@@ -273,3 +274,21 @@ def test_steps_through_zero_with_groups_and_sub_groups(stage, steps):
 @pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
 def test_deepspeeds_own_adams_through_zero(stage, make):
     check_through_deepspeed(1, stage, 200, make, timeout=1500)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["rows.c", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_of_squares_is_that_of_fp64(monkeypatch, dtype, compiled):
+    if not compiled:
+        monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
+        monkeypatch.setattr("fused_rl.optim._PART", 1000)
+    for count in (0, 1, 15, 17, 511, 513, 2**16 + 9):  # vectors, blocks and spans, with and without a tail
+        x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+        expected = x.double().square().sum()
+        torch.testing.assert_close(sum_of_squares(x), expected, rtol=1e-13, atol=0)
+    for spoilt in (math.nan, math.inf):
+        x[2**16 + 3] = spoilt
+        assert not sum_of_squares(x).isfinite()
+    strided = torch.randn(6, 4).to(dtype).t()
+    torch.testing.assert_close(sum_of_squares(strided), strided.double().square().sum(), rtol=1e-13, atol=0)
+    assert sum_of_squares(torch.zeros(1, dtype=dtype).expand(5)) == 0

@@ -31,6 +31,7 @@ _FLAGS = [
     "-Wno-psabi",
 ]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as rows.c counts them
+_SPAN = 1 << 16  # as rows.c has it
 _SERIAL = 1 << 15  # elements; below, waking other threads takes longer than the work
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,13 @@ def call(name: str, elements: int, *arguments: object) -> None:
     _function(name)(*map(_as_c, arguments), threads)
 
 
+def squares(x: torch.Tensor) -> torch.Tensor:
+    """Sums of the squares of a contiguous tensor's spans, (spans,) fp64."""
+    sums = torch.empty(-(-x.numel() // _SPAN), dtype=torch.float64)
+    call("squares", x.numel(), x, x.dtype, x.numel(), sums)
+    return sums
+
+
 def _as_c(x):
     if x is None or x.__class__ in (int, float):
         return x
@@ -64,6 +72,7 @@ _ARGUMENTS = {
     "logprob_bwd": [
         *[_POINTER] * 3, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 5, *_TEMPERATURE
     ],
+    "squares": [_POINTER, _INT, _SIZE, _POINTER],
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers.base import launch, optim
+from fused_rl.trainers.base import launch, optim, zero
 from fused_rl.trainers.base.launch import JOINING, TIMEOUT
 from fused_rl.trainers.base.ranks import agree, barrier, rank, world_size
 from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig
@@ -108,17 +108,19 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
-    zero = {
-        "stage": config.zero_stage,
+    partition = {
+        "stage": zero.stage(config),
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     if config.offload:
         if config.zero_stage < 2:
             raise InputError(f"offload needs zero_stage 2 or 3, got zero_stage={config.zero_stage}")
-        zero["offload_optimizer"] = {"device": "cpu"}
+        partition["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
-            zero["offload_param"] = {"device": "cpu"}
+            partition["offload_param"] = {"device": "cpu"}
+    if partition["stage"] == 1 and zero.own_step(config):
+        partition["contiguous_gradients"] = False  # no hooks that copy gradients: autograd adds them up
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": 1,
@@ -127,7 +129,7 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": torch_dtype(config) == torch.bfloat16},
-        "zero_optimization": zero,
+        "zero_optimization": partition,
     }
 
 
@@ -151,6 +153,12 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     if world_size() == 1 and not config.zero_stage:
         engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
     engine.last_step = last_step
+    engine.before_step = None
+    if zero.own_step(config):
+        if config.zero_stage:
+            zero.PartitionedStep(engine)
+        elif world_size() > 1:
+            engine.before_step = zero.WholeStep(engine)
     return engine
 
 
@@ -172,6 +180,8 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
     A gradient that is not finite is an error in which no weight has changed: without ZeRO the step raises before it
     begins, and ZeRO leaves it out.
     """
+    if engine.before_step is not None:
+        engine.before_step()
     engine.step()
     last = engine.last_step
     norm = float(engine.get_global_grad_norm() if last.grad_norm is None else last.grad_norm)

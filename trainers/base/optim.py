@@ -1,5 +1,6 @@
 """AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,8 +57,11 @@ class LastStep:
         limit = max_norm or float("inf")
 
         def before_step(*_):
-            self.grad_norm = nn.utils.clip_grad_norm_(parameters, limit)
-            if not self.grad_norm.isfinite():
+            self.grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = self.grad_norm.item()
+            if not math.isfinite(norm):
                 self.optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
+            elif norm > 0.99 * limit:  # far below, every gradient would be multiplied by 1
+                nn.utils.clip_grads_with_norm_(parameters, limit, self.grad_norm)
 
         self.optimizer.register_step_pre_hook(before_step)

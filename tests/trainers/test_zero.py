@@ -1,0 +1,90 @@
+"""The optimizer step on a CPU against DeepSpeed's own: weights, moments and norms, bit for bit."""
+
+import itertools
+import logging
+
+import deepspeed
+import pytest
+import torch
+
+from fused_rl.trainers.base import engine, zero
+from fused_rl.trainers.options.config import EngineConfig, OptimConfig
+from tests.distributed import run_distributed
+from tests.marks import slow
+
+CELLS = ((0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16"))
+OPTIONS = (
+    {"max_grad_norm": 0.0},
+    {"max_grad_norm": 1e-2, "tf_adam": True},  # clipped at every step
+    {"max_grad_norm": 1e9, "warmup_steps": 2},
+)
+
+
+class Tower(torch.nn.Module):
+    """Weights that no span begins with; one is frozen, one is never used, one gets a gradient of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(71, 43)
+        self.frozen = torch.nn.Linear(43, 43).requires_grad_(False)
+        self.unused = torch.nn.Linear(5, 3)
+        self.last = torch.nn.Linear(43, 7)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(self.first(x)))).square().sum()
+
+
+def steps(stage, dtype, options) -> tuple[list, list]:
+    """Norms of the gradient in 3 steps of two micro-batches; then weights and what the optimizer keeps."""
+    config = EngineConfig(zero_stage=stage, dtype=dtype)
+    held = OptimConfig(**{"lr": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant"} | options)
+    model = engine.initialize(Tower().to(getattr(torch, dtype)), held, config, 3)
+    generator = torch.Generator().manual_seed(engine.rank())
+    norms = []
+    for step in range(3):
+        for _ in range(2):
+            x = torch.randn(9, 71, generator=generator).to(getattr(torch, dtype))
+            model.backward(model(x) * engine.world_size())
+        norms.append(engine.optimizer_step(model, step)["optim/grad_norm"])
+    kept = [weight.detach().clone() for weight in model.module.parameters()]
+    for state in model.last_step.optimizer.state.values():
+        kept += [state[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")]
+    if stage:
+        kept.append(model.optimizer.single_partition_of_fp32_groups[0].detach().clone())
+    return norms, kept
+
+
+def compared(rank, world, cases) -> int:
+    """How many cases give the same bits as DeepSpeed's own step."""
+    engine.setup(1)
+    torch.set_num_threads(1)
+    own = zero.own_step
+    for (stage, dtype), options in cases:
+        zero.own_step, zero.SPAN = own, 64
+        norms, found = steps(stage, dtype, options)
+        zero.own_step = lambda config: False
+        theirs, expected = steps(stage, dtype, options)
+        assert norms == theirs, (stage, dtype, options)
+        for mine, yours in zip(found, expected, strict=True):
+            assert torch.equal(mine, yours), (stage, dtype, options)
+    return len(cases)
+
+
+@pytest.mark.parametrize("world", [1, slow(2)])
+def test_every_stage_has_the_bits_of_deepspeeds_own_step(world):
+    cases = list(itertools.product(CELLS, OPTIONS))
+    assert run_distributed(compared, world, cases, timeout=300) == [len(cases)] * world
+
+
+def test_an_unknown_version_of_deepspeed_takes_its_own_step_and_a_warning_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(deepspeed, "__version__", "99.0")
+    with caplog.at_level(logging.WARNING):
+        assert not zero._compared.__wrapped__()
+    assert "DeepSpeed 99.0: its own optimizer step" in caplog.text
+
+
+def test_offload_and_zero_3_take_deepspeeds_own_step():
+    assert zero.own_step(EngineConfig(zero_stage=2)) == (not torch.cuda.is_available())
+    assert not zero.own_step(EngineConfig(zero_stage=2, offload=True))
+    assert not zero.own_step(EngineConfig(zero_stage=3))
