@@ -6,6 +6,7 @@ import torch
 
 from bench import peers
 
+BUSY = 3  # exit status of a group that did not measure by the clock on a busy machine
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -18,6 +19,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--all-shapes", action="store_true", help="on a CPU: every shape, in three times the time")
     made.add_argument("--peers", default="all", help="all, none, or comma-separated names")
     made.add_argument("--budget", type=float, default=None, help="seconds for a group: more cases, less for each")
+    made.add_argument("--loaded", action="store_true", help="on a busy CPU: CPU seconds of one thread, not wall time")
     made.add_argument("--out", default=None, help="folder for the JSON result (default: none is written)")
     return made
 
