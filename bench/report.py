@@ -89,7 +89,7 @@ def grouped(result, name) -> dict[str, list[dict]]:
 def tables(result, case) -> str:
     """A table of each case, whose name is `case(row)`, and what did not run."""
     text = ""
-    kinds = {kind.op: kind for kind in run.GROUPS[result["group"]].cases}
+    kinds = {kind.op: kind for kinds in run.CASES.values() for kind in kinds}
     for name, rows in grouped(result, case).items():
         kind = kinds[rows[0]["op"]]
         text += f"\n**{name}** ({rows[0]['bytes_text']}: {rows[0]['bytes']['both'] / 1e9:.3g} GB)\n\n"
