@@ -161,7 +161,6 @@ def environment(device: str) -> dict:
         "cpu": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "versions": {package: found for package, found in versions.items() if found},
     }

@@ -30,7 +30,7 @@ from bench.groups import GROUPS
 
 CASES = {
     "kernels": (LogprobsCase, GAECase),
-    "linear": (LinearCase, ExactHead),
+    "linear": (ExactHead, LinearCase),
     "support": (KeptLogits, KeptHead),
     "topk": (TopkCase,),
     "kl": (KLCase,),

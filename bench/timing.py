@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 LEAST = 3  # turns of each; what has no time for them says so
-MOST = 15
+MOST = 9
 BLOCK = 0.03  # seconds that a run is repeated for in its turn: of microseconds alone a clock says little
 
 
