@@ -37,6 +37,7 @@ CASES = {
     "growth": (GrowthCase,),
 }
 IMPORTS = 5  # seconds until a group begins
+OF_A_CASE = 5.0  # seconds that each case has, however late it is
 
 
 class Once(NamedTuple):
@@ -203,7 +204,8 @@ def main(args) -> int:
     seconds = args.budget or GROUPS[args.group].seconds * (3 if args.all_shapes else 1)
     if args.loaded:
         timing.count_cpu_seconds()
-    budget = timing.Budget(max(1.0, seconds - IMPORTS))
+        seconds *= 2  # of one thread
+    budget = timing.Budget(max(1.0, seconds - IMPORTS), least=min(OF_A_CASE, seconds))
 
     # Whether the clock may be trusted.
     told = {}
@@ -220,12 +222,12 @@ def main(args) -> int:
 
     # Case by case, each with its part of what is left.
     kinds = {kind: kind.specs(args) for kind in CASES[args.group]}
-    budget.parts = sum(map(len, kinds.values()))
+    budget.weights = sum(kind.weight(spec) for kind, specs in kinds.items() for spec in specs)
     warm_up(kinds, args)
     rows = []
     for kind, specs in kinds.items():
         for spec in specs:
-            ends = timing.now() + budget.share()
+            ends = timing.now() + budget.share(kind.weight(spec))
             case = kind(spec, args.device)
             found = run_case(case, args.peers, copy, ends - timing.now())
             show(case, found, copy)
