@@ -7,7 +7,7 @@ import argparse
 import functools
 
 from bench import plots, quoted, results, run
-from bench.cases import growth, linear
+from bench.cases import linear
 from bench.compiled import codegen
 from bench.results import RESULTS
 
@@ -26,10 +26,6 @@ BYTES = (
     "copy bandwidth compare implementations. Extra memory is in multiples of the logits."
 )
 COUNTED = "Counted in Triton's interpreter and by ATen operators: the same on every machine."
-SLOPES = (
-    "A slope of 1 is linear; taken over the upper half of the sizes. Extra memory counts what a call returns, too: a "
-    "gradient, or advantages. Rows by chunks pass through one buffer of 4096."
-)
 MACHINE_CODE = (
     "Cross-compiled without a device. Per element of the main loop: instructions, ALU instructions, special functions; "
     "a pair is the smaller and the larger of the loops. Headroom: time at the memory roof of one H200 over the time to "
@@ -159,24 +155,6 @@ def traffic(result, kind) -> str:
     return text + table(["operation", "implementation", "forward", "backward", "both", "note"], lines) + not_run(result)
 
 
-def of_growth(result, kind) -> str:
-    series = grouped(result, lambda row: row["op"])
-    plots.growth(series, kind)
-    text = f"## Growth, {kind}\n\n{machine(result)}\n![Time and memory over size](benchmarks-growth-{kind}.png)\n\n"
-    lines = []
-    for op, rows in series.items():
-        found = growth.slopes(rows)
-        if found is None:
-            continue
-        first, last = rows[0], rows[-1]
-        memory = (last["extra_bytes"] or 0) / 1e6
-        sizes = f"{first['size']} to {last['size']}"
-        of_time, of_memory = found
-        lines.append([op, sizes, results.whole_ms(last), of_time, memory, of_memory])
-    columns = ["what", "sizes", "ms at the largest", "slope of time", "extra MB at the largest", "slope of memory"]
-    return f"{text}{SLOPES}\n\n{table(columns, lines)}{not_run(result)}"
-
-
 def numerics(result, kind) -> str:
     """Goes into docs/numerics.md."""
     # Errors of log-probability, entropy and gradient.
@@ -242,7 +220,6 @@ GROUPS = {
     "support": functools.partial(kernels, title="Kept sets", picture="benchmarks-support"),
     "traffic": traffic,
     "codegen": of_codegen,
-    "growth": of_growth,
     "trainers": of_trainers,
     "numerics": numerics,
 }

@@ -1,4 +1,4 @@
-"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk, kl and growth.
+"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk and kl.
 
     python -m bench kernels --device cpu --all-shapes
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
@@ -21,7 +21,6 @@ from typing import NamedTuple
 from bench import machine, options, peers, results, timing
 from bench.cases.case import Case
 from bench.cases.gae import GAECase
-from bench.cases.growth import GrowthCase
 from bench.cases.kl import KLCase
 from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
@@ -34,7 +33,6 @@ CASES = {
     "support": (KeptLogits, KeptHead),
     "topk": (TopkCase,),
     "kl": (KLCase,),
-    "growth": (GrowthCase,),
 }
 IMPORTS = 5  # seconds until a group begins
 OF_A_CASE = 5.0  # seconds that each case has, however late it is
