@@ -119,6 +119,7 @@ def test_a_busy_machine_is_not_measured_by_the_clock(monkeypatch, capsys):
     monkeypatch.setattr(timing, "_of_cpu", False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)  # it compiles
     saved = []
     monkeypatch.setattr(results, "save", lambda args, rows, **more: saved.append(more))
     words = ["--device", "cpu", "--shapes", "6x500", "--dtype", "bf16", "--peers", "none"]
