@@ -197,22 +197,8 @@ def of_trainers(result, kind) -> str:
     return text + not_run(result)
 
 
-def of_quality(result, kind) -> str:
-    """How accurate a model is after how much CPU time; `python -m bench quality` draws the picture.
-
-    A row is a run: op, implementation, seed, and accuracy as [[steps, CPU seconds, accuracy], ...].
-    """
-    text = f"## Time to quality\n\n{machine(result)}\n![Held-out accuracy over CPU seconds](time-to-quality.svg)\n"
-    lines = []
-    for row in results.measured(result["rows"]):
-        steps, seconds, accuracy = row["accuracy"][-1]
-        lines.append([row["op"], label(row), row["seed"], steps, seconds, f"{100 * accuracy:.1f} %"])
-    return text + "\n" + table(["task", "implementation", "seed", "steps", "CPU s", "held out"], lines)
-
-
 # In the order of the page.
 GROUPS = {
-    "quality": of_quality,
     "kernels": kernels,
     "linear": of_linear,
     "kl": functools.partial(kernels, title="KL of two logits tensors", picture="benchmarks-kl"),
