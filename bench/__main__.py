@@ -20,7 +20,7 @@ import time
 
 from bench.machine import ROOT
 
-GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth", "trainers")
+GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth", "trainers", "sampling")
 # Of a shape: rows x vocabulary, rows x hidden x vocabulary.
 DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
@@ -34,6 +34,8 @@ COMMANDS = {
     "codegen": "compiled.codegen",
     "numerics": "numerics",
     "trainers": "trainers",
+    "sampling": "sampling",
+    "quality": "quality",
     "report": "report",
     "gpu": "gpu",
 }

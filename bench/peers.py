@@ -27,7 +27,8 @@ TOPK = {}
 KL = {}
 GAE = {}
 LINEAR = {}
-TRAINERS = ["TRL GRPOTrainer"]  # bench/trainer_peers.py
+# bench/trainer_peers.py, bench/trainer_losses.py
+TRAINERS = ["TRL SFTTrainer", "TRL RewardTrainer", "TRL PPOTrainer", "TRL GRPOTrainer", "verl", "OpenRLHF"]
 
 
 class Peer(NamedTuple):
