@@ -203,7 +203,7 @@ def main(args) -> int:
     if args.loaded:
         timing.count_cpu_seconds()
         seconds *= 2  # of one thread
-    budget = timing.Budget(max(1.0, seconds - IMPORTS), least=min(OF_A_CASE, seconds))
+    budget = timing.Budget(max(1.0, seconds - IMPORTS), weights=0, least=min(OF_A_CASE, seconds))
 
     # Whether the clock may be trusted.
     told = {}
@@ -220,7 +220,8 @@ def main(args) -> int:
 
     # Case by case, each with its part of what is left.
     kinds = {kind: kind.specs(args) for kind in CASES[args.group]}
-    budget.weights = sum(kind.weight(spec) for kind, specs in kinds.items() for spec in specs)
+    for kind, specs in kinds.items():
+        budget.weights += sum(map(kind.weight, specs))
     warm_up(kinds, args)
     rows = []
     for kind, specs in kinds.items():
