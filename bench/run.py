@@ -205,15 +205,12 @@ def main(args) -> int:
         seconds *= 2  # of one thread
     budget = timing.Budget(max(1.0, seconds - IMPORTS), weights=0, least=min(OF_A_CASE, seconds))
 
-    # Whether the clock may be trusted.
     told = {}
     if args.device == "cpu":
-        share = machine.quiet_share()
-        told = {"cpu_share": share, "time": timing.clock()}
-        if share < machine.QUIET and not args.loaded:
-            print(
-                f"{machine.heading(args.device)}: busy, it gives {share:.0%} of its cores; --loaded counts CPU seconds"
-            )
+        told = {"cpu_share": machine.quiet_share(), "time": timing.clock()}
+        if told["cpu_share"] < machine.QUIET and not args.loaded:
+            share = f"{told['cpu_share']:.0%}"
+            print(f"{machine.heading(args.device)}: busy, it gives {share} of its cores; --loaded counts CPU seconds")
             return options.BUSY
     told["copy_bytes_per_s"] = copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
