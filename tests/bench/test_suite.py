@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from bench import __main__ as suite
 from bench import gpu, machine, options
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
+from bench.groups import MINUTES
 
 
 def test_all_shapes_are_an_option(monkeypatch):
@@ -54,6 +56,23 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         assert wrong[-2] in capsys.readouterr().err
 
 
+def test_the_suite_ends_where_the_machine_is_busy(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(
+        suite.subprocess, "run", lambda words, **_: ran.append(words[3]) or SimpleNamespace(returncode=3)
+    )
+    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", "--group", "kl,topk"])
+    assert suite.main() == 1
+    assert ran == ["kl"]
+    assert "kl: failed: the machine is busy, " in capsys.readouterr().out
+
+
+def test_the_groups_together_take_what_is_promised():
+    assert sum(group.seconds for group in suite.GROUPS.values()) <= 60 * MINUTES
+    told = f"{MINUTES} minutes"
+    assert told in (machine.ROOT / "Makefile").read_text().partition(".PHONY: bench\n")[2].partition("\n")[0]
+
+
 def test_gpu_steps_end_on_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     steps = {
@@ -79,7 +98,8 @@ def test_gpu_steps_fit_into_nine_minutes_and_take_their_options():
 
 @pytest.mark.parametrize("word", suite.COMMANDS)
 def test_every_word_stands_for_a_command(word, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", word, "--bogus"])
+    needed = ["a", "b"] if word == "compare" else []
+    monkeypatch.setattr(sys, "argv", ["bench", word, *needed, "--bogus"])
     with pytest.raises(SystemExit) as stopped:
         suite.main()
     assert stopped.value.code == 2
