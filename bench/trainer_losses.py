@@ -21,7 +21,7 @@ SHAPE = (128, 1024)  # sequences, tokens of each
 CLIP = 0.2
 TURNS = 9
 OP, TASK = "ppo losses", f"{results.sizes(SHAPE, ' × ')} tokens"
-NOTE = "the losses alone"
+NOTE = "with the metrics that it returns beside the losses"
 
 
 def inputs() -> dict[str, torch.Tensor]:

@@ -205,6 +205,8 @@ def qwen_sft(
     """SFT with a large head; the model is `kept` there for the next time."""
     place = kept or folder / "model"
     model = large_head(place, vocabulary=vocabulary, hidden=hidden, layers=layers, dtype=dtype)
+
+    # Words that follow words: nothing to learn, and every token counts.
     rows = []
     prompts, completions = (random_words(seed, 64, n, vocabulary) for seed, n in ((1, prompt), (2, completion)))
     for prompt_text, text in zip(prompts, completions, strict=True):
