@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from fused_rl.trainers.base import launch
 from fused_rl.trainers.base.launch import TIMEOUT
 from fused_rl.trainers.base.screen import silent
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.errors import InputError
 
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
 HEARING = 5.0  # seconds, of a rank that has left the group

@@ -17,7 +17,7 @@ from torch import nn
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.errors import InputError
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does
 MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row

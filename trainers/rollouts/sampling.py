@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.errors import InputError
 
 
 class NoDistribution(InputError):
