@@ -86,14 +86,19 @@ def judged(case: Case, peer: peers.Peer, errors: dict) -> dict:
     return {"status": status, "reason": ", ".join(over)}
 
 
-def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
-    """The row of one implementation, with its errors; how the run went, where it may be timed."""
+def attempt(case: Case, peer: peers.Peer, raising: bool = False) -> tuple[dict, Once | None]:
+    """The row of one implementation, with its errors; how the run went, where it may be timed.
+
+    What it raises is its row, unless it is to be raised.
+    """
     try:
         if peer.role == "ours" or peer.compiles:
             run_once(case, peer)  # ours compiles, too
         once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
-    except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
+    except Exception as reason:  # each fails in its own way; ours makes the group fail
+        if raising:
+            raise
         status, told = results.failure(reason)
         return results.not_run(peer.name, status, told, case.op, case.label()), None
     moved, text = case.bytes()
@@ -137,7 +142,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
 
     # Then in turns.
     left = seconds - (time.perf_counter() - started)
-    samples = timing.sampled(runs, case.device, left, first, kept)
+    samples = timing.sampled(runs, left, first, kept)
     describe(rows, samples, memory, copy_bytes_per_s, case.baselines)
     return rows
 
@@ -207,6 +212,10 @@ def main(args) -> int:
     """Run the group `args.group`; 1 where an answer of ours is wrong or missing."""
     cases, seconds = GROUPS[args.group]
     kinds = {kind: kind.specs(args) for kind in cases}
+    if args.device != "cpu":
+        from bench import apart  # which imports this file
+
+        return apart.main(args, kinds, args.budget or seconds)
     copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
     parts = sum(map(len, kinds.values()))
