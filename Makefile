@@ -115,13 +115,13 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 15 minutes on one core
 	$(BIN)/python -m bench.repro.kl_estimators
 
-# A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
+# A GPU machine brings its own torch, and often no network: nothing is installed.
 .PHONY: gpu
-gpu:  ## everything that needs a GPU: the gpu tests, then kernels and linear within a time budget
+gpu:  ## what a GPU is asked first, in 10 minutes: facts, every kernel test compiled, groups of the benchmark
 	@for python in $(PYTHON) $(BIN)/python; do \
 	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	    exec $$python -m bench gpu; fi; done; \
-	$(MAKE) install && exec $(BIN)/python -m bench gpu
+	echo "no GPU: no torch of $(PYTHON) or $(BIN)/python sees one"; exit 1
 
 .PHONY: lint
 lint: $(VENV)/installed  ## ruff: rules and formatting

@@ -16,10 +16,12 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
-from bench import results
-from bench.machine import ROOT
+ROOT = Path(__file__).resolve().parents[1]
+FAILED = "failed"
+OUT_OF_MEMORY = "out of memory"
 
 
 class Answer(NamedTuple):
@@ -50,7 +52,7 @@ class Worker:
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=sys.stderr,
+            stdout=2,
             pass_fds=[write],
             start_new_session=True,  # what it starts ends with it
         )
@@ -66,9 +68,9 @@ class Worker:
         line = self._line(time.monotonic() + limit)
         if line is None:
             self.stop()
-            return Answer(status=results.FAILED, reason=f"no answer within {limit:.0f} s")
+            return Answer(status=FAILED, reason=f"no answer within {limit:.0f} s")
         if not line.endswith(b"\n"):
-            return Answer(status=results.FAILED, reason=f"its process ended: {_ending(self.stop(kill=False))}")
+            return Answer(status=FAILED, reason=f"its process ended: {_ending(self.stop(kill=False))}")
         answer = Answer(*json.loads(line))
         if answer.status:
             self.stop()
@@ -113,6 +115,13 @@ def _ending(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
+def failure(error: Exception) -> tuple[str, str]:
+    """Status and reason of what raised."""
+    out = type(error).__name__ == "OutOfMemoryError"  # torch's; to import it would take seconds
+    text = str(error).strip() or "no message"
+    return OUT_OF_MEMORY if out else FAILED, f"{type(error).__name__}: {text}".splitlines()[0][:160]
+
+
 def serve(questions, answers) -> None:
     """Answers until there are no more questions, or one fails."""
     for line in questions:
@@ -122,7 +131,7 @@ def serve(questions, answers) -> None:
             function = getattr(importlib.import_module(module), name)
             answer = Answer(function(*asked["args"], **asked["options"]))
         except Exception as error:  # noqa: BLE001 - each fails in its own way
-            answer = Answer(None, *results.failure(error))
+            answer = Answer(None, *failure(error))
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
         if answer.status:
