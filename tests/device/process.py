@@ -70,6 +70,8 @@ def begin() -> None:
 
 
 def patch(cuda) -> None:
+    import torch
+
     from tests.device import tensors
 
     cuda._lazy_init = lambda: None
@@ -81,6 +83,10 @@ def patch(cuda) -> None:
     cuda.is_bf16_supported = lambda *options: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
+    # one generator, that of the CPU, draws for both
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: None
     cuda.synchronize = lambda device=None: tensors.wait("synchronize")
 
 

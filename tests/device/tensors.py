@@ -170,7 +170,7 @@ def _is_device(device) -> bool:
 # --- what CUDA would have made of an operator ------------------------------------------------------------------------
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal"}  # their result is the host's
-SIZED = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "_unique", "bincount"}
+SIZED = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "_unique", "bincount", "masked_scatter_backward"}
 COPIES = {"copy_", "_to_copy"}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 NO_SCALARS = {"cat", "stack", "index_select", "gather", "scatter", "scatter_add", "mm", "addmm", "bmm", "baddbmm"}
