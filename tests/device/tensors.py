@@ -61,15 +61,17 @@ def _upload(what: str) -> None:
 
 
 def place() -> str:
-    """`file:line` of the innermost frame of the project's code, else of its tests."""
-    frame, test = sys._getframe(1), None
+    """`file:line` of the innermost frame of the project's code, else of its tests; `<-` a transformers model in it."""
+    frame, test, inside = sys._getframe(1), None, ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name not in OURS and name.startswith(str(ROOT)) and "site-packages" not in name:
+        if "/transformers/" in name:
+            inside = inside or f" <- {Path(name).name}:{frame.f_lineno}"
+        elif name not in OURS and name.startswith(str(ROOT)) and "site-packages" not in name:
             where = f"{Path(name).relative_to(ROOT)}:{frame.f_lineno}"
             if not where.startswith("tests/"):
-                return where
-            test = test or where
+                return where + inside
+            test = test or where + inside
         frame = frame.f_back
     return test or "torch"
 
@@ -100,6 +102,9 @@ class OnDevice(torch.Tensor):
 
     def numpy(self, **options):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    def resize_(self, *shape):
+        return OnDevice(self.inner.view(*shape))  # to the same number of elements
 
     def data_ptr(self):
         return self.inner.data_ptr()
@@ -170,7 +175,16 @@ def _is_device(device) -> bool:
 # --- what CUDA would have made of an operator ------------------------------------------------------------------------
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal"}  # their result is the host's
-SIZED = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim", "_unique", "bincount", "masked_scatter_backward"}
+SIZED = {
+    "nonzero",
+    "masked_select",
+    "unique_consecutive",
+    "_unique2",
+    "unique_dim",
+    "_unique",
+    "bincount",
+    "masked_scatter_backward",
+}
 COPIES = {"copy_", "_to_copy"}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 NO_SCALARS = {"cat", "stack", "index_select", "gather", "scatter", "scatter_add", "mm", "addmm", "bmm", "baddbmm"}

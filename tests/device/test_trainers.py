@@ -53,6 +53,14 @@ def found_on(device, folders, make, options, responses):
     return found, waits
 
 
+def show(name, waits):
+    """`pytest -s` or a failure shows where the host waited."""
+    print(f"\n{name}: {sum(waits.reads.values())} reads, {sum(waits.uploads.values())} uploads")
+    for kind in ("reads", "uploads"):
+        for where, count in getattr(waits, kind).most_common():
+            print("   ", kind, count, where)
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_that_of_the_cpu(device, folders, name):
     make, options = STEPS[name]
@@ -60,10 +68,7 @@ def test_a_step_is_that_of_the_cpu(device, folders, name):
         responses = drawn(folders, make, options)
         cpu, _ = found_on(CPU, folders, make, options, responses)
         found, waits = found_on(device, folders, make, options, responses)
-    print(name, sum(waits.reads.values()), sum(waits.uploads.values()))
-    for kind in ("reads", "uploads"):
-        for where, count in getattr(waits, kind).most_common():
-            print("   ", kind, count, where)
+    show(name, waits)
     for key, value in cpu.metrics.items():
         if not key.startswith(("time/", "perf/")):
             assert found.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
