@@ -95,8 +95,8 @@ MUTATIONS = {
     ),
     "masked rows keep their gradient": Mutation(
         "fused_rl/linear.py",
-        "kept = None if mask is None or bool(mask.all())",
-        "kept = None if mask is None or bool(mask.any())",
+        "return None if len(kept) == mask.numel() else kept",
+        "return None if len(kept) else kept",
         "tests/test_linear.py -k masked",
     ),
     # The losses.
