@@ -25,11 +25,11 @@ GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numeric
 DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {
-    "kernels": "run",
-    "linear": "run",
-    "support": "run",
-    "topk": "run",
-    "growth": "run",
+    "kernels": "apart",
+    "linear": "apart",
+    "support": "apart",
+    "topk": "apart",
+    "growth": "apart",
     "traffic": "traffic",
     "codegen": "compiled.codegen",
     "numerics": "numerics",

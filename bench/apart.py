@@ -6,7 +6,7 @@ implementations of one case share its inputs and its fp64 truth.
 
 import sys
 
-from bench import machine, results, run, timing
+from bench import machine, options, results, run, timing
 from bench.cases.case import Case, Spec
 from bench.worker import Answer, Worker
 
@@ -88,6 +88,15 @@ def run_case(worker: Worker, kind: type[Case], spec: Spec, args, copy: float, se
     results.show_missing(rows)
     sys.stdout.flush()
     return rows
+
+
+def command(group: str, words: list[str] | None = None) -> int:
+    """The group by its command line; on a CPU in this process."""
+    args = options.arguments(run.__doc__, group, words)
+    if args.device == "cpu":
+        return run.main(args)
+    cases, seconds = run.GROUPS[group]
+    return main(args, {kind: kind.specs(args) for kind in cases}, args.budget or seconds)
 
 
 def main(args, kinds: dict, seconds: float) -> int:

@@ -212,10 +212,6 @@ def main(args) -> int:
     """Run the group `args.group`; 1 where an answer of ours is wrong or missing."""
     cases, seconds = GROUPS[args.group]
     kinds = {kind: kind.specs(args) for kind in cases}
-    if args.device != "cpu":
-        from bench import apart  # which imports this file
-
-        return apart.main(args, kinds, args.budget or seconds)
     copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
     parts = sum(map(len, kinds.values()))
