@@ -112,7 +112,7 @@ $(VENV)-openrlhf/installed: tests/hosts/constraints-openrlhf.txt pyproject.toml 
 	@touch $@
 
 .PHONY: bench
-bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 10 minutes
+bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 12 minutes
 	$(ALL_CORES) $(BIN)/python -m bench
 	$(BIN)/python -m bench report
 

@@ -2,8 +2,9 @@
 
     python -m bench                          every group that can run here; results go to bench/results
     python -m bench --group kernels,traffic --device cpu --dtype bf16 --shapes 1024x32000 --peers none --out folder
-    python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, traffic, ...
-    python -m bench report                   bench/results -> docs/benchmarks.md with plots, docs/numerics.md's table
+    python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, kl, ...
+    python -m bench report                   bench/results -> docs/benchmarks.md with plots, and what other pages quote
+    python -m bench compare FOLDER FOLDER    the ratios that differ by more than a tenth between two runs
     python -m bench gpu --out folder         all that needs a GPU, within 9 minutes
 
 Each group of a whole run is a process of its own: counting needs Triton's interpreter, cross-compilation must not have
@@ -18,25 +19,13 @@ import subprocess
 import sys
 import time
 
+from bench.groups import GROUPS
 from bench.machine import ROOT
+from bench.options import BUSY
 
-GROUPS = ("kernels", "linear", "support", "topk", "traffic", "codegen", "numerics", "growth", "trainers")
-# Of a shape: rows x vocabulary, rows x hidden x vocabulary.
-DIMENSIONS = {"kernels": 2, "linear": 3, "support": 3}
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
-COMMANDS = {
-    "kernels": "apart",
-    "linear": "apart",
-    "support": "apart",
-    "topk": "apart",
-    "growth": "apart",
-    "traffic": "traffic",
-    "codegen": "compiled.codegen",
-    "numerics": "numerics",
-    "trainers": "trainers",
-    "report": "report",
-    "gpu": "gpu",
-}
+COMMANDS = {name: group.module for name, group in GROUPS.items()}
+COMMANDS |= {"report": "report", "compare": "compare", "gpu": "gpu"}
 
 
 def run_group(group: str, options: list[str]) -> str:
@@ -46,13 +35,14 @@ def run_group(group: str, options: list[str]) -> str:
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
     words = [sys.executable, "-m", "bench", group, *options]
     done = subprocess.run(words, cwd=ROOT, env=environment)
-    return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
+    told = {0: "ok", BUSY: "failed: the machine is busy"}
+    return told.get(done.returncode, f"failed (exit status {done.returncode})")
 
 
 def of_group(shapes: str | None, group: str) -> list[str]:
     """Those of the shapes that have as many dimensions as the group's cases."""
     listed = shapes.split(",") if shapes else []
-    return [shape for shape in listed if len(shape.split("x")) == DIMENSIONS.get(group)]
+    return [shape for shape in listed if len(shape.split("x")) == GROUPS[group].dimensions]
 
 
 def parse():
@@ -70,11 +60,12 @@ def parse():
     if unknown:
         parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
     if args.shapes and not any(of_group(args.shapes, group) for group in groups):
-        wanted = [f"{n} dimensions for {group}" for group, n in DIMENSIONS.items()]
+        wanted = [f"{group.dimensions} dimensions for {name}" for name, group in GROUPS.items() if group.dimensions]
         parser.error(f"--shapes {args.shapes}: expected {', '.join(wanted)}")
 
     # The options that were given, as words again.
     words = ["--all-shapes"] if args.all_shapes else []
+    words += ["--loaded"] if args.loaded else []
     for name in ("device", "dtype", "peers", "budget"):
         value = getattr(args, name)
         if value != parser.get_default(name):

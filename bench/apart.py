@@ -8,6 +8,7 @@ import sys
 
 from bench import machine, options, results, run, timing
 from bench.cases.case import Case, Spec
+from bench.groups import GROUPS
 from bench.worker import Answer, Worker
 
 ANSWER_S = 75  # to import, make a case, compile one implementation and measure it
@@ -21,7 +22,7 @@ def _case(kind: str, spec: list, device: str) -> Case:
     key = kind, str(spec), device
     if key not in _kept:
         _kept.clear()
-        kinds = {case.__name__: case for group in run.GROUPS.values() for case in group.cases}
+        kinds = {case.__name__: case for cases in run.CASES.values() for case in cases}
         shape, *rest = spec
         _kept[key] = kinds[kind](Spec(tuple(shape), *rest), device)
     return _kept[key]
@@ -42,7 +43,8 @@ def measured(*key, wanted: str, name: str, ms: float) -> dict:
         return {"row": row}
     repeats = case.backward_repeats and not peer.overwrites
     timed = timing.Run(peer.call, case.backward_of(peer), case.inputs(peer), repeats)
-    return {"row": row, "samples": timing.alone(timed, case.device, ms), "extra": once.extra_bytes}
+    row["extra_bytes"] = once.extra_bytes
+    return {"row": row, "samples": timing.alone(timed, case.device, ms)}
 
 
 def title(*key, rows: list[dict], copy: float) -> str:
@@ -64,7 +66,7 @@ def run_case(worker: Worker, kind: type[Case], spec: Spec, args, copy: float, se
     known = ask("contenders", wanted=args.peers)
     if known.status:
         return [results.not_run("fused_rl", known.status, known.reason, **where)]
-    rows, samples, memory = known.value["missing"], {}, {}
+    rows, samples = known.value["missing"], {}
     names = known.value["names"]
     ms = min(200.0, max(20.0, 1e3 * seconds / len(names) / 4))
     for name, role in names:
@@ -78,8 +80,8 @@ def run_case(worker: Worker, kind: type[Case], spec: Spec, args, copy: float, se
             continue
         rows.append(found.value["row"])
         if "samples" in found.value:
-            samples[name], memory[name] = found.value["samples"], found.value["extra"]
-    run.describe(rows, samples, memory, copy, kind.baselines)
+            samples[name] = found.value["samples"]
+    run.describe(rows, samples, copy, kind.baselines, side_by_side=False)
     timed = results.measured(rows)
     if timed:
         above = ask("title", rows=timed, copy=copy)
@@ -95,8 +97,8 @@ def command(group: str, words: list[str] | None = None) -> int:
     args = options.arguments(run.__doc__, group, words)
     if args.device == "cpu":
         return run.main(args)
-    cases, seconds = run.GROUPS[group]
-    return main(args, {kind: kind.specs(args) for kind in cases}, args.budget or seconds)
+    kinds = {kind: kind.specs(args) for kind in run.CASES[group]}
+    return main(args, kinds, args.budget or GROUPS[group].seconds)
 
 
 def main(args, kinds: dict, seconds: float) -> int:

@@ -31,10 +31,11 @@ class Step(NamedTuple):
 
 STEPS = [
     Step("facts", 270),
-    Step("tests", 130),
-    Step("kernels", 75, 60),
-    Step("linear", 50, 35),
-    Step("support", 35, 22),
+    Step("tests", 120),
+    Step("kernels", 60, 48),
+    Step("linear", 50, 38),
+    Step("kl", 25, 14),
+    Step("support", 35, 24),
     Step("topk", 25, 14),
 ]
 FACTS_FILE = "gpu-facts.jsonl"

@@ -7,6 +7,7 @@ A peer is called as we call our own op, so that an answer can be checked against
     gae                 call(rewards (B, T), values, mask, gamma, gae_lambda) -> (advantages, returns)
     K tokens per row    call(logits (..., V), targets (..., K)) -> logprobs (..., K)
     the output head     call(hidden (N, H), weight (V, H), targets (N,), advantages (N / SEQUENCE,)) -> loss
+    an exact head       call(hidden (N, H), weight (V, H), targets (N,)) -> (logprobs, entropy), by fp32 logits
 """
 
 import importlib
@@ -27,7 +28,10 @@ TOPK = {}
 KL = {}
 GAE = {}
 LINEAR = {}
+EXACT = {}
 TRAINERS = ["TRL GRPOTrainer"]  # bench/trainer_peers.py
+# Of packages that the extra `bench` does not install: how to have them.
+WAYS = {"verl": "`make test-integrations` installs it into .venv-verl, whose Python runs this suite too"}
 
 
 class Peer(NamedTuple):
@@ -59,7 +63,9 @@ def import_peer(module: str):
         return importlib.import_module(module)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]:
-            raise Unavailable("not installed", results.NOT_INSTALLED) from error
+            way = WAYS.get(error.name)
+            told = f"not installed: {way}" if way else "not installed"
+            raise Unavailable(told, results.NOT_INSTALLED) from error
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
@@ -141,7 +147,9 @@ def targets_ignored(targets, mask):
     return targets.flatten() if mask is None else torch.where(mask, targets, -100).flatten()
 
 
-@listed(LOGPROBS, "TRL", "trl", "two functions")
+# Of TRL 1.16's trainers the experimental ones alone (A2PO, CPO, ORPO, SDFT, SDPO, TPO) call these two; GRPO, RLOO, DPO,
+# KTO and SFT call the chunked head.
+@listed(LOGPROBS, "TRL", "trl", "two functions, of its experimental trainers")
 def trl(device):
     utils = import_peer("trl.trainer.utils")
 
@@ -379,16 +387,41 @@ def liger_head(device):
     return call
 
 
-@listed(LINEAR, "TRL chunked head", "trl")
-def trl_head(device):
+def step_of(head: Callable) -> Callable:
+    """A step's loss by a head of (hidden, weight, targets) -> (logprobs, entropy)."""
+
+    def call(hidden, weight, targets, advantages):
+        logprobs, entropy = head(hidden, weight, targets)
+        return policy_gradient(logprobs, entropy, per_row(advantages)).mean()
+
+    return call
+
+
+@listed(LINEAR, "Liger scaled cross-entropy", "liger-kernel", "its own kernels on Hopper alone, else verl's formulas")
+def liger_scaled(device):
+    function = import_peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+
+    def head(hidden, weight, targets):
+        loss, entropy = function.apply(hidden, weight, targets, 1.0, -100, 1, True)
+        return -loss, entropy
+
+    return step_of(head)
+
+
+def trl_chunks():
+    """TRL's head as its trainers call it, (hidden, weight, targets) -> (logprobs, entropy)."""
     function = import_peer("trl.kernels").ChunkedLogProbFunction
     columns = import_peer("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
 
-    def call(hidden, weight, targets, advantages):
-        outputs = function.apply(hidden, weight, None, targets, 1.0, columns, None, 1.0, ("entropy",))
-        return policy_gradient(outputs[0], None, per_row(advantages)).mean()
+    def head(hidden, weight, targets):
+        return function.apply(hidden, weight, None, targets, 1.0, columns, None, 1.0, ("entropy",))[:2]
 
-    return call
+    return head
+
+
+@listed(LINEAR, "TRL chunked head", "trl", "of its GRPO, RLOO, DPO, KTO and SFT trainers")
+def trl_head(device):
+    return step_of(trl_chunks())
 
 
 def cut_needs(device: str, interpreted: bool):
@@ -411,15 +444,21 @@ def cut_cross_entropy(device):
     return call
 
 
-@listed(LINEAR, "verl", "verl", needs=needs_gpu)
-def verl_head(device):
+@listed(LINEAR, "verl torch head", "verl")
+def verl_torch_head(device):
+    return step_of(import_peer("verl.utils.experimental.torch_functional").FusedLinearForPPO())
+
+
+@listed(LINEAR, "verl Triton head", "verl", needs=needs_gpu)
+def verl_triton_head(device):
     function = import_peer("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return step_of(lambda hidden, weight, targets: function(hidden, weight, targets, 1.0, "none"))
 
-    def call(hidden, weight, targets, advantages):
-        logprobs, entropy = function(hidden, weight, targets, 1.0, "none")
-        return policy_gradient(logprobs, entropy, per_row(advantages)).mean()
 
-    return call
+@listed(LINEAR, "quack chunked head", "quack-kernels", "all advantages 1, no entropy", needs=needs_gpu, unweighted=True)
+def quack_head(device):
+    function = import_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda hidden, weight, targets, advantages: function(hidden, weight, targets)
 
 
 @listed(LINEAR, "F.linear_cross_entropy", note="all advantages 1, no entropy", unweighted=True)
@@ -434,3 +473,28 @@ def torch_head(device):
         return function(hidden, weight, targets, options=chunked)
 
     return call
+
+
+# ------------------------------------------------------------------ fp32 logits of 16-bit operands
+
+
+def plain_exact(hidden, weight, targets):
+    """An fp32 head as it is most often written: cast, project, log-softmax."""
+    logits = hidden.float() @ weight.float().t()
+    return plain_logprobs(logits, targets)
+
+
+@listed(EXACT, "plain torch")
+def exact_of_plain_torch(device):
+    return plain_exact
+
+
+@listed(EXACT, "torch.compile", needs=needs_inductor, compiles=True)
+def compiled_exact(device):
+    return torch.compile(plain_exact, dynamic=True)
+
+
+@listed(EXACT, "TRL chunked head", "trl", "casts the head in each call; its trainers keep it so: cast_lm_head_to_fp32")
+def trl_exact(device):
+    head = trl_chunks()
+    return lambda hidden, weight, targets: head(hidden.float(), weight.float(), targets)

@@ -1,4 +1,4 @@
-"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk and growth.
+"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk, kl and growth.
 
     python -m bench kernels --device cpu --all-shapes
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
@@ -6,14 +6,16 @@
     python -m bench linear --device cpu --dtype bf16 --shapes 2048x1024x32000 --peers "TRL chunked head"
 
 Every answer is checked against fp64 before anything is timed: an op of ours that fails is not timed, a peer that is
-wrong is timed and its row says by how much. Implementations take turns; times are medians; what has no time to repeat
-keeps its first run. Bytes are those the operation cannot avoid, the same for every row of a case; so GB/s and the share
-of the copy bandwidth compare implementations, not how much they waste.
+wrong is timed and its row says by how much. Implementations take turns, three each at least; times are medians, and
+how many times longer one takes than ours is the median over the turns, each beside ours of the same round. A group
+keeps to its time with all that it does: a row without three turns says why. Bytes are those the operation cannot avoid,
+the same for every row of a case; so GB/s and the share of the copy bandwidth compare implementations, not how much they
+waste. A machine that does something else is not measured by the clock: the group says so and ends, with status 3;
+`--loaded` counts CPU seconds of one thread instead.
 """
 
 import contextlib
 import sys
-import time
 from typing import NamedTuple
 
 from bench import machine, options, peers, results, timing
@@ -21,25 +23,20 @@ from bench.cases.case import Case
 from bench.cases.gae import GAECase
 from bench.cases.growth import GrowthCase
 from bench.cases.kl import KLCase
-from bench.cases.linear import LinearCase
+from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
 from bench.cases.support import KeptHead, KeptLogits
+from bench.groups import GROUPS
 
-
-class Group(NamedTuple):
-    """Operations whose results stand in one file."""
-
-    cases: tuple[type[Case], ...]
-    seconds: float  # of all cases together, unless --budget says otherwise; three times that for --all-shapes
-
-
-GROUPS = {
-    "kernels": Group((LogprobsCase, KLCase, GAECase), 180),
-    "linear": Group((LinearCase,), 250),
-    "support": Group((KeptLogits, KeptHead), 240),
-    "topk": Group((TopkCase,), 150),
-    "growth": Group((GrowthCase,), 40),
+CASES = {
+    "kernels": (LogprobsCase, GAECase),
+    "linear": (ExactHead, LinearCase),
+    "support": (KeptLogits, KeptHead),
+    "topk": (TopkCase,),
+    "kl": (KLCase,),
+    "growth": (GrowthCase,),
 }
+IMPORTS = 5  # seconds until a group begins
 
 
 class Once(NamedTuple):
@@ -113,7 +110,7 @@ def attempt(case: Case, peer: peers.Peer, raising: bool = False) -> tuple[dict, 
 
 def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
     """The rows of every implementation of one case, checked, then measured within about these seconds."""
-    started = time.perf_counter()
+    started = timing.now()
     found, rows = case.contenders(wanted)
 
     # Each once: its errors, its memory, and how long it takes.
@@ -122,7 +119,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     memory = {}
     kept = []
     for peer in found:
-        if peer.role == "peer" and time.perf_counter() - started > seconds:
+        if peer.role == "peer" and timing.now() - started > seconds:
             reason = "left out for time; --budget gives more"
             row = results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label())
             rows.append(row)
@@ -141,40 +138,43 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
             kept.append(peer.name)
 
     # Then in turns.
-    left = seconds - (time.perf_counter() - started)
+    left = seconds - (timing.now() - started)
     samples = timing.sampled(runs, left, first, kept)
-    describe(rows, samples, memory, copy_bytes_per_s, case.baselines)
+    for row in rows:
+        if row["implementation"] in samples:
+            row["extra_bytes"] = memory[row["implementation"]]
+    describe(rows, samples, copy_bytes_per_s, case.baselines, side_by_side=True)
     return rows
 
 
 def describe(
     rows: list[dict],
     samples: dict,
-    memory: dict,
     copy_bytes_per_s: float,
     baselines: tuple[str, ...],
+    side_by_side: bool,
 ):
-    """Fill in memory, samples, medians and ratios of the rows that were timed."""
-    # Medians first: ratios are between them.
-    medians = {}
-    for name, phases in samples.items():
-        ms = {phase: timing.median(found) for phase, found in phases.items()}
-        medians[name] = ms | {"both": timing.whole(ms)}
+    """Fill in samples, medians and ratios of the rows that were timed, in turns with one another or each alone."""
     for row in rows:
         name = row["implementation"]
-        if name not in medians or "bytes" not in row:
+        if name not in samples or "bytes" not in row:
             continue
-        ms = medians[name]
-        row |= {"ms": ms, "samples_ms": samples[name], "extra_bytes": memory[name]}
+        ms = {phase: timing.median(found) for phase, found in samples[name].items()}
+        ms["both"] = timing.whole(ms)
+        row |= {"ms": ms, "samples_ms": samples[name]}
         row |= {"gb_per_s": {}, "copy_fraction": {}, "time_over": {}}
+        turns = results.repeats(row)
+        if turns < timing.LEAST:
+            row["few"] = f"{turns} of {timing.LEAST} turns, for time: one takes {timing.whole(ms) / 1e3:.2g} s"
         for phase in ms:
             if phase in row["bytes"]:
                 rate = row["bytes"][phase] / (1e-3 * ms[phase])
                 row["gb_per_s"][phase] = rate / 1e9
                 row["copy_fraction"][phase] = rate / copy_bytes_per_s
         for base in baselines:
-            if base in medians:
-                row["time_over"][base] = ms["both"] / medians[base]["both"]
+            if base in samples:
+                both, others = (timing.whole(samples[name]) for name in (name, base))
+                row["time_over"][base] = timing.ratio(both, others, side_by_side)
 
 
 def show(case: Case, rows: list[dict], copy_bytes_per_s: float):
@@ -200,6 +200,7 @@ def timed_table(columns: dict[str, str], rows: list[dict], label=lambda row: row
 def warm_up(kinds: dict, args):
     """Import and compile what the cases need, so that the first case has as much time as the others."""
     for kind, specs in kinds.items():
+        peers.find(kind.known, args.device, args.peers)
         for spec in kind.warm_ups(specs, args.device):
             case = kind(spec, args.device)
             for peer in case.contenders(args.peers)[0]:
@@ -209,25 +210,38 @@ def warm_up(kinds: dict, args):
 
 
 def main(args) -> int:
-    """Run the group `args.group`; 1 where an answer of ours is wrong or missing."""
-    cases, seconds = GROUPS[args.group]
-    kinds = {kind: kind.specs(args) for kind in cases}
-    copy = machine.copy_bandwidth(args.device)
+    """Run the group `args.group`; 1 where an answer of ours is wrong or missing, `options.BUSY` on a busy machine."""
+    seconds = args.budget or GROUPS[args.group].seconds * (3 if args.all_shapes else 1)
+    if args.loaded:
+        timing.count_cpu_seconds()
+    budget = timing.Budget(max(1.0, seconds - IMPORTS))
+
+    # Whether the clock may be trusted.
+    told = {}
+    if args.device == "cpu":
+        share = machine.quiet_share()
+        told = {"cpu_share": share, "time": timing.clock()}
+        if share < machine.QUIET and not args.loaded:
+            print(
+                f"{machine.heading(args.device)}: busy, it gives {share:.0%} of its cores; --loaded counts CPU seconds"
+            )
+            return options.BUSY
+    told["copy_bytes_per_s"] = copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
-    parts = sum(map(len, kinds.values()))
-    budget = timing.Budget(args.budget or seconds * (3 if args.all_shapes else 1), parts)
+
+    # Case by case, each with its part of what is left.
+    kinds = {kind: kind.specs(args) for kind in CASES[args.group]}
+    budget.parts = sum(map(len, kinds.values()))
     warm_up(kinds, args)
     rows = []
     for kind, specs in kinds.items():
         for spec in specs:
+            ends = timing.now() + budget.share()
             case = kind(spec, args.device)
-            found = run_case(case, args.peers, copy, budget.share())
+            found = run_case(case, args.peers, copy, ends - timing.now())
             show(case, found, copy)
             rows += [row for row in found if row not in rows]  # what cannot run at any case is told once
-            results.save(args, rows, copy_bytes_per_s=copy)
+            if told.get("cpu_share"):
+                told["cpu_share"] = min(told["cpu_share"], machine.cpu_share())
+            results.save(args, rows, **told)
     return results.failed(rows)
-
-
-def command(group: str, words: list[str] | None = None) -> int:
-    """The group by its command line."""
-    return main(options.arguments(__doc__, group, words))

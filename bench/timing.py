@@ -1,4 +1,4 @@
-"""Time: runs that take turns, a budget shared among parts, samples of forward and backward on CPU and GPU."""
+"""Time: runs that take turns, ratios of what ran side by side, a budget shared among parts; on CPU and GPU."""
 
 import itertools
 import statistics
@@ -8,17 +8,36 @@ from typing import NamedTuple
 
 import torch
 
+_of_cpu = False
+
+
+def count_cpu_seconds() -> None:
+    """From now on `now` counts CPU seconds of this process, on one thread: those that wait for others would spin."""
+    global _of_cpu
+    _of_cpu = True
+    torch.set_num_threads(1)
+
+
+def now() -> float:
+    """Seconds: of wall time, or of CPU time."""
+    return time.process_time() if _of_cpu else time.perf_counter()
+
+
+def clock() -> str:
+    """What `now` counts, in words."""
+    return "CPU seconds of one thread" if _of_cpu else "wall time"
+
 
 class Budget:
-    """Seconds of wall time, shared out among the parts to come: what one leaves over, the next ones get."""
+    """Seconds, shared out among the parts to come: what one leaves over, the next ones get."""
 
-    def __init__(self, seconds: float, parts: int):
-        self.end = time.perf_counter() + seconds
+    def __init__(self, seconds: float, parts: int = 1):
+        self.end = now() + seconds
         self.parts = parts
 
     def left(self) -> float:
         """Seconds until the end; negative beyond it."""
-        return self.end - time.perf_counter()
+        return self.end - now()
 
     def share(self) -> float:
         """Seconds for the next part."""
@@ -36,48 +55,67 @@ class Run(NamedTuple):
     repeats: bool  # whether the backward pass can be run again on one forward pass
 
 
+LEAST = 3  # turns of each; what has no time for them says so
+MOST = 9
+BLOCK = 0.03  # seconds that a run is repeated for in its turn: of microseconds alone a clock says little
+
+
 def interleaved(
     runs: dict,
     budget_s: float,
     first: dict,
     keep=(),
-    most: int = 40,
+    most: int = MOST,
 ) -> dict:
-    """Samples in ms of each run: name -> {phase: [ms, ...]}.
+    """Samples in ms of each run: name -> {phase: [ms, ...]}, one for each of its turns.
 
-    Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. They take
-    turns, so that what slows the machine slows all, and each repeats as often as its equal part of the time allows: a
-    slow one less often, spread over the rounds. Where there is time for three of each, nobody gets fewer; else one that
-    has no time to repeat at all keeps its first sample, and only those in `keep`, to which others are compared, run
-    three times.
+    Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. In every
+    round each has its turn, so that what slows the machine slows all, and sample i of one stands beside sample i of
+    another. What has no time for `LEAST` turns keeps its first sample, the slowest first; those in `keep`, to which
+    others are compared, have theirs in any case.
     """
-    # How often each fits into its part of the time.
-    three_of_each = 3 * sum(map(whole, first.values()))
-    least = 3 if three_of_each <= budget_s else 0
-    part = (budget_s - least * three_of_each / 3) / max(1, len(runs))
-    counts = {}
-    for name in runs:
-        fits = least + int(part / max(1e-6, whole(first[name])) + 1e-6)  # a whole number stays one
-        counts[name] = max(3 * (name in keep), min(most, fits))
-    rounds = max(counts.values(), default=0)
+    times = {name: max(1, int(BLOCK / max(1e-9, whole(first[name])))) for name in runs}
+    costs = {name: times[name] * whole(first[name]) for name in runs}
+    turning = sorted(runs, key=lambda name: (name not in keep, costs[name]))
+    while turning and turning[-1] not in keep and LEAST * sum(costs[name] for name in turning) > budget_s:
+        turning.pop()
+    fit = int(budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6)  # a whole number stays one
+    rounds = min(most, max(LEAST, fit)) if turning else 0
 
-    # The rounds: a run is due when its share of them has come.
+    # The rounds. The machine may have become slower since.
     samples = {name: {} for name in runs}
-    started = time.perf_counter()
+    started = now()
     for turn in range(rounds):
-        late = time.perf_counter() - started > 1.5 * budget_s  # the machine has become slower since
-        for name, run in runs.items():
-            due = (turn + 1) * counts[name] // rounds > turn * counts[name] // rounds
-            if not due or (late and name not in keep):
-                continue
-            for phase, seconds in run().items():
-                samples[name].setdefault(phase, []).append(1e3 * seconds)
+        taken = now() - started
+        if turn >= LEAST and taken > budget_s:
+            break
+        late = taken > 2 * budget_s
+        for name in runs:
+            if name in turning and (name in keep or not late):
+                add_turn(samples[name], runs[name], times[name])
 
     # What never ran again is known from before.
     for name, found in samples.items():
         if not found:
             samples[name] = {phase: [1e3 * seconds] for phase, seconds in first[name].items()}
     return samples
+
+
+def add_turn(samples: dict, run: Callable, times: int) -> None:
+    """Run some times, and add the mean of each phase in ms to its samples."""
+    total = {}
+    for _ in range(times):
+        for phase, seconds in run().items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    for phase, seconds in total.items():
+        samples.setdefault(phase, []).append(1e3 * seconds / times)
+
+
+def ratio(samples: list, base: list, side_by_side: bool) -> float:
+    """How many times longer one took than another: the median over rounds, or of the medians where there are none."""
+    if not side_by_side:
+        return median(samples) / median(base)
+    return median([mine / other for mine, other in zip(samples, base, strict=False)])
 
 
 def whole(phases: dict) -> float:
@@ -114,13 +152,13 @@ def phases_cpu(run: Run) -> Callable[[], dict]:
 
     def once():
         x = next(turns)
-        t0 = time.perf_counter()
+        t0 = now()
         outputs = run.forward(x)
-        t1 = time.perf_counter()
+        t1 = now()
         if run.backward is None:
             return {"forward": t1 - t0}
         gradient = run.backward(outputs, x)
-        t2 = time.perf_counter()
+        t2 = now()
         del outputs, gradient
         return {"forward": t1 - t0, "backward": t2 - t1, "both": t2 - t0}
 

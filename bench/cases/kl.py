@@ -14,10 +14,11 @@ class KLCase(RowsCase):
     reads = 2
     outputs = ("kl",)
     cpu = [
-        Spec((1024, 32000), "bf16"),
-        Spec((1024, 32000), "fp32"),
-        Spec((256, 151936), "bf16"),
+        Spec((512, 32000), "bf16"),
+        Spec((512, 32000), "fp32"),
+        Spec((128, 151936), "bf16"),
     ]
+    cpu_more = [Spec((1024, 32000), "bf16")]
     gpu = [
         Spec((8192, 151936), "bf16"),
         Spec((8192, 50257), "bf16"),

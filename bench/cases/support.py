@@ -20,6 +20,7 @@ from fused_rl.linear import WORKSPACE_MB
 MASKED = "masked full logits"
 HEAD = "fused_rl whole head"
 SETS = ("K=1", "K=2", "K=8", "K=82", "K=1000", "mixture")
+FEW = ("K=8", "K=1000", "mixture")
 
 
 def sizes_of(layout: str, n: int) -> list[int]:
@@ -62,8 +63,8 @@ class KeptLogits(LogprobsCase):
     op = "token_logprobs, kept sets"
     known = {MASKED: _masked}
     reads = 0
-    cpu = [Spec((256, 151936), "bf16", layout=layout) for layout in SETS]
-    cpu_more = []
+    cpu = [Spec((128, 151936), "bf16", layout=layout) for layout in FEW]
+    cpu_more = [Spec((256, 151936), "bf16", layout=layout) for layout in SETS]
     gpu = [Spec((8192, 151936), "bf16", layout=layout) for layout in SETS]
 
     def __init__(self, spec, device):
@@ -110,10 +111,10 @@ class KeptHead(LinearCase):
         "value error": "value error",
     }
     cpu = [
-        *[Spec((64, 1024, 151936), "fp32", layout=layout) for layout in SETS],
-        Spec((64, 1024, 151936), "bf16", layout="mixture"),
+        *[Spec((64, 896, 32000), "bf16", layout=layout) for layout in FEW],
+        Spec((64, 896, 151936), "bf16", layout="mixture"),
     ]
-    cpu_more = []
+    cpu_more = [Spec((64, 1024, 151936), "fp32", layout=layout) for layout in SETS]
     gpu = [Spec((8192, 4096, 151936), "bf16", layout=layout) for layout in SETS]
 
     def __init__(self, spec, device):
@@ -125,6 +126,10 @@ class KeptHead(LinearCase):
     @classmethod
     def specs(cls, args):
         return [spec for spec in cls.listed(args, SETS) if len(spec.shape) == 3]
+
+    @classmethod
+    def warm_ups(cls, specs, device):
+        return super().warm_ups(specs[:1], device)
 
     def facts(self, peer):
         return super().facts(peer) | {"layout": self.spec.layout}

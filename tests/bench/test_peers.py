@@ -22,7 +22,9 @@ def test_a_peer_that_cannot_run_is_listed_with_the_reason(monkeypatch):
     found = {row["implementation"]: (row["op"], row["status"], row["reason"]) for row in missing}
     assert found["Liger GRPO loss"] == ("token_logprobs", "cannot run", "its Triton kernels need a GPU")
     assert "TRL" in found
-    assert found["verl"] == ("token_logprobs", "not installed", "not installed")
+    op, status, reason = found["verl"]
+    assert (op, status) == ("token_logprobs", "not installed")
+    assert "make test-integrations" in reason, "how to have it"
 
 
 def importing_nothing(import_module):
@@ -83,6 +85,10 @@ def _verl_head(hidden, weight, labels, temperature=1.0, reduction="none", dist_p
     return -_cross_entropy(logits, labels), _verl_entropy(logits)
 
 
+def _quack_head(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True):
+    return torch.nn.functional.cross_entropy(x @ weight.t(), target, ignore_index=ignore_index, reduction=reduction)
+
+
 def _stand_in(monkeypatch, module, **functions):
     """A module of this name with these functions: their packages' signatures, as released, with plain arithmetic."""
     parts = module.split(".")
@@ -110,11 +116,16 @@ def test_peers_that_need_a_gpu_are_called_as_their_packages_ask(name, module, fu
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "function"),
-    [("cut-cross-entropy", "cut_cross_entropy", _cce), ("verl", "verl.utils.kernel.linear_cross_entropy", _verl_head)],
+    ("name", "module", "functions"),
+    [
+        ("cut-cross-entropy", "cut_cross_entropy", {"linear_cross_entropy": _cce}),
+        ("verl Triton head", "verl.utils.kernel.linear_cross_entropy", {"linear_cross_entropy": _verl_head}),
+        ("verl torch head", "verl.utils.experimental.torch_functional", {"FusedLinearForPPO": lambda: _verl_head}),
+        ("quack chunked head", "quack.linear_cross_entropy", {"chunked_linear_cross_entropy": _quack_head}),
+    ],
 )
-def test_heads_that_need_a_gpu_are_called_as_their_packages_ask(name, module, function, monkeypatch):
-    _stand_in(monkeypatch, module, linear_cross_entropy=function)
+def test_heads_that_are_not_here_are_called_as_their_packages_ask(name, module, functions, monkeypatch):
+    _stand_in(monkeypatch, module, **functions)
     (peer,), _ = peers.find(peers.LINEAR, "cuda", name)
     case = LinearCase(Spec((256, 16, 300), "fp32"), "cpu")
     peer = peer._replace(call=case.adapted(peer))

@@ -1,25 +1,38 @@
 """Results survive the way to a file and to the page; the page that stands here is that of its results."""
 
+import copy
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from bench import plots, report, results, run
+from bench import compare, plots, quoted, report, results, run
 from bench.cases.case import Spec
 from bench.cases.linear import LinearCase
+from bench.groups import GROUPS
 from bench.machine import ROOT
 from tests.bench.cases import one_case
+
+PAGES = ["docs/numerics.md", *quoted.QUOTED]
 
 
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
-    """Results and docs of a folder of its own."""
+    """Results and pages of a folder of its own."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "DOCS", tmp_path)
-    monkeypatch.setattr(plots, "DOCS", tmp_path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(plots, "DOCS", tmp_path / "docs")
+    (tmp_path / "docs").mkdir()
+    for name in PAGES:
+        shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """The results that stand here, by file."""
+    return {path.stem: results.load(path) for path in sorted(results.RESULTS.glob("*.json"))}
 
 
 def test_results_survive_the_round_trip_and_the_report(pages, clock, monkeypatch):
@@ -29,21 +42,21 @@ def test_results_survive_the_round_trip_and_the_report(pages, clock, monkeypatch
     args = SimpleNamespace(device="cpu", out=str(pages), group="kernels")
     path = results.save(args, rows, copy_bytes_per_s=1e9)
     found = results.load(path)
-    assert {"command", "commit", "device", "versions", "load"} <= set(found["environment"])
+    assert {"command", "commit", "device", "versions"} <= set(found["environment"])
     assert str(ROOT) not in path.read_text()
     assert len(found["rows"][0]["samples_ms"]["both"]) >= 3
     assert report.command("report", []) == 0
-    page = (pages / "benchmarks.md").read_text()
+    page = (pages / "docs" / "benchmarks.md").read_text()
     assert results.number(found["rows"][0]["ms"]["both"]) in page
     assert "WRONG: entropy off by 2 nats" in page
     assert "Not run: TRL (not installed)." in page
-    assert (pages / "benchmarks-cpu.png").stat().st_size > 5000
+    assert (pages / "docs" / "benchmarks-cpu.png").stat().st_size > 5000
 
 
 def test_the_report_leaves_out_what_it_cannot_read_and_says_so(pages, clock, monkeypatch, capsys):
     assert report.command("report", []) == 1
     assert "no results" in capsys.readouterr().out
-    assert not (pages / "benchmarks.md").exists(), "what was there stays"
+    assert not (pages / "docs" / "benchmarks.md").exists(), "what was there stays"
     rows = run.run_case(LinearCase(Spec((256, 64, 500), "bf16"), "cpu"), "none", 1e10, 1e9)
     args = SimpleNamespace(device="cpu", out=str(pages), group="linear")
     whole = results.save(args, rows, copy_bytes_per_s=1e10).read_text()
@@ -53,13 +66,56 @@ def test_the_report_leaves_out_what_it_cannot_read_and_says_so(pages, clock, mon
     printed = capsys.readouterr().out
     assert "left out: kernels-cpu.json: JSONDecodeError" in printed
     assert "left out: growth-cpu.json: KeyError: 'status'" in printed
-    assert "fused_rl one pass" in (pages / "benchmarks.md").read_text()
-    assert (pages / "benchmarks-linear-cpu.png").stat().st_size > 5000
+    assert "fused_rl one pass" in (pages / "docs" / "benchmarks.md").read_text()
+    assert (pages / "docs" / "benchmarks-linear-cpu.png").stat().st_size > 5000
 
 
-def test_the_page_that_stands_here_is_that_of_its_results(pages, monkeypatch):
+def test_the_pages_that_stand_here_are_those_of_the_results(pages, monkeypatch):
+    """So is every figure that README and docs quote between their markers."""
     monkeypatch.setattr(report, "RESULTS", results.RESULTS)
-    shutil.copy(ROOT / "docs" / "numerics.md", pages)
     assert report.command("report", []) == 0
-    for name in ("benchmarks.md", "numerics.md"):
-        assert (pages / name).read_text() == (ROOT / "docs" / name).read_text()
+    for name in ("docs/benchmarks.md", *PAGES):
+        assert (pages / name).read_text() == (ROOT / name).read_text()
+
+
+@pytest.mark.xfail(strict=True, reason="measured at several commits, until `make bench` has run whole")
+def test_every_group_was_measured_at_one_commit(committed):
+    assert {f"{name}-cpu" for name in GROUPS} <= committed.keys()
+    assert len(report.commits(committed)) == 1
+    assert not any(result["environment"]["modified"] for result in committed.values())
+
+
+def test_a_figure_that_changes_in_a_result_changes_where_it_is_quoted(committed, pages):
+    """Each quotation is of its own result: with other figures it reads otherwise."""
+    kernels = copy.deepcopy(committed["kernels-cpu"])
+    assert quoted.beside_trl({"kernels-cpu": kernels}) is None, "of two groups"
+    found = committed | {"kernels-cpu": kernels}
+    before = quoted.beside_trl(found)
+    for row in quoted.timed(kernels, "TRL", "token_logprobs"):
+        row["time_over"]["fused_rl"] = 77.0
+    assert "took TRL's two functions 77 times as long" in quoted.beside_trl(found) != before
+    moved = copy.deepcopy(committed["traffic-cpu"])
+    next(row for row in moved["rows"] if row["implementation"] == "TRL")["forward"] = 1000.0
+    assert "TRL's functions move 10" in quoted.bytes_moved({"traffic-cpu": moved})
+
+
+def test_a_page_without_a_place_says_so():
+    text = "a\n<!-- measured: x -->\nold\n<!-- end -->\nb\n"
+    assert quoted.filled(text, "x", "new\n") == "a\n<!-- measured: x -->\nnew\n<!-- end -->\nb\n"
+    with pytest.raises(ValueError, match="no place for 'y'"):
+        quoted.filled(text, "y", "new")
+
+
+def test_two_runs_are_compared_by_their_ratios(tmp_path, capsys):
+    row = {"op": "o", "status": "ok", "implementation": "a peer", "shape": [8, 9], "dtype": "bf16"}
+    for folder, of_peer, of_other in (("a", 2.0, 5.0), ("b", 2.1, 6.0)):
+        rows = [row | {"time_over": {"fused_rl": of_peer}}]
+        rows += [row | {"implementation": "another", "time_over": {"fused_rl": of_other}}]
+        rows += [row | {"implementation": "fused_rl", "time_over": {"fused_rl": 1.0}}]
+        results.save(SimpleNamespace(device="cpu", out=str(tmp_path / folder), group="kl"), rows)
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert compare.command("compare", folders) == 1
+    printed = capsys.readouterr().out
+    assert "o 8 9 bf16" in printed and "+20 %" in printed and "a peer" not in printed
+    assert "1 of 2 ratios agree within 10%" in printed
+    assert compare.command("compare", [folders[0], folders[0]]) == 0

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from bench import machine, peers, results, run
+from bench import apart, machine, options, peers, results, run, timing
 from bench.cases import growth, linear
 from bench.cases.case import Spec
 from bench.cases.gae import LONGEST_LOOP, GAECase
 from bench.cases.kl import KLCase
-from bench.cases.linear import LinearCase
+from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
 from bench.cases.support import HEAD, KeptHead, KeptLogits
 from tests.bench.cases import checked, contend, one_case
@@ -26,6 +26,7 @@ from tests.bench.cases import checked, contend, one_case
         (GAECase(Spec((3, 50)), "cpu"), {"advantages"}),
         (TopkCase(Spec((6, 500), "bf16", layout="K=8"), "cpu"), {"logprob", "gradient"}),
         (LinearCase(Spec((256, 16, 300), "fp32"), "cpu"), {"loss", "dhidden", "dweight"}),
+        (ExactHead(Spec((256, 16, 300), "bf16"), "cpu"), {"logprob", "entropy", "dhidden", "dweight"}),
         (KeptLogits(Spec((6, 500), "bf16", layout="mixture"), "cpu"), {"logprob", "entropy", "gradient"}),
         (KeptHead(Spec((100, 16, 300), "fp32", layout="K=8"), "cpu"), {"value", "dhidden", "dweight"}),
     ],
@@ -71,7 +72,7 @@ def test_an_op_that_fails_the_check_is_not_timed(broken, what, clock, monkeypatc
     assert "ms" not in ours
     assert peer["status"] == "wrong"
     assert peer["reason"].startswith(what)
-    assert len(peer["samples_ms"]["both"]) == 40
+    assert len(peer["samples_ms"]["both"]) == timing.MOST
     assert results.remarks(peer).startswith("WRONG: ")
 
 
@@ -106,10 +107,27 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)
     words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
-    assert run.command("kernels", words) == status
+    assert apart.command("kernels", words) == status
     rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
     of_peer = [row["op"] for row in rows if row["implementation"] == "a peer"]
-    assert of_peer == ["token_logprobs", "token_kl"], "what cannot run at any case is told once"
+    assert of_peer == ["token_logprobs"], "what cannot run at any case is told once"
+
+
+def test_a_busy_machine_is_not_measured_by_the_clock(monkeypatch, capsys):
+    monkeypatch.setattr(machine, "cpu_share", lambda seconds=0: 0.6)
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(timing, "_of_cpu", False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
+    saved = []
+    monkeypatch.setattr(results, "save", lambda args, rows, **more: saved.append(more))
+    words = ["--device", "cpu", "--shapes", "6x500", "--dtype", "bf16", "--peers", "none"]
+    assert apart.command("kl", words) == options.BUSY
+    assert not saved
+    assert "60% of its cores; --loaded" in capsys.readouterr().out
+    assert apart.command("kl", [*words, "--loaded"]) == 0
+    told = {"cpu_share": 0.6, "time": "CPU seconds of one thread", "copy_bytes_per_s": 1e9}
+    assert saved == 2 * [told], "with a mask, and without"
 
 
 def test_what_has_no_time_is_left_out_and_says_so(clock, monkeypatch):
@@ -154,28 +172,40 @@ def test_linear_truth_is_autograd_in_fp64_and_finds_a_wrong_gradient():
     hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))
     loss = peers.plain_head(hidden, weight, case.targets, case.advantages.double())
     exact = (loss, *torch.autograd.grad(loss, (hidden, weight)))
-    truth = linear.Truth(case)
+    case.exact = linear.Truth(case)
     # `plain_head` makes fp32 logits, whatever it is given
-    assert all(e < 1e-6 for e in truth.errors(*exact, unweighted=False).values())
+    assert all(e < 1e-6 for e in case.of_loss(*exact, unweighted=False).values())
     peer = peers.Peer("a peer", None, None)
     for broken, name in enumerate(("loss", "dhidden", "dweight")):
         changed = [t * (1.002 if i == broken else 1) for i, t in enumerate(exact)]
-        found = run.judged(case, peer, truth.errors(*changed, unweighted=False))
+        found = run.judged(case, peer, case.of_loss(*changed, unweighted=False))
         assert found["status"] == results.WRONG
         assert found["reason"].split(" off by")[0] == name
         assert found["reason"].count("off by") == 1
     likelihood = torch.nn.functional.cross_entropy(hidden @ weight.t(), case.targets)
-    errors = truth.errors(likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), unweighted=True)
+    errors = case.of_loss(likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), unweighted=True)
     assert all(e < 1e-12 for e in errors.values())
+
+
+def test_truth_of_an_exact_head_is_autograd_in_fp64():
+    case = ExactHead(Spec((640, 16, 300), "bf16"), "cpu")
+    hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))
+    logp = torch.log_softmax(hidden @ weight.t(), -1)
+    values = logp.gather(-1, case.targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    gradient = torch.autograd.grad(values, (hidden, weight), [d.double() for d in case.upstream])
+    peer = peers.Peer("a peer", None, None)
+    assert all(error < 1e-12 for error in case.errors(peer, values, gradient).values())
+    shifted = values[0], values[1] + 2e-3
+    assert run.judged(case, peer, case.errors(peer, shifted, gradient))["reason"].startswith("entropy off by 0.002")
 
 
 def test_linear_rows_hold_every_column(clock, monkeypatch, capsys):
     case = LinearCase(Spec((256, 64, 500), "bf16"), "cpu")
-    rows = run.run_case(case, "plain torch,verl", 1e10, 1e9)
+    rows = run.run_case(case, "plain torch,verl Triton head", 1e10, 1e9)
     measured = results.measured(rows)
     assert [r["implementation"] for r in measured] == [linear.FLOOR, *linear.OURS, "plain torch"]
     (missing,) = results.missing(rows)
-    assert (missing["implementation"], missing["reason"]) == ("verl", "its Triton kernels need a GPU")
+    assert (missing["implementation"], missing["reason"]) == ("verl Triton head", "its Triton kernels need a GPU")
     for row in measured:
         assert row["bytes"] == {"forward": 2 * 64 * 756, "both": 6 * 64 * 756}
         assert row["gb_per_s"]["both"] == pytest.approx(row["bytes"]["both"] / row["ms"]["both"] / 1e6)
@@ -184,7 +214,7 @@ def test_linear_rows_hold_every_column(clock, monkeypatch, capsys):
     run.show(case, rows, 1e10)
     printed = capsys.readouterr().out
     assert "hidden states and weight read forward" in printed
-    assert "not run: verl: its Triton kernels need a GPU" in printed
+    assert "not run: verl Triton head: its Triton kernels need a GPU" in printed
 
 
 def test_growth_is_a_row_for_each_size(clock, capsys):

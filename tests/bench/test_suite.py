@@ -11,6 +11,7 @@ from bench import __main__ as suite
 from bench import machine, options
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
+from bench.groups import MINUTES
 
 
 def test_all_shapes_are_an_option(monkeypatch):
@@ -54,9 +55,16 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         assert wrong[-2] in capsys.readouterr().err
 
 
+def test_the_groups_together_take_what_is_promised():
+    assert sum(group.seconds for group in suite.GROUPS.values()) <= 60 * MINUTES
+    told = f"{MINUTES} minutes"
+    assert told in (machine.ROOT / "Makefile").read_text().partition(".PHONY: bench\n")[2].partition("\n")[0]
+
+
 @pytest.mark.parametrize("word", suite.COMMANDS)
 def test_every_word_stands_for_a_command(word, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", word, "--bogus"])
+    needed = ["a", "b"] if word == "compare" else []
+    monkeypatch.setattr(sys, "argv", ["bench", word, *needed, "--bogus"])
     with pytest.raises(SystemExit) as stopped:
         suite.main()
     assert stopped.value.code == 2

@@ -7,28 +7,28 @@ from bench import machine, timing
 from tests.bench.cases import one_case
 
 
-def test_turns_share_the_time_and_a_slow_run_keeps_its_first_sample():
+def test_each_has_its_turn_in_every_round_and_what_is_too_slow_keeps_its_first_sample():
     calls = []
 
     def run(name, seconds):
         return lambda: calls.append(name) or {"forward": seconds, "both": 2 * seconds}
 
-    costs = {"ours": 4.0, "fast": 0.01, "medium": 0.25, "slow": 5.0}
+    costs = {"slow": 5.0, "ours": 4.0, "fast": 0.01, "medium": 0.25}
     runs = {name: run(name, cost) for name, cost in costs.items()}
     first = {name: {"forward": 9 * cost, "both": cost} for name, cost in costs.items()}
-    samples = timing.interleaved(runs, 4.0, first, keep=("ours",))
-    assert {n: len(s["both"]) for n, s in samples.items()} == {"ours": 3, "fast": 40, "medium": 4, "slow": 1}
+    samples = timing.interleaved(runs, 20.0, first, keep=("ours",))
+    assert {n: len(s["both"]) for n, s in samples.items()} == {"ours": 4, "fast": 4, "medium": 4, "slow": 1}
     assert samples["slow"] == {"forward": [45e3], "both": [5e3]}, "that of before"
-    assert samples["fast"]["both"][0] == 20, "that of now"
-    assert calls.index("ours") < 30 < len(calls) - calls[::-1].index("medium"), "spread over the rounds"
+    assert samples["fast"]["both"] == pytest.approx([20] * 4), "those of now, of one run"
+    assert calls == 4 * ["ours", "fast", "fast", "fast", "medium"], "what takes less than a block is repeated"
 
 
-def test_three_of_each_come_first_where_there_is_time():
-    costs = {"fast": 0.1, "slow": 2.0}
+def test_what_others_are_compared_to_has_its_turns_without_time():
+    costs = {"ours": 4.0, "fast": 0.1}
     runs = {name: (lambda cost=cost: {"forward": cost}) for name, cost in costs.items()}
     first = {name: {"forward": cost} for name, cost in costs.items()}
-    samples = timing.interleaved(runs, 7.0, first)
-    assert {name: len(found["forward"]) for name, found in samples.items()} == {"fast": 6, "slow": 3}
+    samples = timing.interleaved(runs, 1.0, first, keep=("ours",))
+    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 3, "fast": 1}
 
 
 def test_late_turns_are_those_of_what_is_kept(clock):
@@ -43,8 +43,26 @@ def test_late_turns_are_those_of_what_is_kept(clock):
     # Each took 0.1 s before; now 10 times as long.
     runs = {"ours": run_of(1.0), "peer": run_of(1.0)}
     first = dict.fromkeys(runs, {"forward": 0.1})
-    samples = timing.interleaved(runs, 2.0, first, keep=("ours",))
-    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 10, "peer": 2}
+    samples = timing.interleaved(runs, 0.9, first, keep=("ours",))
+    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 3, "peer": 1}
+
+
+def test_a_ratio_is_that_of_turns_side_by_side():
+    # The machine is three times as slow in every other round: of either median that says nothing.
+    base, mine = [1.0, 3.0, 1.0, 3.0, 3.0], [2.0, 6.0, 2.0, 6.0, 2.0]
+    assert timing.ratio(mine, base, True) == 2
+    assert timing.ratio(mine, base, False) == pytest.approx(2 / 3)
+
+
+def test_cpu_seconds_are_counted_instead_of_the_clock(clock, monkeypatch):
+    monkeypatch.setattr(timing, "_of_cpu", False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    assert timing.clock() == "wall time"
+    clock.now = 1e9
+    assert timing.now() > 1e8
+    timing.count_cpu_seconds()
+    assert timing.now() < 1e8
+    assert timing.clock() == "CPU seconds of one thread"
 
 
 def test_a_budget_hands_on_what_is_left_over(clock):

@@ -1,0 +1,27 @@
+"""The groups of the suite: the module of each, and how long it takes."""
+
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """What one process of the suite measures, and writes into one file."""
+
+    module: str  # of this folder, with `command(name, words)`
+    seconds: int  # of wall time at most, on 2 quiet cores: imports, compilers, checks and first runs are part of it
+    dimensions: int = 0  # of its --shapes, 0 where it takes none: rows x vocabulary, rows x hidden x vocabulary
+
+
+# Together 12 minutes, which `make help` and docs/benchmarks.md say.
+GROUPS = {
+    "kernels": Group("apart", 110, 2),
+    "linear": Group("apart", 100, 3),
+    "support": Group("apart", 60, 3),
+    "topk": Group("apart", 40),
+    "kl": Group("apart", 40),
+    "growth": Group("apart", 15),
+    "traffic": Group("traffic", 25),
+    "codegen": Group("compiled.codegen", 30),
+    "numerics": Group("numerics", 30),
+    "trainers": Group("trainers", 270),
+}
+MINUTES = 12
