@@ -63,7 +63,7 @@ def test_a_wrong_op_is_a_fact(monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu_facts.fused_rl, "token_logprobs", wrong)
     path = tmp_path / "facts.jsonl"
-    assert gpu_facts.tell("right: rows", DEVICE, str(path)) == 6
+    assert gpu_facts.tell("right: rows", DEVICE, str(path)) == 4
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert {fact["wrong"].split()[0] for fact in found if "wrong" in fact} == {"softcap"}
 
