@@ -130,7 +130,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     kl = config.kl_of_tokens(measured, mask)
     rewards = credit.token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:
-        mask = mask & rollout.stopped.to(mask.device)[:, None]
+        mask = mask & rollout.stopped.to(mask.device, non_blocking=True)[:, None]
     advantages, returns = credit.advantages_and_returns(config, rewards, values, mask)
     return Experience(rollout, measured, mask, scores, kl, values, advantages, returns)
 

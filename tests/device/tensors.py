@@ -172,7 +172,7 @@ def _is_device(device) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-# --- what CUDA would have made of an operator ------------------------------------------------------------------------
+# what CUDA would have made of an operator
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal"}  # their result is the host's
 SIZED = {
