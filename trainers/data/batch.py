@@ -15,6 +15,11 @@ def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: in
     return torch.tensor([f + s if left else s + f for s, f in zip(sequences, fill, strict=True)])
 
 
+def on_device(tensor: torch.Tensor, device) -> torch.Tensor:
+    """A tensor of the CPU on a device; the host does not wait for what the device is still computing."""
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass
 class Batch:
     """B sequences `prompt + response`, padded on the right to T tokens; per-token tensors are (B, T - 1).
