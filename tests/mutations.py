@@ -269,8 +269,8 @@ MUTATIONS = {
     ),
     "a response loses its stop token": Mutation(
         "trainers/rollouts/generate.py",
-        "return response[: end + 1]",
-        "return response[:end]",
+        "(stops.cumsum(1) - stops.int() == 0)",
+        "(stops.cumsum(1) == 0)",
         "tests/trainers/test_rollout.py",
     ),
     "min_p is never applied": Mutation(

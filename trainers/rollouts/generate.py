@@ -5,7 +5,7 @@ Where a model keeps its past in another form than keys and values, transformers'
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain, groupby
 
 import torch
@@ -199,7 +199,7 @@ def _drawn(ids: torch.Tensor, broken: torch.Tensor, record: Record | None, sampl
     found = torch.cat([broken, ids.flatten()])
     found = found.cpu() if record is None else record.fetch(found)
     broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
-    responses = [until_stop(response, sampling.stop_ids) for response in ids.t().tolist()]
+    responses = until_stop(ids.t(), sampling.stop_ids)
     if record is None or broken.any():
         return responses, None, broken
     return responses, record.of_responses([len(response) for response in responses]), broken
@@ -260,8 +260,8 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
     input_ids, mask = _left_padded(prompts, pad_id, lm.device)
     given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
     output = lm.generate(**given, generation_config=options, synced_gpus=synced_gpus)
-    tokens = output.sequences[:, input_ids.shape[1] :]
-    responses = [until_stop(response, sampling.stop_ids) for response in tokens.tolist()]
+    tokens = output.sequences[:, input_ids.shape[1] :].cpu()
+    responses = until_stop(tokens, sampling.stop_ids)
     if not sampling.truncates or watch.broken.any():
         return responses, None, watch.broken
     lengths = torch.tensor([len(response) for response in responses])
@@ -288,7 +288,8 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.T
     return on_device(pad(prompts, pad_id, left=True), device), on_device(pad(mask, 0, left=True), device)
 
 
-def until_stop(response: list[int], stop_ids: Iterable[int]) -> list[int]:
-    """The response up to and including its first stop token; what follows it in the row is padding."""
-    end = next((i for i, token in enumerate(response) if token in stop_ids), len(response) - 1)
-    return response[: end + 1]
+def until_stop(tokens: torch.Tensor, stop_ids: Sequence[int]) -> list[list[int]]:
+    """(B, n) on the CPU: each row up to and including its first stop token; what follows it is padding."""
+    stops = torch.isin(tokens, torch.tensor(stop_ids))
+    lengths = (stops.cumsum(1) - stops.int() == 0).sum(1)  # tokens that no stop token stands before
+    return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]

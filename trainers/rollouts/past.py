@@ -10,35 +10,55 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 BLOCK = 128  # tokens: when the room is full, the past is copied to room for so many more
 
 
+class Spare(dict):
+    """Memory that a layer has left, by its shape, for the next layer: on a CPU fresh memory costs more than a copy."""
+
+    def take(self, count: int, like: torch.Tensor, columns: int) -> torch.Tensor:
+        """(count, heads, columns, ·), not initialised, where `like` is (b, heads, tokens, ·)."""
+        heads, _, width = like.shape[1:]
+        left = self.pop((heads, columns, width), None)
+        if left is None or len(left) < count:
+            return like.new_empty(count, heads, columns, width)
+        return left[:count]
+
+    def leave(self, room: torch.Tensor) -> None:
+        """What nobody reads any more."""
+        self[tuple(room.shape[1:])] = room
+
+
 class _InPlace:
-    """Keys and values of a layer, each (b, heads, tokens, ·): those that can be seen of the columns of `room`."""
+    """Keys and values of a layer, each (b, heads, tokens, ·): columns of `room`, of which some are free."""
 
     reach = None  # past tokens that the next one sees; None is all
 
-    def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool) -> "_InPlace":
+    def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: Spare) -> "_InPlace":
         """What `layer` has of prompts, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self.is_compileable = maskable
+        self.is_compileable, self.spare = maskable, spare
         self.to_come = most - layer.get_seq_length()
-        self._move(layer.keys, layer.values, row)
+        self.first, self.end = 0, layer.keys.shape[2]
+        self.columns = self.end + min(BLOCK, self.to_come)
+        self.room = [self._filled(states, row) for states in (layer.keys, layer.values)]
+        self._show()
         return self
 
-    def _move(self, keys: torch.Tensor, values: torch.Tensor, row: torch.Tensor | None = None) -> None:
-        """These to new room, in its first columns; of some rows, where they are named."""
-        self.first, self.end = 0, keys.shape[2]
-        self.columns = self.end + max(1, min(BLOCK, self.to_come))
-        self.room = [self._roomier(states, row) for states in (keys, values)]
-        self._show()
-
-    def _roomier(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        count, heads, length, width = states.shape
-        count = count if row is None else len(row)
-        room = states.new_empty(count, heads, self.columns, width)
+    def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
+        """Room whose first columns are those states, of some rows where they are named."""
+        room = self.spare.take(len(states) if row is None else len(row), states, self.columns)
+        filled = room[:, :, : self.end]
         if row is None:
-            room[:, :, :length] = states
+            filled.copy_(states)
         else:
-            torch.index_select(states, 0, row, out=room[:, :, :length])
+            torch.index_select(states, 0, row, out=filled)
         return room
+
+    def _move(self, row: torch.Tensor | None = None) -> None:
+        """What can be seen to other room, and what it was in to the next layer."""
+        self.first, self.end = 0, self.end - self.first
+        for i, states in enumerate((self.keys, self.values)):
+            left, self.room[i] = self.room[i], self._filled(states, row)
+            self.spare.leave(left)
+        self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys, self.values = (states.narrow(2, self.first, self.end - self.first) for states in self.room)
@@ -48,7 +68,8 @@ class _InPlace:
         """Keys and values of t new tokens (b, heads, t, ·) after those that they see: views of both together."""
         count = key_states.shape[2]
         if self.end + count > self.columns:
-            self._move(self.keys, self.values)
+            self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
+            self._move()
         for room, states in zip(self.room, (key_states, value_states), strict=True):
             room.narrow(2, self.end, count).copy_(states)
         self.end += count
@@ -62,7 +83,7 @@ class _InPlace:
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """These rows alone go on: a copy of theirs."""
-        self._move(self.keys, self.values, indices)
+        self._move(indices)
 
 
 class Whole(_InPlace, DynamicLayer):
@@ -88,7 +109,8 @@ def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> N
         most: tokens of the longest response with its prompt.
         maskable: masks are made without a look at whether they hide anything, for which the host would wait.
     """
+    spare = Spare()
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:  # one without keys of its own reads another layer's
             made = Window(layer) if layer.is_sliding else Whole()
-            cache.layers[number] = made.hold(layer, row, most, maskable)
+            cache.layers[number] = made.hold(layer, row, most, maskable, spare)

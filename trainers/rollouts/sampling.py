@@ -97,13 +97,13 @@ class Record:
         self.responses: list[int] = []  # of each row of what was noted
 
     def note(self, scores: torch.Tensor, ended: torch.Tensor, responses: list[int]) -> None:
-        """The scores (b, V) that the next token of each of b responses is drawn from; what has `ended` (b,) has none."""
+        """The scores (b, V) that the next token of each of b responses is drawn from; none of those `ended`."""
         kept = scores.isfinite()
         self.noted.append(kept & ~(kept.all(1) | ended)[:, None])
         self.responses += responses
 
     def fetch(self, beside: torch.Tensor) -> torch.Tensor:
-        """What was noted since the last time goes to the CPU, and in the same copy (n,) integers, which are returned."""
+        """What was noted since the last time goes to the CPU, and in the same copy (n,) integers, returned as int64."""
         if not self.noted:
             return beside.cpu()
         noted = torch.cat(self.noted)
