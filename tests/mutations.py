@@ -263,8 +263,8 @@ MUTATIONS = {
     ),
     "the sets of a minibatch are its neighbours'": Mutation(
         "trainers/data/batch.py",
-        "support = self.support.select(number[index][mask])",
-        "support = self.support.select(number[index][mask].flip(0))",
+        "support = support.select(shift + torch.arange(len(shift)))",
+        "support = support.select((shift + torch.arange(len(shift))).flip(0))",
         "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
     ),
     "a response loses its stop token": Mutation(
