@@ -208,8 +208,8 @@ MUTATIONS = {
     ),
     "the response begins a token late": Mutation(
         "trainers/data/batch.py",
-        "mask = (position >= start)",
-        "mask = (position > start)",
+        "return (position >= start)",
+        "return (position > start)",
         "tests/trainers/test_rollout.py tests/trainers/test_packing.py",
     ),
     "a stop token of the model is not one": Mutation(

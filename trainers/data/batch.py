@@ -78,10 +78,9 @@ class Batch:
 
 
 def mask_of(start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
-    """(B,) int64 each -> (B, width - 1) bool: tokens, the first left out, from those at `start` to those before `end`."""
+    """(B,) int64 each -> (B, width - 1) bool: True from the token at `start` to that before `end`, without the first."""
     position, start = torch.arange(1, width), start[:, None]
-    mask = (position >= start) & (position < end[:, None])
-    return mask
+    return (position >= start) & (position < end[:, None])
 
 
 def make_batch(
