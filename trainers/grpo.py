@@ -222,7 +222,7 @@ def train_step(
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
-    updates = plan(config, len(drawn.counts), config.micro_batch_size, policy.device, together)
+    updates = plan(config, len(drawn.counts), config.micro_batch_size, together)
     measured = measure_first(policy, drawn, updates, step)
 
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.

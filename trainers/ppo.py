@@ -206,7 +206,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     sampled = time.monotonic()
 
     # What was expected of each token, and what it earned: https://arxiv.org/abs/1909.08593, section 2.2.
-    updates = plan(config, len(rollout.samples), config.micro_batch_size, policy.device)
+    updates = plan(config, len(rollout.samples), config.micro_batch_size)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     judged = time.monotonic()

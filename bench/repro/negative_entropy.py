@@ -65,7 +65,7 @@ def measured(folder: Path, steps: int) -> list[dict[str, float]]:
     config, rows = policy.config, []
     for step in range(1, steps + 1):
         rollout = policy.roll_out(next(prompts), policy.sampling, 1)
-        updates = ppo.plan(config, len(rollout.samples), config.micro_batch_size, policy.device)
+        updates = ppo.plan(config, len(rollout.samples), config.micro_batch_size)
         first_pass = list(itertools.chain(*updates[: config.minibatches]))
         experience = ppo.judge(policy, critic, rollout, first_pass, config.kl_coef)
         row = entropies(policy, rollout.batch)
