@@ -69,14 +69,17 @@ class Memory:
         if not len(written.byte):
             return
         touched = _touched(self.accesses)
-        scalar = np.array([access.scalar for access in self.accesses])[touched.number]
+        # a scalar is loaded by every thread, for the one that stores to it
+        scalar = np.array([access.scalar for access in self.accesses])
+        alone = np.array([len(access.threads) == 1 for access in self.accesses])
         for side, last in (("left", 0), ("right", 1)):
             at = np.searchsorted(written.byte, touched.byte, side=side) - last
             at = np.clip(at, 0, len(written.byte) - 1)
+            writer = written.number[at]
             race = written.byte[at] == touched.byte
             race &= written.thread[at] != touched.thread
-            race &= written.number[at] != touched.number
-            race &= ~(scalar & (touched.number < written.number[at]))  # all threads load it for the one that stores
+            race &= writer != touched.number
+            race &= ~(scalar[touched.number] & alone[writer] & (touched.number < writer))
             if race.any():
                 raise Fault(f"two threads and no barrier between them: {self.where(touched.byte[race][0])}")
 
