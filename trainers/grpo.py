@@ -178,7 +178,7 @@ def accumulate(
 
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
     trained, index = drawn.trained(config.mask_truncated), torch.cat(parts).cpu()
-    mask = batch.response_mask & trained.to(policy.device)[:, None]
+    mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     counts = mask[torch.cat(parts)].sum(), drawn.counts[index].sum(), trained[index].sum()
     num_tokens, num_sequences, num_trained = ranks.counted(*counts)
     options = loss_options(config) | config.kl_in_loss(config.kl_coef)
@@ -222,16 +222,16 @@ def train_step(
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
-    updates = plan(config, len(drawn.counts), config.micro_batch_size, policy.device, together)
+    updates = plan(config, len(drawn.counts), config.micro_batch_size, together)
     measured = measure_first(policy, drawn, updates, step)
 
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
-    rewards, charged = drawn.rollout.rewards.to(policy.device), None
+    rewards, charged = drawn.rollout.rewards.to(policy.device, non_blocking=True), None
     if _kl_in_reward(config):
         mask = drawn.rollout.batch.response_mask
         charged = fused_rl.masked_sum(config.kl_of_tokens(measured, mask), mask, 1)
         rewards = rewards - config.kl_coef * charged
-    advantages = advantages_of(config, rewards, drawn.counts.to(policy.device))
+    advantages = advantages_of(config, rewards, drawn.counts)
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, drawn, measured, advantages, updates, step)

@@ -130,7 +130,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     kl = config.kl_of_tokens(measured, mask)
     rewards = credit.token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:
-        mask = mask & rollout.stopped.to(mask.device)[:, None]
+        mask = mask & rollout.stopped.to(mask.device, non_blocking=True)[:, None]
     advantages, returns = credit.advantages_and_returns(config, rewards, values, mask)
     return Experience(rollout, measured, mask, scores, kl, values, advantages, returns)
 
@@ -206,7 +206,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     sampled = time.monotonic()
 
     # What was expected of each token, and what it earned: https://arxiv.org/abs/1909.08593, section 2.2.
-    updates = plan(config, len(rollout.samples), config.micro_batch_size, policy.device)
+    updates = plan(config, len(rollout.samples), config.micro_batch_size)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     judged = time.monotonic()

@@ -1,6 +1,6 @@
-"""Every public op on tensors of a device, in the forms that take other paths, and how often the host may wait for it.
+"""Every public op on tensors of a device, in the forms that take other paths, and how often the host may wait.
 
-A case takes `put`, which puts a CPU tensor where it is to run, and returns outputs and leaves; a new public name without
+A case takes `put`, which puts a CPU tensor where it is to run, and returns outputs and leaves; a public op without
 a case fails tests/device/test_ops.py.
 """
 
@@ -59,7 +59,7 @@ def sets(targets) -> TokenSupport:
     return TokenSupport.from_lists([[] if i % 4 == 3 else row for i, row in enumerate(rows)])
 
 
-# --- of logits ---------------------------------------------------------------------------------------------------------
+# of logits
 
 TOKEN_LOGPROBS = {
     "": {},
@@ -141,7 +141,7 @@ def _parallel_supported(put):
     return fused_rl.vocab_parallel_token_logprobs(logits, put(targets), 0, support=kept), [logits]
 
 
-# --- of hidden states --------------------------------------------------------------------------------------------------
+# of hidden states
 
 
 def head(put):
@@ -200,7 +200,7 @@ def _linear_supported(put):
     return fused_rl.linear_token_logprobs(hidden, weight, put(targets), bias=bias, support=kept), leaves
 
 
-# --- losses and what goes into them ------------------------------------------------------------------------------------
+# losses and what goes into them
 
 
 def tokens(put):
@@ -318,7 +318,7 @@ def _tf_adam_epsilon(put):
     return [leaf.detach() for leaf in leaves], []
 
 
-# --- the references, where no mask tells them their device ----------------------------------------------------------
+# the references, where no mask tells them their device
 
 
 @case("reference", "token_logprobs")

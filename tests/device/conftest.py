@@ -18,3 +18,16 @@ def device():
 
     with twins.in_place_of_kernels(), tensors.present():
         yield tensors.DEVICE
+
+
+@pytest.fixture
+def kernels():
+    """`device="cuda"` makes tensors of the device; kernels are compiled, checked and executed: see driver.py.
+
+    Yields the `driver.Session`.
+    """
+    pytest.importorskip("triton")
+    from tests.device import driver, tensors
+
+    with driver.session() as seen, tensors.present():
+        yield seen

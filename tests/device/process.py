@@ -80,6 +80,7 @@ def patch(cuda) -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: None
+    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(device, 0)  # of torch.cuda.device_of
     cuda.is_bf16_supported = lambda *options: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)

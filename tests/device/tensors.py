@@ -109,6 +109,9 @@ class OnDevice(torch.Tensor):
     def data_ptr(self):
         return self.inner.data_ptr()
 
+    def resize_(self, *shape):  # the shape that torch knows of is fixed
+        return OnDevice(self.inner.resize_(*shape))
+
     def __tensor_flatten__(self):
         return ["inner"], None
 
@@ -172,7 +175,7 @@ def _is_device(device) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-# --- what CUDA would have made of an operator ------------------------------------------------------------------------
+# what CUDA would have made of an operator
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal"}  # their result is the host's
 SIZED = {
