@@ -19,23 +19,24 @@ import subprocess
 import sys
 import time
 
+from bench import options
 from bench.groups import GROUPS
 from bench.machine import ROOT
-from bench.options import BUSY
 
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
 COMMANDS |= {"report": "report", "compare": "compare", "gpu": "gpu"}
+BUSY_HERE = "failed: the machine is busy"
 
 
-def run_group(group: str, options: list[str]) -> str:
+def run_group(group: str, given: list[str]) -> str:
     """Runs a group as a process; returns "ok" or how it failed."""
-    told = ["python", "-m", "bench", "--group", group, *options]
+    told = ["python", "-m", "bench", "--group", group, *given]
     environment = os.environ | {"BENCH_COMMAND": shlex.join(told)}
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
-    words = [sys.executable, "-m", "bench", group, *options]
+    words = [sys.executable, "-m", "bench", group, *given]
     done = subprocess.run(words, cwd=ROOT, env=environment)
-    told = {0: "ok", BUSY: "failed: the machine is busy"}
+    told = {0: "ok", options.BUSY: BUSY_HERE}
     return told.get(done.returncode, f"failed (exit status {done.returncode})")
 
 
@@ -47,8 +48,6 @@ def of_group(shapes: str | None, group: str) -> list[str]:
 
 def parse():
     """(the arguments, the words that each group takes, the groups)."""
-    from bench import options
-
     parser = options.parser(__doc__)
     parser.add_argument("--group", default=",".join(GROUPS), help="comma-separated (default: all)")
     args = parser.parse_args()
@@ -77,7 +76,7 @@ def parse():
 
 
 def suite() -> int:
-    """Every group in its turn; 1 where one fails."""
+    """Every group in its turn; 1 where one fails; none after one that finds the machine busy."""
     args, words, groups = parse()
     outcome = {}
     for group in groups:
@@ -90,6 +89,8 @@ def suite() -> int:
         started = time.perf_counter()
         status = run_group(group, words + (["--shapes", ",".join(shapes)] if shapes else []))
         outcome[group] = f"{status}, {time.perf_counter() - started:.0f} s"
+        if status == BUSY_HERE:
+            break
     print()
     for group, what in outcome.items():
         print(f"{group}: {what}")

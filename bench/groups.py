@@ -15,10 +15,9 @@ class Group(NamedTuple):
 GROUPS = {
     "kernels": Group("apart", 110, 2),
     "linear": Group("apart", 100, 3),
-    "support": Group("apart", 60, 3),
-    "topk": Group("apart", 40),
-    "kl": Group("apart", 40),
-    "growth": Group("apart", 15),
+    "support": Group("apart", 55, 3),
+    "topk": Group("apart", 45),
+    "kl": Group("apart", 55),
     "traffic": Group("traffic", 25),
     "codegen": Group("compiled.codegen", 30),
     "numerics": Group("numerics", 30),

@@ -83,19 +83,3 @@ def traffic(rows: list[dict]):
     axes.set(xlabel="multiples of the logits' size; plain: forward, hatched: backward")
     axes.tick_params(axis="y", labelsize=8)
     save(figure, "benchmarks-traffic.png")
-
-
-def growth(series: dict[str, list[dict]], kind: str):
-    """Time and memory over the size, a line per series."""
-    figure, (left, right) = panels(2, (10, 3.8))
-    for i, (name, rows) in enumerate(series.items()):
-        colour, marker = LOOKS[i]
-        sizes = [row["size"] for row in rows]
-        memory = [max(row["extra_bytes"] or 1, 1) / 1e6 for row in rows]
-        ms = [results.whole_ms(row) for row in rows]
-        left.plot(sizes, ms, color=colour, marker=marker, label=name)
-        right.plot(sizes, memory, color=colour, marker=marker)
-    left.set(xscale="log", yscale="log", xlabel="size", ylabel="ms")
-    right.set(xscale="log", yscale="log", xlabel="size", ylabel="peak extra memory, MB")
-    left.legend(fontsize=8, frameon=False)
-    save(figure, f"benchmarks-growth-{kind}.png")

@@ -1,4 +1,4 @@
-"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk, kl and growth.
+"""Time, memory and error of operations beside the installed peers: kernels, linear, support, topk and kl.
 
     python -m bench kernels --device cpu --all-shapes
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
@@ -21,7 +21,6 @@ from typing import NamedTuple
 from bench import machine, options, peers, results, timing
 from bench.cases.case import Case
 from bench.cases.gae import GAECase
-from bench.cases.growth import GrowthCase
 from bench.cases.kl import KLCase
 from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
@@ -34,9 +33,9 @@ CASES = {
     "support": (KeptLogits, KeptHead),
     "topk": (TopkCase,),
     "kl": (KLCase,),
-    "growth": (GrowthCase,),
 }
 IMPORTS = 5  # seconds until a group begins
+OF_A_CASE = 5.0  # seconds that each case has, however late it is
 
 
 class Once(NamedTuple):
@@ -214,7 +213,8 @@ def main(args) -> int:
     seconds = args.budget or GROUPS[args.group].seconds * (3 if args.all_shapes else 1)
     if args.loaded:
         timing.count_cpu_seconds()
-    budget = timing.Budget(max(1.0, seconds - IMPORTS))
+        seconds *= 2  # of one thread
+    budget = timing.Budget(max(1.0, seconds - IMPORTS), least=min(OF_A_CASE, seconds))
 
     # Whether the clock may be trusted.
     told = {}
@@ -231,12 +231,12 @@ def main(args) -> int:
 
     # Case by case, each with its part of what is left.
     kinds = {kind: kind.specs(args) for kind in CASES[args.group]}
-    budget.parts = sum(map(len, kinds.values()))
+    budget.weights = sum(kind.weight(spec) for kind, specs in kinds.items() for spec in specs)
     warm_up(kinds, args)
     rows = []
     for kind, specs in kinds.items():
         for spec in specs:
-            ends = timing.now() + budget.share()
+            ends = timing.now() + budget.share(kind.weight(spec))
             case = kind(spec, args.device)
             found = run_case(case, args.peers, copy, ends - timing.now())
             show(case, found, copy)

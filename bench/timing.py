@@ -29,21 +29,28 @@ def clock() -> str:
 
 
 class Budget:
-    """Seconds, shared out among the parts to come: what one leaves over, the next ones get."""
+    """Seconds, shared out by weight among the parts to come: what one leaves over, the next ones get.
 
-    def __init__(self, seconds: float, parts: int = 1):
+    Args:
+        seconds: in all, from now on.
+        weights: of all parts together.
+        least: seconds that each part has in any case.
+    """
+
+    def __init__(self, seconds: float, weights: float = 1.0, least: float = 0.0):
         self.end = now() + seconds
-        self.parts = parts
+        self.weights = weights
+        self.least = least
 
     def left(self) -> float:
         """Seconds until the end; negative beyond it."""
         return self.end - now()
 
-    def share(self) -> float:
+    def share(self, weight: float = 1.0) -> float:
         """Seconds for the next part."""
-        seconds = max(0.0, self.left()) / max(1, self.parts)
-        self.parts -= 1
-        return seconds
+        seconds = self.left() * weight / max(weight, self.weights)
+        self.weights -= weight
+        return max(self.least, seconds)
 
 
 class Run(NamedTuple):

@@ -1,6 +1,7 @@
 """The protocol: what the runner asks of an operation at one shape."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import fused_rl
@@ -56,6 +57,11 @@ class Case:
         if args.device == "cpu" and args.all_shapes:
             listed = listed + cls.cpu_more
         return [spec for spec in listed if spec.dtype in args.dtype]
+
+    @classmethod
+    def weight(cls, spec: Spec) -> float:
+        """How much of a group's time it needs, beside its other cases."""
+        return math.prod(spec.shape)
 
     @classmethod
     def warm_ups(cls, specs: list[Spec], device: str) -> list[Spec]:

@@ -86,8 +86,8 @@ class TopkCase(LogprobsCase):
     note = "entropy and lse too"
     outputs = ("logprob",)
     cpu = [
-        *[Spec((512, 32000), "bf16", layout=layout) for layout in LAYOUTS],
-        *[Spec((512, 32000), "fp32", layout=layout) for layout in ("K=8", "K=1000")],
+        *[Spec((640, 32000), "bf16", layout=layout) for layout in LAYOUTS],
+        *[Spec((640, 32000), "fp32", layout=layout) for layout in ("K=8", "K=1000")],
         *[Spec((128, 151936), "bf16", layout=layout) for layout in ("K=8", "K=1000")],
     ]
     cpu_more = [Spec((1024, 32000), "bf16", layout=layout) for layout in LAYOUTS]

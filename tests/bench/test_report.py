@@ -61,11 +61,11 @@ def test_the_report_leaves_out_what_it_cannot_read_and_says_so(pages, clock, mon
     args = SimpleNamespace(device="cpu", out=str(pages), group="linear")
     whole = results.save(args, rows, copy_bytes_per_s=1e10).read_text()
     (pages / "kernels-cpu.json").write_text(whole[:-200])
-    (pages / "growth-cpu.json").write_text(whole.replace('"status"', '"state"'))
+    (pages / "topk-cpu.json").write_text(whole.replace('"status"', '"state"'))
     assert report.command("report", []) == 1
     printed = capsys.readouterr().out
     assert "left out: kernels-cpu.json: JSONDecodeError" in printed
-    assert "left out: growth-cpu.json: KeyError: 'status'" in printed
+    assert "left out: topk-cpu.json: KeyError: 'status'" in printed
     assert "fused_rl one pass" in (pages / "docs" / "benchmarks.md").read_text()
     assert (pages / "docs" / "benchmarks-linear-cpu.png").stat().st_size > 5000
 

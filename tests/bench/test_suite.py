@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             suite.main()
         assert wrong[-2] in capsys.readouterr().err
+
+
+def test_the_suite_ends_where_the_machine_is_busy(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(
+        suite.subprocess, "run", lambda words, **_: ran.append(words[3]) or SimpleNamespace(returncode=3)
+    )
+    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", "--group", "kl,topk"])
+    assert suite.main() == 1
+    assert ran == ["kl"]
+    assert "kl: failed: the machine is busy, " in capsys.readouterr().out
 
 
 def test_the_groups_together_take_what_is_promised():

@@ -67,12 +67,14 @@ def test_cpu_seconds_are_counted_instead_of_the_clock(clock, monkeypatch):
 
 def test_a_budget_hands_on_what_is_left_over(clock):
     clock.step = 0
-    budget = timing.Budget(30, 3)
+    budget = timing.Budget(30, 3, least=1)
     assert budget.share() == 10
     clock.now += 2
     assert budget.share() == 14
     clock.now += 40
-    assert budget.share() == 0
+    assert budget.share() == 1, "however late"
+    large_first = timing.Budget(30, 1 + 5)
+    assert large_first.share(5) == 25
 
 
 def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
