@@ -33,6 +33,12 @@ MACHINE_CODE = (
     "a pair is the smaller and the larger of the loops. Headroom: time at the memory roof of one H200 over the time to "
     "issue, a model; below 1 a kernel would be bound by instructions."
 )
+STREAMS = (
+    "Ways to stream the forward pass of bf16 logits, rows that begin at 16 bytes; all return the same bits. Ahead: "
+    "instructions between a load and what first needs it. Programs: resident on a multiprocessor, by registers. Of a "
+    "copy: a model (`bench/compiled/occupancy.py`), of an H200 for sm_90 and a B200 for sm_100; nothing was timed. "
+    "`kernels/launch.py` has the default; `launch.variant(name)` takes another one, to be timed."
+)
 STEP = (
     "CPU time of one thread, medians; implementations took turns step by step. Needed are the forward and backward "
     "passes of the model alone, on the same tokens in the same rows, with the head at the tokens that count."
@@ -185,8 +191,11 @@ def numerics(result, kind) -> str:
 
 def of_codegen(result, kind) -> str:
     release = result["environment"]["versions"]["triton"]
-    lines = [codegen.cells(row, release) for row in result["rows"]]
-    return f"## Machine code, counted\n\n{machine(result)}\n{MACHINE_CODE}\n\n{table(codegen.COLUMNS, lines)}"
+    kernels = [row for row in result["rows"] if "variant" not in row]
+    lines = [codegen.cells(row, release) for row in kernels]
+    text = f"## Machine code, counted\n\n{machine(result)}\n{MACHINE_CODE}\n\n{table(codegen.COLUMNS, lines)}"
+    streams = [codegen.stream_cells(row) for row in result["rows"] if "variant" in row]
+    return f"{text}\n{STREAMS}\n\n{table(codegen.STREAM_COLUMNS, streams)}" if streams else text
 
 
 def of_trainers(result, kind) -> str:

@@ -46,7 +46,7 @@ from fused_rl.kernels.kl_lanes import (
     step,
     within,
 )
-from fused_rl.kernels.launch import launch_options, multiprocessors
+from fused_rl.kernels.launch import launch_options, slots, whole_rows
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
@@ -77,6 +77,8 @@ NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, b
 MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 
+# Of a thread, as `launch.REGISTERS`: Blackwell's compiler alone needs no more than four programs leave
+REGISTERS = (168, 128)
 K = 4  # windows of 16 bytes that a thread reads at once of each row
 SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
 
@@ -226,7 +228,7 @@ def _nothing(LANES: tl.constexpr):
     return zero + FLOOR, zero, zero, zero, zero, zero + FLOOR, zero, zero, zero
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=[*RUNTIME, "begin"])
 def kl_fwd_kernel(
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
@@ -234,7 +236,8 @@ def kl_fwd_kernel(
     inv_t_ptr,  # (N,) fp32 or None
     kl_ptr,  # (N,) fp32
     state_ptr,  # (9, N) fp32, see KLState
-    lanes_ptr,  # (N, segments, 9, THREADS) fp32: a program per segment leaves its lanes there; None: a program per row
+    lanes_ptr,  # (n, segments, 9, THREADS) fp32: a program per segment leaves its lanes there; None: a program per row
+    begin,  # the first of n rows of this launch
     N,
     T,
     V,
@@ -251,7 +254,7 @@ def kl_fwd_kernel(
     VEC: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = begin + tl.program_id(0)
     if is_masked(mask_ptr, row):
         if lanes_ptr is None:
             tl.store(kl_ptr + row, 0.0)
@@ -266,7 +269,8 @@ def kl_fwd_kernel(
     if lanes_ptr is not None:
         segment = tl.program_id(1)
         part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
-        at = (row.to(tl.int64) * tl.num_programs(1) + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
+        nth = tl.program_id(0).to(tl.int64)
+        at = (nth * tl.num_programs(1) + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
         for i in tl.static_range(NUMBERS):
             tl.store(lanes_ptr + at + i * THREADS, part[i])
     else:
@@ -278,7 +282,7 @@ def kl_fwd_kernel(
         _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
 
 
-@triton.jit(do_not_specialize=[*RUNTIME, "segments"])
+@triton.jit(do_not_specialize=[*RUNTIME, "begin", "segments"])
 def kl_merge_kernel(
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
@@ -286,7 +290,8 @@ def kl_merge_kernel(
     inv_t_ptr,  # (N,) fp32 or None
     kl_ptr,  # (N,) fp32
     state_ptr,  # (9, N) fp32
-    lanes_ptr,  # (N, segments, 9, THREADS) fp32
+    lanes_ptr,  # (n, segments, 9, THREADS) fp32
+    begin,
     segments,
     N,
     T,
@@ -301,7 +306,7 @@ def kl_merge_kernel(
     wide,
     THREADS: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = begin + tl.program_id(0)
     if is_masked(mask_ptr, row):
         tl.store(kl_ptr + row, 0.0)
         return
@@ -312,7 +317,7 @@ def kl_merge_kernel(
     offset = _offset(x_row, y_row, V, inv_t)
     m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
-        at = lanes_ptr + (row.to(tl.int64) * segments + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
+        at = lanes_ptr + ((row - begin).to(tl.int64) * segments + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
         part = ()
         for i in tl.static_range(NUMBERS):
             part = part + (tl.load(at + i * THREADS),)
@@ -329,17 +334,19 @@ def kl_fwd(x, y, mask, inv_t):
     if n == 0:
         return kl, state
     vec = 16 // x.element_size()
+    layout = launch_options(x, REGISTERS)
     segments = triton.cdiv(vocab, SEGMENT * K * vec * THREADS)
-    parts, lanes = segments if n < multiprocessors(x.device) else 1, None
-    if parts > 1:
-        lanes = torch.empty(n, parts, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
+    whole = whole_rows(n, segments, slots(x.device, layout))
+    lanes = torch.empty(n - whole, segments, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
-    rows = (x, y, mask, inv_t, kl, state, lanes)
-    layout = launch_options(x)
+    rows = (x, y, mask, inv_t, kl, state)
     del layout["LANES"], layout["VEC"]
     layout["THREADS"] = THREADS
+    shape = {"K": K, "VEC": vec, "SEGMENT": SEGMENT}
     with torch.cuda.device_of(x):
-        kl_fwd_kernel[(n, parts)](*rows, *numbers, K=K, VEC=vec, SEGMENT=SEGMENT, **layout)
-        if parts > 1:
-            kl_merge_kernel[(n,)](*rows, parts, *numbers, **layout)
+        if whole:
+            kl_fwd_kernel[(whole,)](*rows, None, 0, *numbers, **shape, **layout)
+        if whole < n:
+            kl_fwd_kernel[(n - whole, segments)](*rows, lanes, whole, *numbers, **shape, **layout)
+            kl_merge_kernel[(n - whole,)](*rows, lanes, whole, segments, *numbers, **layout)
     return kl, state

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
-from fused_rl.kernels.launch import multiprocessors
+from fused_rl.kernels.launch import multiprocessors, parts_of_row
 from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
     AT_W_ALL,
@@ -25,6 +25,7 @@ from fused_rl.kernels.pair import (
 )
 
 BLOCK = 1024  # columns of a program at once
+RESIDENT = 16  # programs of so few registers that fit on a multiprocessor
 
 
 @triton.jit
@@ -131,7 +132,7 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
     n, _, vocab, *_ = numbers
     if n:
-        parts = triton.cdiv(vocab, 32 * BLOCK) if n < multiprocessors(x.device) else 1
+        parts = parts_of_row(n, triton.cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device))
         arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
         with torch.cuda.device_of(x):
             kl_bwd_kernel[(n, parts)](*arguments, BLOCK=BLOCK, THREADS=THREADS, VEC=vec, num_warps=warps())

@@ -13,14 +13,25 @@ from fused_rl.kernels.online import tanh, valid, widen
 @triton.jit
 def load_lanes(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
     """(LANES,) fp32 from `ptr` on, aligned to 16 bytes; 16 bytes that begin at or after `stop` are not read."""
+    return as_fp32(load_raw(ptr, stop, LANES, VEC))
+
+
+@triton.jit
+def load_raw(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
+    """What `as_fp32` makes lanes of: as many registers as there are 4 bytes, where all of it is held in advance."""
     if ptr.dtype.element_ty == tl.bfloat16:
         at = tl.arange(0, LANES // 2)
         mask = None if stop is None else 2 * (at // (VEC // 2) * (VEC // 2)) < stop
-        return widen(tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask))
+        return tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask)
     else:  # noqa: RET505
         at = tl.arange(0, LANES)
         mask = None if stop is None else at // VEC * VEC < stop
-        return tl.load(ptr + at, mask=mask).to(tl.float32)
+        return tl.load(ptr + at, mask=mask)
+
+
+@triton.jit
+def as_fp32(raw):
+    return widen(raw) if raw.dtype == tl.int32 else raw.to(tl.float32)
 
 
 @triton.jit
@@ -58,11 +69,9 @@ def locate(x_ptr, shift, row, x_stride, VEC: tl.constexpr):
 
 
 @triton.jit
-def last_columns(row_ptr, head, streamed, vocab, softcap, LANES: tl.constexpr):
-    """The columns from `streamed` on, each in its lane; -inf in the others."""
-    column = streamed + ((tl.arange(0, LANES) - head - streamed) & (LANES - 1))
-    x = tl.load(row_ptr + column, mask=column < vocab, other=0.0).to(tl.float32)
-    return tl.where(column < vocab, cap(x, softcap), float("-inf"))
+def by_column(x, head, LANES: tl.constexpr):
+    """(LANES,) of a row that begins `head` elements into its first window, as if it began at a window."""
+    return tl.gather(x, (tl.arange(0, LANES) + head) & (LANES - 1), 0)
 
 
 @triton.jit

@@ -1,24 +1,65 @@
 """How rows of logits are handed to a kernel: compile-time options, alignment, temperature, programs per row."""
 
+import contextlib
 import struct
 
 import torch
 import triton
+import triton.language as tl
 
 THREADS = 128  # per program
 K = 8  # windows of a tile: one rescaling per K elements of a lane
-SEGMENT = 4  # tiles
+SEGMENT = 3  # tiles
+WAVES = 8  # of programs: from there on the last one, however empty, is a small part of the time
+SATURATING = 0.5  # the share of the programs that fit whose loads in flight suffice, a model
+REGISTERS = (128, None)  # of a thread of the row kernels: before Blackwell, and from there on
+
+# Ways to stream the forward pass that counts do not tell apart from the default far enough: all return the same bits.
+# REGISTERS in its place; AHEAD: a tile is loaded before the one before it is computed, STAGES: into shared memory
+VARIANTS = {
+    "default": {},
+    "prefetch": {"REGISTERS": (168, 168), "AHEAD": True},
+    "stages": {"REGISTERS": (128, 168), "STAGES": 3},
+    "128 registers": {"REGISTERS": (128, 128)},
+    "168 registers": {"REGISTERS": (168, 168)},
+    "232 registers": {"REGISTERS": (232, 232)},
+}
+_chosen = VARIANTS["default"]
 
 
-def launch_options(x):
-    """Compile-time arguments and options of a launch over the rows of x."""
+@contextlib.contextmanager
+def variant(name: str):
+    """Inside, `logprob_fwd`, and what calls it, streams as VARIANTS[name] says; for benchmarks.
+
+    for name in launch.VARIANTS:
+        with launch.variant(name):
+            token_logprobs(logits, targets)  # compiled on its first call
+    """
+    global _chosen
+    before, _chosen = _chosen, VARIANTS[name]
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def streaming() -> dict:
+    """The compile-time arguments of the chosen variant."""
+    return {"STAGES": _chosen.get("STAGES", 1), "AHEAD": _chosen.get("AHEAD", False)}
+
+
+def launch_options(x, registers=None):
+    """Compile-time arguments and options of a launch over the rows of x; `registers`: of a thread, as REGISTERS."""
     vec = 16 // x.element_size()
     shape = {"LANES": THREADS * vec, "VEC": vec, "num_stages": 1}  # more stages would go through shared memory
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
-    # left alone, ptxas hoists the masks and addresses of a row's ends: 240 registers. 168 do without a spill, and three
-    # programs share a multiprocessor; but not on Blackwell, whose paired arithmetic needs registers in pairs
-    return shape | {"num_warps": THREADS // 32, "maxnreg": 168 if capability(x.device) < (10, 0) else 232}
+    # left alone, ptxas takes what it finds; 128 registers are four programs on a multiprocessor. On Blackwell, whose
+    # paired arithmetic needs registers in pairs, it spills under most limits, and without one takes 142: three programs
+    if registers is None:
+        registers = _chosen.get("REGISTERS", REGISTERS)
+    most = registers[capability(x.device) >= (10, 0)]
+    return shape | {"num_warps": THREADS // 32} | ({"maxnreg": most} if most else {})
 
 
 def capability(device):
@@ -44,11 +85,47 @@ def temperature_scales(inv_temperature):
     return None, float(inv_temperature), scale, exact - scale
 
 
-def programs_per_row(x, lanes):
-    """More than one where there are fewer rows than multiprocessors: one per segment."""
-    segments = triton.cdiv(x.shape[1], SEGMENT * K * lanes)
-    return segments if x.shape[0] < multiprocessors(x.device) else 1
+def slots(device, options) -> int:
+    """Programs that are resident at once, by their registers; 0 where there is no device to fill."""
+    if torch.version.hip:
+        return 4 * multiprocessors(device)
+    each = 65536 // (32 * options["num_warps"] * options.get("maxnreg", 168))
+    return each * multiprocessors(device)
+
+
+def waves(programs: int, resident: int) -> float:
+    """Time of equal programs, in that of `resident` ones at once; below SATURATING of them each has its own rate."""
+    full, left = divmod(programs, resident)
+    return full + max(left / resident, SATURATING) if left else full
+
+
+def whole_rows(rows: int, segments: int, resident: int) -> int:
+    """How many rows, from the first one, get a program each; those after them get one per segment.
+
+    Whole rows fill every wave but the last. The rows of that one are split where this ends it sooner.
+    """
+    if resident == 0:
+        return rows
+    left = rows % resident
+    sooner = waves(left * segments, resident) < segments * waves(left, resident)
+    return rows - left if sooner and rows < WAVES * resident else rows
+
+
+def parts_of_row(rows: int, most: int, resident: int) -> int:
+    """Programs per row where splitting costs nothing: enough for WAVES, `most` at most."""
+    return max(1, min(most, WAVES * resident // max(1, rows)))
+
+
+@triton.jit
+def share_of(whole, segments):
+    """Of the program: its row, first segment and the one after its last, and whether the row is its alone."""
+    program = tl.program_id(0)
+    beyond = tl.maximum(program - whole, 0)
+    alone = program < whole
+    row = tl.where(alone, program, whole + beyond // segments).to(tl.int64)
+    first = tl.where(alone, 0, beyond % segments)
+    return row, first, tl.where(alone, segments, first + 1), alone
 
 
 def multiprocessors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

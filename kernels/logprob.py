@@ -13,15 +13,44 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.lanes import cap, last_columns, load_columns, load_lanes, load_window, locate, row_scale
-from fused_rl.kernels.launch import SEGMENT, K, aligned, launch_options, programs_per_row, temperature_scales
+from fused_rl.kernels.lanes import (
+    as_fp32,
+    by_column,
+    cap,
+    load_columns,
+    load_lanes,
+    load_raw,
+    load_window,
+    locate,
+    row_scale,
+)
+from fused_rl.kernels.launch import (
+    SEGMENT,
+    K,
+    aligned,
+    launch_options,
+    share_of,
+    slots,
+    streaming,
+    temperature_scales,
+    whole_rows,
+)
 from fused_rl.kernels.logprob_gradient import logprob_bwd
-from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, in_range, log1p, merge, reduce_lanes, start, step
+from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, fold, in_range, log1p, merge, reduce_lanes, start, step
 from fused_rl.kernels.states import RowStatistics
 
 __all__ = ["logprob_bwd", "logprob_fwd"]
 
 TAIL = tl.constexpr(4)  # windows per tile in the masked end of a row, where K are elsewhere
+
+
+@triton.jit
+def load_tile(window_ptr, tile, stop, K: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """The windows of a tile as they are in memory; from tile `stop` on nothing is read."""
+    raw = ()
+    for k in tl.static_range(K):
+        raw = raw + (load_raw(window_ptr + (tile * K + k) * LANES, (stop - tile) * LANES, LANES, VEC),)
+    return raw
 
 
 @triton.jit
@@ -38,6 +67,8 @@ def segment_state(
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     SEGMENT: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Lane states over one segment, and the last window read; the row begins `head` elements after `window_ptr`.
 
@@ -49,16 +80,26 @@ def segment_state(
     whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
     # whole tiles: where the row begins at a window, each window is loaded for itself
     if head == 0:
-        for i in tl.range(first, whole, num_stages=1):
-            xs = ()
-            for k in tl.static_range(K):
-                xs = xs + (cap(load_lanes(window_ptr + (i * K + k) * LANES, None, LANES, VEC), softcap),)
-            m, rest, t = step(m, rest, t, xs, scale, K)
+        if AHEAD:
+            raw = load_tile(window_ptr, first, whole, K, LANES, VEC)
+            for i in tl.range(first, whole, num_stages=1):
+                after = load_tile(window_ptr, i + 1, whole, K, LANES, VEC)
+                xs = ()
+                for k in tl.static_range(K):
+                    xs = xs + (cap(as_fp32(raw[k]), softcap),)
+                m, rest, t = step(m, rest, t, xs, scale, K)
+                raw = after
+        else:
+            for i in tl.range(first, whole, num_stages=STAGES):
+                xs = ()
+                for k in tl.static_range(K):
+                    xs = xs + (cap(load_lanes(window_ptr + (i * K + k) * LANES, None, LANES, VEC), softcap),)
+                m, rest, t = step(m, rest, t, xs, scale, K)
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
     # and where it does not, a lane below `head` takes its element from the next window
     else:
-        for i in tl.range(first, whole, num_stages=1):
+        for i in tl.range(first, whole, num_stages=STAGES):
             xs = ()
             for k in tl.static_range(K):
                 x = cap(load_lanes(window_ptr + (i * K + k + 1) * LANES, None, LANES, VEC), softcap)
@@ -74,7 +115,9 @@ def segment_state(
             xs = xs + (tl.where(lane < head, x, carry),)
             carry = x
         m, rest, t = step(m, rest, t, xs, scale, TAIL)
-    return (m, rest, t), carry
+    if head > 0:
+        m, rest, t = by_column(m, head, LANES), by_column(rest, head, LANES), by_column(t, head, LANES)
+    return fold(m, rest, t, scale, VEC), carry
 
 
 @triton.jit
@@ -132,7 +175,9 @@ def store_zeros(outputs, row):
         tl.store(outputs[i] + row, 0.0)
 
 
-@triton.jit(do_not_specialize=["shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"])
+@triton.jit(
+    do_not_specialize=["whole", "segments", "shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
+)
 def logprob_fwd_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
     target_ptr,  # (N,) int64
@@ -143,7 +188,9 @@ def logprob_fwd_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N, segments, 3, LANES) fp32: a program per segment leaves its lanes there; None: a program per row
+    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32: where the programs of a segment leave its lanes
+    whole,  # rows that have a program each; those after them have one per segment
+    segments,
     shift,  # x begins so many elements after x_ptr, which is aligned to 16 bytes
     vocab,
     x_stride: tl.int64,
@@ -155,47 +202,46 @@ def logprob_fwd_kernel(
     LANES: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
     SEGMENT: tl.constexpr,
+    STAGES: tl.constexpr,  # this and the next: `launch.VARIANTS`
+    AHEAD: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    THREADS: tl.constexpr = LANES // VEC
+    row, first, last, alone = share_of(whole, segments)
     outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
     if mask_ptr is not None:  # noqa: SIM102 (the load must not be traced where the pointer is None)
         if tl.load(mask_ptr + row) == 0:
-            if lanes_ptr is None:
+            if alone:
                 store_zeros(outputs, row)
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     streamed = tl.maximum(vocab - 2 * VEC, 0)  # columns; a whole load that begins in them ends in the row
     inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
-    begin = tl.program_id(1) * SEGMENT
-    lane = tl.arange(0, LANES)
-    column = begin * K * LANES + lane - head
-    fresh = (lane >= head) & (column < streamed) & ((head > 0) | (begin > inside))
+    column = first * SEGMENT * K * LANES + tl.arange(0, LANES) - head
+    fresh = (column >= first * SEGMENT * K * LANES) & (column < streamed)
+    fresh = fresh & ((head > 0) | (first * SEGMENT > inside))
     carry = cap(tl.load(row_ptr + column, mask=fresh, other=0.0).to(tl.float32), softcap)
     carry = tl.where(fresh, carry, float("-inf"))
-    if lanes_ptr is not None:
-        segment = tl.program_id(1)
-        state, carry = segment_state(
-            window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
+    m, rest, t = start(THREADS)
+    for segment in tl.range(first, last, num_stages=1):
+        part, carry = segment_state(
+            window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT, STAGES, AHEAD
         )
-        at = lanes_ptr + (row * tl.num_programs(1) + segment) * 3 * LANES + lane
-        for i in tl.static_range(3):
-            tl.store(at + i * LANES, state[i])
-    else:
-        m, rest, t = start(LANES)
-        for segment in tl.range(0, tl.cdiv(streamed, SEGMENT * K * LANES), num_stages=1):
-            part, carry = segment_state(
-                window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT
-            )
-            part_m, part_rest, part_t = part
-            m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
-        x = last_columns(row_ptr, head, streamed, vocab, softcap, LANES)
+        part_m, part_rest, part_t = part
+        if alone == 0:
+            at = lanes_ptr + (tl.program_id(0) - whole).to(tl.int64) * (3 * THREADS) + tl.arange(0, THREADS)
+            tl.store(at, part_m)
+            tl.store(at + THREADS, part_rest)
+            tl.store(at + 2 * THREADS, part_t)
+        m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
+    if alone:
+        x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)
         state = step(m, rest, t, (x,), scale, 1)
         store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES)
 
 
 @triton.jit(
-    do_not_specialize=["segments", "shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
+    do_not_specialize=["whole", "segments", "shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
 )
 def logprob_merge_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
@@ -207,7 +253,8 @@ def logprob_merge_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N, segments, 3, LANES) fp32
+    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32
+    whole,
     segments,
     shift,
     vocab,
@@ -219,20 +266,23 @@ def logprob_merge_kernel(
     LANES: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    THREADS: tl.constexpr = LANES // VEC
+    nth = tl.program_id(0).to(tl.int64)
+    row = whole + nth
     outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
     if mask_ptr is not None:  # noqa: SIM102
         if tl.load(mask_ptr + row) == 0:
             store_zeros(outputs, row)
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
-    m, rest, t = start(LANES)
+    m, rest, t = start(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
-        at = lanes_ptr + (row * segments + segment) * 3 * LANES + tl.arange(0, LANES)
-        part_m, part_rest, part_t = tl.load(at), tl.load(at + LANES), tl.load(at + 2 * LANES)
+        at = lanes_ptr + (nth * segments + segment) * 3 * THREADS + tl.arange(0, THREADS)
+        part_m, part_rest, part_t = tl.load(at), tl.load(at + THREADS), tl.load(at + 2 * THREADS)
         m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
-    row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
-    x = last_columns(row_ptr, head, tl.maximum(vocab - 2 * VEC, 0), vocab, softcap, LANES)
+    row_ptr, _window_ptr, _head = locate(x_ptr, shift, row, x_stride, VEC)
+    streamed = tl.maximum(vocab - 2 * VEC, 0)
+    x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)
     state = step(m, rest, t, (x,), scale, 1)
     store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES)
 
@@ -248,14 +298,15 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     softcap = None if softcap is None else float(softcap)
     inv_t_ptr, *scales = temperature_scales(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
-    parts, lanes = programs_per_row(logits, launch["LANES"]), None
-    if parts > 1:
-        lanes = torch.empty(n, parts, 3, launch["LANES"], dtype=torch.float32, device=logits.device)
+    segments = triton.cdiv(vocab, SEGMENT * K * launch["LANES"])
+    whole = whole_rows(n, segments, slots(logits.device, launch))
+    lanes = torch.empty(n - whole, segments, 3, launch["LANES"] // launch["VEC"], device=logits.device)
     x, shift = aligned(logits)
-    rows = (x, targets, mask, inv_t_ptr, *outputs, lanes)
+    rows = (x, targets, mask, inv_t_ptr, *outputs, lanes, whole, segments)
     scalars = (shift, vocab, logits.stride(0), *scales, softcap)
     with torch.cuda.device_of(logits):
-        logprob_fwd_kernel[(n, parts)](*rows, *scalars, K=K, SEGMENT=SEGMENT, **launch)
-        if parts > 1:
-            logprob_merge_kernel[(n,)](*rows, parts, *scalars, **launch)
+        grid = (whole + (n - whole) * segments,)
+        logprob_fwd_kernel[grid](*rows, *scalars, K=K, SEGMENT=SEGMENT, **streaming(), **launch)
+        if whole < n:
+            logprob_merge_kernel[(n - whole,)](*rows, *scalars, **launch)
     return outputs

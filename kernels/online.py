@@ -87,10 +87,49 @@ def merge(m, rest, t, m2, rest2, t2, scale):
     new = tl.maximum(ref, ref2)
     rest, t = rescale(rest, t, ref - new)
     rest2, t2 = rescale(rest2, t2, ref2 - new)
-    # between equal maxima d is what rounded off new; where both are NEG that is anything
-    d = tl.minimum(tl.fma(low, scale, -new), tl.where(low > NEG, 100.0, 1.0))
-    rest, t = add(rest + rest2, t + t2, d)
+    rest, t = add(rest + rest2, t + t2, from_below(low, new, scale))
     return m, rest, t
+
+
+@triton.jit
+def from_below(low, ref, scale):
+    """Distance of a maximum that another one, with reference `ref`, has replaced."""
+    # between equal maxima that is what rounded off ref; where both are NEG it is anything
+    return tl.minimum(tl.fma(low, scale, -ref), tl.where(low > NEG, 100.0, 1.0))
+
+
+@triton.jit
+def fold(m, rest, t, scale, VEC: tl.constexpr):
+    """Lanes (n * VEC,) -> (n,), each of VEC neighbours: as `merge`, with one rescaling of each."""
+    ms, rests, ts = neighbours(m, VEC), neighbours(rest, VEC), neighbours(t, VEC)
+    m, lows = ms[0], ()
+    for k in tl.static_range(1, VEC):
+        lows = lows + (tl.minimum(m, ms[k]),)
+        m = tl.maximum(m, ms[k])
+    ref, _ = reference(m, scale)
+    old, _ = reference(ms[0], scale)
+    rest, t = rescale(rests[0], ts[0], old - ref)
+    for k in tl.static_range(1, VEC):
+        old, _ = reference(ms[k], scale)
+        part_rest, part_t = rescale(rests[k], ts[k], old - ref)
+        rest, t = add(rest + part_rest, t + part_t, from_below(lows[k - 1], ref, scale))
+    return m, rest, t
+
+
+@triton.jit
+def neighbours(x, VEC: tl.constexpr):
+    """(n * VEC,) -> VEC tensors (n,): the elements of each group of neighbours, in an order of their own."""
+    xs = halves(halves((x,)))
+    return halves(xs) if VEC == 8 else xs
+
+
+@triton.jit
+def halves(xs):
+    out = ()
+    for i in tl.static_range(len(xs)):
+        even, odd = tl.split(tl.reshape(xs[i], (xs[i].shape[0] // 2, 2)))
+        out = out + (even, odd)
+    return out
 
 
 @triton.jit

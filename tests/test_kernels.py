@@ -100,6 +100,21 @@ def test_split_and_in_place_touch_no_element_twice(vocab, monkeypatch):
     assert not logits[1].any()
 
 
+def test_the_rows_of_the_last_wave_are_split_and_those_before_are_not(monkeypatch):
+    """Eight rows where six programs fit, each row of its own, one of the two that are split masked."""
+    vocab = 2 * 4096 + 100
+    rows = [one_row(vocab, torch.bfloat16, seed)[0] for seed in range(8)]
+    logits, targets = torch.cat(rows), torch.full((8,), vocab // 2)
+    mask = torch.arange(8) != 6
+    split(monkeypatch, False)
+    expected = both(logits, targets, mask)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(logprob, "slots", lambda device, options: 6)
+    with interpreter.count_traffic() as launches, interpreter.check_memory():
+        assert_same_bits(both(logits, targets, mask), expected)
+    assert [found.grid[0] for found in launches[:2]] == [6 + 2 * 3, 2]
+
+
 @pytest.mark.parametrize("bad", [-1, 300, 2**40])
 def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     row, _ = one_row(300, torch.float32)

@@ -19,10 +19,9 @@ import json
 import os
 import subprocess
 import sys
-from unittest import mock
 
 from bench import machine, results
-from bench.compiled import machine_code
+from bench.compiled import machine_code, occupancy
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -129,7 +128,7 @@ def kl_fwd(jensen_shannon=False, split=False, **options):
         js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
     else:
         count = 10**6 if split else 0
-        with _device(launch), mock.patch.object(kl, "multiprocessors", lambda device: count):
+        with _device(launch, multiprocessors=count):
             kl.kl_fwd(*rows)
 
 
@@ -252,6 +251,9 @@ VARIANTS = {
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, JENSEN_SHANNON | {"wants": (True, True)}),
 }
 
+# The forward pass as `launch.VARIANTS` streams it, on the devices that `occupancy.py` models.
+STREAMS = {"sm_90": occupancy.H200, "sm_100": occupancy.B200}
+
 # ------------------------------------------------------------------------------------------------- the subprocess
 
 
@@ -313,6 +315,23 @@ def _inspect_all(cases, targets):
                 row = {"case": name, "kernel": kernel_name, "target": target, "triton": triton.__version__}
                 row["status"] = "ok"
                 print(json.dumps(row | figures), flush=True)
+
+
+def _inspect_streams():
+    """Print the figures of every variant of the forward pass, and what of a copy they reach by the model."""
+    from fused_rl.kernels import launch
+
+    for name, (target, device) in itertools.product(launch.VARIANTS, STREAMS.items()):
+        with launch.variant(name):
+            [(_, _, kernel)] = launches(logprob_fwd, {}, target)
+        row = {"variant": name, "target": target, "status": "ok"}
+        row |= machine_code.inspect_kernel(kernel, "cuda", 2)
+        loop = row["loops"][0]
+        row["programs"] = device.programs(row["registers"])
+        # through shared memory only the first tile of a segment is waited for
+        ahead = loop["ahead"] or (1 - 1 / launch.SEGMENT) * occupancy.LATENCY * device.clock
+        row["share"] = round(occupancy.share_of_copy(loop, ahead, row["programs"], device), 3)
+        print(json.dumps(row), flush=True)
 
 
 def _launch_both(rows, temperature, vocab):
@@ -379,7 +398,20 @@ def cells(row: dict, release: str) -> list[str]:
     return found
 
 
+STREAM_COLUMNS = ["variant", "target", "registers", "spills", "shared bytes", "barriers", "instructions", "special"]
+STREAM_COLUMNS += ["instructions ahead", "programs", "of a copy"]
+
+
+def stream_cells(row: dict) -> list[str]:
+    """A variant's row as STREAM_COLUMNS, of rows that begin at 16 bytes."""
+    found = [row["variant"], row["target"], *(str(row[name]) for name in ("registers", "spills", "shared"))]
+    found += [f"{row['loops'][0][name]:.3g}" for name in ("barriers", "instructions", "special", "ahead")]
+    return [*found, str(row["programs"]), f"{row['share']:.0%}"]
+
+
 def table(rows: list[dict]) -> str:
+    if rows and "variant" in rows[0]:
+        return results.table(STREAM_COLUMNS, [stream_cells(row) for row in rows])
     return results.table(COLUMNS, [cells(row, "") for row in rows])
 
 
@@ -389,9 +421,9 @@ def command(name: str, words: list[str]) -> int:
 
     args = options.arguments(__doc__, name, words)
     args.device = "cpu"
-    rows = subprocess_lines()
-    print(table(rows))
-    results.save(args, rows)
+    rows, streams = subprocess_lines(), subprocess_lines("--streams")
+    print(table(rows), table(streams), sep="\n")
+    results.save(args, rows + streams)
     return 0
 
 
@@ -400,6 +432,7 @@ def main():
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated, of " + ", ".join(TARGETS))
     parser.add_argument("--variants", action="store_true", help="compile every other way in which kernels are launched")
+    parser.add_argument("--streams", action="store_true", help="the variants of the forward pass, and a model of them")
     parser.add_argument("--count", action="store_true", help="count compiled variants over lengths and temperatures")
     parser.add_argument("--json", action="store_true", help="print JSON, in this process")
     args = parser.parse_args()
@@ -407,6 +440,8 @@ def main():
         return print(table(subprocess_lines(*sys.argv[1:])))
     if args.count:
         return _count_variants()
+    if args.streams:
+        return _inspect_streams()
     listed = VARIANTS if args.variants else CASES
     cases = {name: case for name, case in listed.items() if args.only in name}
     return _inspect_all(cases, args.targets.split(","))
