@@ -82,6 +82,11 @@ $(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/instal
 test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults
 	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
+# Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
+.PHONY: test-device
+test-device: $(VENV)/installed  ## every op and a step of every trainer on a device that is not there
+	$(BIN)/python -m pytest -q -p tests.device.process tests/device
+
 # A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
 # it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
 HOSTS := verl openrlhf

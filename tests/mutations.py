@@ -95,8 +95,8 @@ MUTATIONS = {
     ),
     "masked rows keep their gradient": Mutation(
         "fused_rl/linear.py",
-        "kept = None if mask is None or bool(mask.all())",
-        "kept = None if mask is None or bool(mask.any())",
+        "return None if len(kept) == mask.numel() else kept",
+        "return None if len(kept) else kept",
         "tests/test_linear.py -k masked",
     ),
     # The losses.
@@ -288,8 +288,8 @@ MUTATIONS = {
     ),
     "GRPO counts its own tokens alone": Mutation(
         "trainers/base/ranks.py",
-        "return global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1)",
-        "return torch.stack([count.cpu() for count in counts]).clamp(min=1)",
+        "return global_sum(arrived(counts)).clamp(min=1)",
+        "return arrived(counts).clamp(min=1)",
         DEFINITIONS,
     ),
     "GRPO's minibatches are never shuffled": Mutation(
@@ -404,6 +404,6 @@ MUTATIONS = {
         "tests/trainers/test_solved.py",
     ),
     "a mean over sequences counts micro-batches": Mutation(
-        "trainers/run/metrics.py", "self.total = self.total + values", "self.total = values", DEFINITIONS
+        "trainers/run/metrics.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
     ),
 }
