@@ -30,11 +30,11 @@ class Step(NamedTuple):
 
 
 STEPS = [
-    Step("facts", 270),
-    Step("tests", 120),
-    Step("kernels", 60, 48),
+    Step("facts", 260),
+    Step("tests", 110),
+    Step("kernels", 75, 60),
     Step("linear", 50, 38),
-    Step("kl", 25, 14),
+    Step("kl", 30, 18),
     Step("support", 35, 24),
     Step("topk", 25, 14),
 ]

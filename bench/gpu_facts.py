@@ -6,7 +6,6 @@ sizes that take no time (`tests/bench/test_gpu.py`): what has never run would me
 """
 
 import functools
-import importlib
 import json
 import math
 import os
@@ -374,34 +373,18 @@ def speed_kl(device: str) -> Facts:
 
 
 def variants(device: str) -> Facts:
-    """Register caps of the row kernels, each beside the one that ships."""
-    n, vocab = at(device, (8192, 151936), (2, 4099))
-    for cap in ("as shipped", 128, 168, 232):
-        with capped(None if cap == "as shipped" else cap):
-            for rows_here in at(device, (n, 256), (n,)):
-                yield {"registers": cap} | passes(rows_here, vocab, "bf16", device)
+    """Ways to stream the forward pass, each with the bits of the one that ships, and its time."""
+    from fused_rl.kernels import launch
 
-
-class capped:
-    """Registers per thread that ptxas may give the row kernels; None leaves them."""
-
-    MODULES = ("logprob", "logprob_gradient")
-
-    def __init__(self, registers: int | None):
-        self.registers = registers
-
-    def __enter__(self):
-        self.modules = [importlib.import_module(f"fused_rl.kernels.{name}") for name in self.MODULES]
-        self.shipped = self.modules[0].launch_options
-        for module in self.modules:
-            module.launch_options = self._options
-
-    def _options(self, x):
-        return self.shipped(x) | ({"maxnreg": self.registers} if self.registers else {})
-
-    def __exit__(self, *_):
-        for module in self.modules:
-            module.launch_options = self.shipped
+    vocab = at(device, 151936, 4099)
+    x, targets = rows(2, vocab, "bf16", device)
+    shipped = fused_rl.token_logprobs(x, targets)
+    for name in launch.VARIANTS:
+        with launch.variant(name):
+            same = all(map(torch.equal, fused_rl.token_logprobs(x, targets), shipped))
+            yield {"variant": name, "same": same}
+            for n in at(device, (8192, 256), (2,)):
+                yield {"variant": name} | passes(n, vocab, "bf16", device)
 
 
 # ------------------------------------------------------------------ models
@@ -495,7 +478,7 @@ FACTS = {
     **{f"compiled: {name}": Fact(compiled, 20, (name,)) for name in OPS[::3] + OPS[-1:]},
     "speed": Fact(speed, 25),
     "speed: kl": Fact(speed_kl, 15),
-    "variants": Fact(variants, 25),
+    "variants": Fact(variants, 30),
     "attention": Fact(attention, 20),
     **{f"sampling: {batch}": Fact(sampling, 30, (batch,)) for batch in (64, 256)},
 }

@@ -32,8 +32,12 @@ ON_DEVICE = [
     "tests/test_extremes.py",
     "tests/test_hostile.py",
 ]
-NOT_ON_DEVICE = {"tests/test_integrations_trl.py", "tests/test_integrations_trl_logits.py"}
-"""Those that compare with packages which a borrowed machine lacks."""
+NOT_ON_DEVICE = {
+    "tests/test_integrations_trl.py",
+    "tests/test_integrations_trl_logits.py",
+    "tests/test_occupancy.py",
+}
+"""Those that compare with packages which a borrowed machine lacks, or launch nothing."""
 
 
 def on_both_paths() -> Iterator[str]:
