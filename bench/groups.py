@@ -21,6 +21,7 @@ GROUPS = {
     "traffic": Group("traffic", 25),
     "codegen": Group("compiled.codegen", 30),
     "numerics": Group("numerics", 30),
-    "trainers": Group("trainers", 270),
+    "trainers": Group("trainers", 230),
+    "sampling": Group("sampling", 40),
 }
 MINUTES = 12

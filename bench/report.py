@@ -6,7 +6,7 @@ python -m bench report
 import argparse
 import functools
 
-from bench import plots, quoted, results, run
+from bench import pages, plots, quoted, results, run
 from bench.cases import linear
 from bench.compiled import codegen
 from bench.results import RESULTS
@@ -201,15 +201,25 @@ def of_codegen(result, kind) -> str:
 def of_trainers(result, kind) -> str:
     """CPU time of the parts of a training step, and what it is a multiple of."""
     text = f"## A training step, {kind}\n\n{machine(result)}\n{STEP}\n"
-    for task, rows in grouped(result, lambda row: row["task"]).items():
+    for task, rows in grouped(result, lambda row: f"{row['op']}, {row['task']}").items():
         columns, lines = results.steps(rows)
         cells = [[label(row), *line] for row, line in zip(rows, lines, strict=True)]
         text += f"\n**{task}**\n\n{table(['implementation', *columns], cells)}"
     return text + not_run(result)
 
 
+def of_sampling(result, kind) -> str:
+    table_of_rates = pages.sampling_table(result["rows"], markdown=True)
+    return f"## Sampling, {kind}\n\n{machine(result)}\n{pages.SAMPLED}\n\n{table_of_rates}{not_run(result)}"
+
+
+def of_quality(result, kind) -> str:
+    return pages.quality(result, machine(result))
+
+
 # In the order of the page.
 GROUPS = {
+    "quality": of_quality,
     "kernels": kernels,
     "linear": of_linear,
     "kl": functools.partial(kernels, title="KL of two logits tensors", picture="benchmarks-kl"),
@@ -218,6 +228,7 @@ GROUPS = {
     "traffic": traffic,
     "codegen": of_codegen,
     "trainers": of_trainers,
+    "sampling": of_sampling,
     "numerics": numerics,
 }
 

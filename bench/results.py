@@ -114,14 +114,14 @@ def figures(row: dict) -> dict:
 
 def steps(rows: list[dict]) -> tuple[list[str], list[list]]:
     """Titles and cells of a table of training steps, without the implementations' names."""
-    parts = list(rows[0]["ms"])
-    needed = list(rows[0]["over_needed"])
+    parts = list(dict.fromkeys(itertools.chain.from_iterable(row["ms"] for row in rows)))
+    needed = list(rows[0].get("over_needed", {}))
     titles = [f"{part} ms" for part in parts]
     titles += [f"{part} / needed" for part in needed]
     lines = []
     for row in rows:
         over = row.get("over_needed", {})
-        cells = [row["ms"][part] for part in parts]
+        cells = [row["ms"].get(part) for part in parts]
         cells += [over.get(part) for part in needed]
         lines.append([*cells, row.get("steps_over_trl"), repeats(row), remarks(row)])
     return [*titles, "steps / TRL steps", "runs", "note"], lines

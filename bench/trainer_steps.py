@@ -51,6 +51,68 @@ class Watch:
         return watched
 
 
+class Ours:
+    """A run of ours that goes one step at a time.
+
+    Args:
+        config: of the run; its output folder is written to.
+    """
+
+    op: str
+    loss_key: str
+    """Of its metrics."""
+
+    def __init__(self, config):
+        self.config = config
+        self.device = engine.setup(config.seed)
+        self.tokenizer = encode.load_tokenizer(config.model)
+        self.number = 0
+        self.losses: list[float] = []
+        self.watch = Watch()
+        self.read()
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        self.logger = Logger(config, {}, 0)
+
+    def read(self) -> None:
+        """Rows and models."""
+        raise NotImplementedError
+
+    def train(self, number: int) -> dict[str, float]:
+        """Step `number`, from 1 on; its metrics."""
+        raise NotImplementedError
+
+    def ids(self, number: int) -> list[tuple]:
+        """What step `number` reads: token ids of each sequence, and which of them count."""
+        raise NotImplementedError
+
+    def taken(self, rows: list, number: int, count: int) -> list:
+        """The rows of step `number`, so many: those of the file, in its order."""
+        first = (number - 1) * count
+        return [rows[i % len(rows)] for i in range(first, first + count)]
+
+    def whole_steps(self, rows: list) -> list:
+        """As many of the rows as make whole steps: where they end, trainers go on in different ways."""
+        count = getattr(self.config, self.config.batch_option)
+        return rows[: len(rows) // count * count]
+
+    def step(self) -> dict[str, float]:
+        """One step; CPU seconds of its parts."""
+        self.number += 1
+        self.watch.taken = {}
+        optimizer = mock.patch.object(engine, "optimizer_step", self.watch.around("optimizer", engine.optimizer_step))
+        with optimizer:
+            metrics = self.watch.around("update", self.train)(self.number)
+        self.watch.around("log", self.logger.log)(self.number, metrics)
+        self.metrics = metrics
+        self.losses.append(metrics[self.loss_key])
+        return self.watch.taken
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self.logger.file.close()
+        self.logger.board.close()
+
+
 class Seen(NamedTuple):
     """What the last step worked on."""
 
@@ -62,28 +124,22 @@ class Seen(NamedTuple):
     measured: object
 
 
-class Ours:
-    """A GRPO run that goes one step at a time.
+class GRPO(Ours):
+    """Our GRPO."""
 
-    Args:
-        config: of the run; its output folder is written to.
-    """
+    op = "grpo"
+    loss_key = "loss/policy_avg"
 
-    def __init__(self, config: grpo.GRPOConfig):
-        device = engine.setup(config.seed)
-        self.config = config
-        self.number = 0
-        self.watch = Watch()
-        self.seen = None
-        tokenizer = encode.load_tokenizer(config.model)
-        reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
+    def read(self):
+        config, tokenizer = self.config, self.tokenizer
+        reader = Reader.beside(config, config, tokenizer, self.device, config.rollout_batch_size)
         scorers = load_scorers(config, reader)
-        self.prompts, self.held_out = load_prompts(config, tokenizer, scorers)
+        prompts, self.held_out = load_prompts(config, tokenizer, scorers)
+        self.prompts = self.whole_steps(prompts)
         updates = config.steps * config.minibatches * config.epochs
         needed = {"share_prompts": config.share_prompts, "needs_reference": config.kl_coef > 0 or config.kl_every > 0}
-        self.policy = load_policy(config, tokenizer, scorers, device, updates, **needed)
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        self.logger = Logger(config, {}, 0)
+        self.policy = load_policy(config, tokenizer, scorers, self.device, updates, **needed)
+        self.seen = None
         sampler = self.policy.sampler
         sampler.sample = self.watch.around("rollout", sampler.sample)
         self.policy.roll_out = self.watch.around("score", self._kept_rollout(self.policy.roll_out))
@@ -95,23 +151,22 @@ class Ours:
 
         return keeping
 
-    def rows(self, number: int) -> list[int]:
-        """Which prompts step `number` (from 1 on) is about: those of the file, in its order."""
-        count = self.config.prompts_per_step
-        first = (number - 1) * count
-        return [i % len(self.prompts) for i in range(first, first + count)]
+    def train(self, number):
+        with self._measure_seen():
+            return grpo.train_step(self.policy, self._prompts(number), number)
 
-    def step(self) -> dict[str, float]:
-        """One step; CPU seconds of its parts."""
-        self.number += 1
-        self.watch.taken = {}
-        rows = [self.prompts[i] for i in self.rows(self.number)]
-        optimizer = mock.patch.object(engine, "optimizer_step", self.watch.around("optimizer", engine.optimizer_step))
-        with self._measure_seen(), optimizer:
-            metrics = self.watch.around("update", grpo.train_step)(self.policy, rows, self.number)
-        self.watch.around("log", self.logger.log)(self.number, metrics)
-        self.metrics = metrics
-        return self.watch.taken
+    def _prompts(self, number: int) -> list:
+        return self.taken(self.prompts, number, self.config.prompts_per_step)
+
+    def ids(self, number):
+        """Of the prompts, each as often as it is answered; the responses are drawn."""
+        return [(tuple(prompt.ids), 0) for prompt in self._prompts(number)] * self.config.group_size
+
+    @torch.no_grad()
+    def mean_logprob(self, batch) -> float:
+        """Of the responses in a batch, by the starting model, nats per token."""
+        scored = self.policy.reference(**self.policy.inputs(batch))
+        return scored.logprobs[batch.response_mask].mean().item()
 
     @contextmanager
     def _measure_seen(self):

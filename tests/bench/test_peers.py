@@ -28,10 +28,10 @@ def test_a_peer_that_cannot_run_is_listed_with_the_reason(monkeypatch):
 
 
 def importing_nothing(import_module):
-    def wrapped(name):
+    def wrapped(name, package=None):
         if name.startswith("verl"):
             raise ModuleNotFoundError("No module named 'verl'", name="verl")
-        return import_module(name)
+        return import_module(name, package)
 
     return wrapped
 

@@ -1,12 +1,30 @@
 """The benchmark of a training step: its bare passes are those of the step, and what is missing is said."""
 
+import io
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import machine, peers, report, results, trainers
-from bench.trainer_steps import NEEDED, PARTS, Ours, Watch, decode_passes
+from bench import (
+    machine,
+    pages,
+    quality,
+    report,
+    results,
+    sampling,
+    trainer_losses,
+    trainer_peers,
+    trainer_tasks,
+    trainers,
+)
+from bench.stepwise import Stepwise
+from bench.trainer_steps import GRPO, NEEDED, PARTS, Watch, decode_passes
 
 SIZES = {"vocabulary": 200, "hidden": 128, "layers": 1, "prompt": 6, "response": 4, "dtype": "float32"}
 
@@ -14,9 +32,9 @@ SIZES = {"vocabulary": 200, "hidden": 128, "layers": 1, "prompt": 6, "response":
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
     """A run on a tiny model whose weights stay as they are, after one step."""
-    config = trainers.qwen(tmp_path_factory.mktemp("bench"), **SIZES)
+    config = trainer_tasks.qwen(tmp_path_factory.mktemp("bench"), prompts=2, **SIZES)
     config = replace(config, lr=0.0, steps=6, minibatches=2, micro_batch_size=8)
-    made = Ours(config)
+    made = GRPO(config)
     made.step()
     return made
 
@@ -55,22 +73,38 @@ def seen_on(ours, kl_every: int) -> list[bool]:
 @pytest.mark.slow
 def test_a_peer_that_is_not_installed_says_so_and_ours_is_measured(ours, tmp_path, monkeypatch):
     def absent(module):
-        raise peers.Unavailable("not installed", results.NOT_INSTALLED)
+        raise trainer_peers.peers.Unavailable("not installed", results.NOT_INSTALLED)
 
-    monkeypatch.setattr(peers, "import_peer", absent)
-    ours.number = 0
-    task = trainers.Task("tiny", trainers.qwen)
-    samples, missing = trainers.take_turns(ours, task, tmp_path, "all", 0.0)
-    assert [row["status"] for row in missing] == [results.NOT_INSTALLED]
-    with_kl, without = trainers.rows_of(task, ours, samples)
+    monkeypatch.setattr(trainer_peers.peers, "import_peer", absent)
+    monkeypatch.setattr(ours, "number", 0)
+    task = trainer_tasks.Task("grpo", "tiny", lambda _: ours, lambda _: None, 1.0)
+    with_kl, without, missing = trainers.run_task(task, "all", 0.0)
+    assert missing["status"] == results.NOT_INSTALLED
     assert (with_kl["implementation"], without["implementation"]) == (trainers.OURS, trainers.LEAN)
     for row in (with_kl, without):
-        assert row["status"] == results.OK and len(row["samples_ms"]["step"]) == 1
-        assert sum(row["ms"][part] for part in PARTS) == pytest.approx(row["ms"]["step"])
+        assert row["status"] == results.OK and len(row["samples_ms"]["step"]) == trainers.LEAST
+        assert sum(row["ms"].get(part, 0) for part in PARTS) == pytest.approx(row["ms"]["step"], rel=0.2)
         assert set(row["over_needed"]) == set(NEEDED)
-    trainers.show(task, [with_kl, without, *missing])
-    page = report.of_trainers({"environment": machine.environment("cpu"), "rows": [with_kl, without, *missing]}, "cpu")
+    rows = [with_kl, without, missing]
+    trainers.show(task, rows)
+    page = report.of_trainers({"environment": machine.environment("cpu"), "rows": rows}, "cpu")
     assert "| **fused_rl --kl_every 0** |" in page and "Not run: TRL GRPOTrainer at tiny (not installed)." in page
+
+
+@pytest.mark.slow
+def test_trl_trains_on_the_same_ids_with_the_same_losses(tmp_path):
+    words = [sys.executable, "-W", "ignore", "-m", "tests.trainers.bench_pairs", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("LOCAL_RANK", None)  # an earlier run in this process may have said so
+    done = subprocess.run(words, cwd=machine.ROOT, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    found = json.loads(done.stdout.decode().splitlines()[-1])
+    assert set(found) == set(trainer_peers.KINDS)
+    for name, pair in found.items():
+        assert pair["same_ids"] and pair["other_is_seen"], name
+        assert pair["first_difference"] < 1e-5 and "status" not in pair, (name, pair)
+        assert pair["losses"] == trainer_peers.WATCHED and "optimizer" in pair["parts"]
+        assert len(pair["first"]) == (1 if name == "grpo" else 2)  # the second loss is after a step of both
 
 
 def test_the_time_of_a_function_inside_another_counts_once(monkeypatch):
@@ -91,3 +125,169 @@ def test_the_time_of_a_function_inside_another_counts_once(monkeypatch):
 
     watch.around("outer", outer_body)()
     assert watch.taken == {"inner": 12.0, "outer": 3.0}
+
+
+# -- the pure parts
+
+
+class Fake:
+    """A contender whose steps take as long as it is told."""
+
+    note, version, passes = "", "1", ()
+
+    def __init__(self, name, seconds, fails_at=None):
+        self.name, self.seconds, self.fails_at, self.number = name, seconds, fails_at, 0
+
+    def step(self):
+        self.number += 1
+        if self.number == self.fails_at:
+            raise ValueError("broken")
+        return {"update": self.seconds * self.number, "optimizer": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("budget", "rounds"),
+    [(0.0, trainers.LEAST), (3.0, trainers.WARM_UP + trainers.LEAST), (1e9, trainers.WARM_UP + trainers.MOST)],
+    ids=["too short", "the least", "the most"],
+)
+def test_rows_get_their_samples_in_turns(monkeypatch, budget, rounds):
+    clock = iter(range(1000))
+    monkeypatch.setattr(trainers.time, "process_time", lambda: next(clock))
+    steps, failed = trainers.take_turns([Fake("a", 1.0), Fake("b", 1.0)], budget)
+    assert {name: len(found) for name, found in steps.items()} == {"a": rounds, "b": rounds} and not failed
+
+
+def test_one_that_fails_is_told_and_the_others_go_on():
+    steps, failed = trainers.take_turns([Fake("a", 1.0), Fake("b", 1.0, fails_at=2)], 0.0)
+    assert len(steps["a"]) == trainers.LEAST and failed == {"b": (results.FAILED, "ValueError: broken")}
+
+
+def test_a_row_leaves_the_first_step_out_where_there_are_others(monkeypatch):
+    task = trainer_tasks.Task("sft", "tiny", None, None, 1.0)
+    monkeypatch.setattr(trainers, "compared", lambda peer: {"same_ids": True})
+    fake = Fake("TRL", 2.0)
+    row = trainers.row_of(task, fake, [fake.step() for _ in range(5)])
+    assert row["samples_ms"]["step"] == [5000.0, 7000.0, 9000.0, 11000.0] and row["note"] == ""
+    assert row["ms"] == {"update": 7000.0, "optimizer": 1000.0, "step": 8000.0}
+    fake = Fake("TRL", 2.0)
+    row = trainers.row_of(task, fake, [fake.step() for _ in range(trainers.LEAST)])
+    assert row["ms"]["step"] == 5000.0 and "the first too" in row["note"]
+
+
+@pytest.mark.parametrize(
+    ("same", "pairs", "status", "reason"),
+    [
+        (True, [(1.0, 1.00001), (2.0, 2.0)], None, None),
+        (False, [(1.0, 1.0)], results.WRONG, "other token ids than ours"),
+        (True, [(1.0, 1.0), (2.0, 2.5)], results.WRONG, "loss off by 0.5"),
+        (True, [(1.0, float("nan"))], results.WRONG, "loss off by nan"),
+    ],
+)
+def test_a_peer_that_does_something_else_is_marked(same, pairs, status, reason):
+    config = SimpleNamespace(dtype="float32")
+    peer = SimpleNamespace(config=config, what="loss", same_ids=lambda: same, compared=lambda: pairs)
+    row = trainers.compared(peer)
+    assert (row.get("status"), row.get("reason")) == (status, reason)
+
+
+def test_our_config_in_trls_words(tmp_path):
+    config = trainer_tasks.demo_reward_config(tmp_path, seed=3)
+    peer = object.__new__(trainer_peers.Reward)
+    peer.config, peer.folder, peer.bf16_weights = config, "here", False
+    told = peer.arguments()
+    assert (told["learning_rate"], told["lr_scheduler_type"], told["warmup_steps"]) == (1e-3, "cosine", 20)
+    assert (told["per_device_train_batch_size"], told["center_rewards_coefficient"]) == (128, 0.01)
+    assert (told["max_steps"], told["seed"], told["bf16"]) == (600, 3, False) and "model_init_kwargs" not in told
+    peer.bf16_weights = True
+    assert peer.arguments()["model_init_kwargs"] == {"dtype": "bfloat16"}
+
+
+def test_a_loop_goes_step_by_step_in_its_thread():
+    seen = []
+
+    def loop(between):
+        for number in range(5):
+            seen.append(number)
+            if not between():
+                return
+        raise ValueError("the end")
+
+    stepwise = Stepwise(loop)
+    assert seen == []
+    for number in range(1, 3):
+        stepwise.step()
+        assert seen == list(range(number))
+    stepwise.close()
+    assert seen == [0, 1]
+    stepwise = Stepwise(loop)
+    with pytest.raises(ValueError, match="the end"):
+        for _ in range(6):
+            stepwise.step()
+    stepwise.close()
+
+
+def test_a_library_whose_loss_is_another_is_wrong(monkeypatch):
+    monkeypatch.setattr(trainer_losses, "SHAPE", (4, 16))
+    call = trainer_losses.ours()
+
+    def other():
+        return lambda x: (call(x)[0], 2 * call(x)[1])
+
+    monkeypatch.setattr(trainer_losses, "MAKERS", {"fused_rl": trainer_losses.ours, "verl": other})
+    ours, theirs = trainer_losses.rows()
+    assert ours["status"] == results.OK and ours["difference"] == 0 and results.repeats(ours) == trainer_losses.TURNS
+    assert theirs["status"] == results.WRONG and "off by 1" in theirs["reason"]
+
+
+def points(*accuracies, seconds=10.0):
+    return [[step, seconds * step, accuracy] for step, accuracy in enumerate(accuracies)]
+
+
+def test_time_to_quality(tmp_path):
+    rows = []
+    for seed in (1, 2, 3):
+        for name, seconds in (("fused_rl", 1.0), ("TRL GRPOTrainer", 3.0)):
+            row = {"op": "grpo", "seed": seed, "implementation": name, "status": results.OK, "version": None}
+            rows.append(row | {"accuracy": points(0.2, 0.4, 0.8 + seed / 100, 0.7, seconds=seconds)})
+    assert pages.reached(rows) == 0.81
+    assert pages.seconds_to(rows[0], 0.6) == pytest.approx(1 + 0.2 / 0.41)
+    assert pages.seconds_to(rows[0], 0.1) == 0
+    text = pages.quality_table(rows, markdown=True)
+    assert "| grpo | fused_rl | 81 % | 1.98 | 1.95 to 2.00 | 3.00 | 70.0 % | 3.00 | 3 |" in text
+    pages.draw_quality(rows, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").stat().st_size > 1000
+
+
+def test_parts_of_an_earlier_commit_are_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality.machine, "environment", lambda device: {"commit": "abc"})
+    written = {"commit": "abc", "steps": 7, "rows": [{"op": "grpo"}]}
+    (tmp_path / "grpo-1.json").write_text(json.dumps(written))
+    assert quality.finished("grpo-1", 7, tmp_path) == [{"op": "grpo"}]
+    assert quality.finished("grpo-1", None, tmp_path) == [] == quality.finished("grpo-2", 7, tmp_path)
+    monkeypatch.setattr(quality.machine, "environment", lambda device: {"commit": "def"})
+    assert quality.finished("grpo-1", 7, tmp_path) == []
+
+
+def test_a_sampler_with_other_greedy_tokens_fails():
+    tokens = {"fused_rl": [[1, 2], [3, 5]], "transformers generate": [[1, 2], [3, 4]], "server": [[1, 2], [3, 4]]}
+    row = sampling.row_of("fused_rl", "greedy", [0.5, 2.0, 1.0], tokens)
+    assert row["status"] == results.FAILED_CHECK and row["tokens_per_second"] == 4.0
+    assert sampling.row_of("server", "greedy", [1.0], tokens)["status"] == results.OK
+    assert sampling.row_of("fused_rl", "temperature 1", [1.0], tokens)["status"] == results.OK
+
+
+def test_a_server_is_asked_by_token_ids(monkeypatch):
+    monkeypatch.delenv(sampling.SERVER, raising=False)
+    with pytest.raises(sampling.Unavailable, match="vllm serve runs/bench-sampling/model"):
+        sampling.server(None)
+    asked = []
+
+    def answer(request):
+        asked.append((request.full_url, json.loads(request.data)))
+        choices = [{"index": 1, "token_ids": [4]}, {"index": 0, "token_ids": [3]}]
+        return io.BytesIO(json.dumps({"choices": choices}).encode())
+
+    monkeypatch.setenv(sampling.SERVER, "http://host/v1")
+    monkeypatch.setattr(sampling.urllib.request, "urlopen", answer)
+    assert sampling.server(None)([[5], [6]], 0.0) == [[3], [4]]
+    assert asked[0][0] == "http://host/v1/completions" and asked[0][1]["prompt"] == [[5], [6]]
