@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import gpu_facts, plain
+from bench import gpu_facts, gpu_right, plain
 
 # What needs a real device: its timer, its graphs, its compiler.
 LEFT_OUT = ("environment", "compiled")
@@ -17,14 +17,11 @@ def call_once(call, device, ms=60):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in gpu_facts.FACTS if not name.startswith(LEFT_OUT)])
 def test_a_fact_of_the_device(device, name, monkeypatch, tmp_path):
-    replaced = {
-        "at": lambda device, real, tiny: tiny,
-        "milliseconds": call_once,
-        "copy_rate": lambda device: 1e9,
-        "captured": lambda step: (step, None),
-    }
-    for function, other in replaced.items():
-        monkeypatch.setattr(gpu_facts, function, other)
+    for module in (gpu_facts, gpu_right):
+        monkeypatch.setattr(module, "at", lambda device, real, tiny: tiny)
+    monkeypatch.setattr(gpu_facts, "milliseconds", call_once)
+    monkeypatch.setattr(gpu_facts, "copy_rate", lambda device: 1e9)
+    monkeypatch.setattr(gpu_right, "captured", lambda step: (step, None))
     # The generator of a device is CUDA's own.
     drawn = plain.normal
     monkeypatch.setattr(plain, "normal", lambda *args, device="cpu": drawn(*args).to(device))
