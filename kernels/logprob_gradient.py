@@ -15,6 +15,8 @@ from fused_rl.kernels.lanes import cap, load_lanes, row_scale, uncap
 from fused_rl.kernels.launch import SEGMENT, K, aligned, launch_options, parts_of_row, slots, temperature_scales
 from fused_rl.kernels.online import FAR, LN2, NAN, log1p
 
+REGISTERS = (128, 128)  # of a thread, as `launch.REGISTERS`: above what it takes, so that its loads stay together
+
 
 @triton.jit
 def gradient(x, m, scale, a, b, softcap):
@@ -143,7 +145,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     out = torch.empty_like(logits) if out is None else out
     if n == 0:
         return out
-    launch = launch_options(logits)
+    launch = launch_options(logits, REGISTERS)
     softcap = None if softcap is None else float(softcap)
     inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
     upstream = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
