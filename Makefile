@@ -82,6 +82,11 @@ $(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/instal
 test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults
 	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
+# Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
+.PHONY: test-device
+test-device: $(VENV)/installed  ## every op and a step of every trainer on a device that is not there
+	$(BIN)/python -m pytest -q -p tests.device.process tests/device
+
 # A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
 # it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
 HOSTS := verl openrlhf
@@ -115,13 +120,13 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 15 minutes on one core
 	$(BIN)/python -m bench.repro.kl_estimators
 
-# A GPU machine often brings its own torch: use the first Python that sees the GPU, and install only if none does.
+# A GPU machine brings its own torch, and often no network: nothing is installed.
 .PHONY: gpu
-gpu:  ## everything that needs a GPU: the gpu tests, then kernels and linear within a time budget
+gpu:  ## what a GPU is asked first, in 10 minutes: facts, every kernel test compiled, groups of the benchmark
 	@for python in $(PYTHON) $(BIN)/python; do \
 	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	    exec $$python -m bench gpu; fi; done; \
-	$(MAKE) install && exec $(BIN)/python -m bench gpu
+	echo "no GPU: no torch of $(PYTHON) or $(BIN)/python sees one"; exit 1
 
 .PHONY: lint
 lint: $(VENV)/installed  ## ruff: rules and formatting

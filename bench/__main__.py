@@ -5,7 +5,7 @@
     python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, kl, ...
     python -m bench report                   bench/results -> docs/benchmarks.md with plots, and what other pages quote
     python -m bench compare FOLDER FOLDER    the ratios that differ by more than a tenth between two runs
-    python -m bench gpu --out folder         all that needs a GPU, within 9 minutes
+    python -m bench gpu --out folder         what a GPU is asked first, within 10 minutes
 
 Each group of a whole run is a process of its own: counting needs Triton's interpreter, cross-compilation must not have
 it, and what one group breaks or exhausts does not end the others.

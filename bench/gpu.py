@@ -1,37 +1,47 @@
-"""Everything that needs a GPU, in one command of at most 9 minutes, with torch, triton and pytest alone.
+"""What a GPU is asked when one is met, in one command of at most 10 minutes, with torch, triton and pytest alone.
 
     python -m bench gpu --out folder
 
-First the tests marked gpu, then the kernels and linear groups, each with a limit of its own: what runs out of time or
-breaks does not end the rest. Results are files in one folder.
+First facts (`bench/gpu_facts.py`), the first of them within seconds; then every test of the kernels, on the device;
+then groups of the suite. Each has a limit of its own, and what breaks or runs out of time ends nothing else. What is
+known is written at once: gpu-facts.jsonl (a line per fact, per failed test and per file of tests), tests.txt,
+groups.txt, and a JSON file per group.
 """
 
 import argparse
+import collections
+import json
 import os
+import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
-import torch
-
-from bench.machine import ROOT
+from bench.worker import ROOT, Worker
 
 
 class Step(NamedTuple):
     name: str
-    command: list[str]  # the words after `python`, without --out and --budget
-    limit: int  # seconds after which it is stopped; 480 in all, of 9 minutes
-    budget: int | None = None  # seconds that it is asked to keep to; only a group of the suite is
+    limit: int  # seconds after which it is stopped; 585 in all, of 10 minutes
+    budget: int | None = None  # seconds that a group of the suite is asked to keep to
 
 
-TESTS = ["-m", "pytest", "-q", "-m", "gpu", "--continue-on-collection-errors", "tests"]
 STEPS = [
-    Step("tests", TESTS, 170),
-    Step("kernels", ["-m", "bench", "kernels", "--device", "cuda"], 180, 160),
-    Step("linear", ["-m", "bench", "linear", "--device", "cuda"], 130, 110),
+    Step("facts", 260),
+    Step("tests", 110),
+    Step("kernels", 75, 60),
+    Step("linear", 50, 38),
+    Step("kl", 30, 18),
+    Step("support", 35, 24),
+    Step("topk", 25, 14),
 ]
+FACTS_FILE = "gpu-facts.jsonl"
+AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 2))  # files of tests: to compile takes a core each
+PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--on-device", "-m", "not mutations"]
+OUTCOME = re.compile(r"^(tests/\S+?::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def parse(words: list[str]) -> tuple[Path, list[Step]]:
@@ -50,36 +60,118 @@ def parse(words: list[str]) -> tuple[Path, list[Step]]:
 
 def command(name: str, words: list[str]) -> int:
     """Run the steps; 1 where one of them did not end well, or there is no GPU."""
+    import torch
+
     out, steps = parse(words)
     if not torch.cuda.is_available():
-        print("no GPU: torch.cuda.is_available() is False")
+        print(f"no GPU: torch {torch.__version__} of {sys.executable} sees none")
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"BENCH_COMMAND": "python -m bench gpu"}
-    environment.pop("TRITON_INTERPRET", None)
-    summary, failed = [], False
+    for path in (FACTS_FILE, "tests.txt", "groups.txt"):
+        (out / path).unlink(missing_ok=True)
+    os.environ["BENCH_COMMAND"] = "python -m bench gpu"
+    os.environ.pop("TRITON_INTERPRET", None)
+    outcome = {}
     for step in steps:
-        words = [sys.executable, "-u", *step.command]
-        if step.budget:
-            words += ["--out", str(out), "--budget", str(step.budget)]
         print(f"\n== {step.name} (at most {step.limit} s) ==", flush=True)
         started = time.perf_counter()
-        with (out / f"{step.name}.txt").open("w") as log:
-            status = run(words, environment, step.limit, log)
-        failed = failed or status != "ok"
-        summary.append(f"{step.name}: {status}, {time.perf_counter() - started:.0f} s")
-    print("\n" + "\n".join(summary))
-    return int(failed)
+        does = {"facts": facts, "tests": tests}.get(step.name, group)
+        status = does(step, out)
+        outcome[step.name] = f"{status}, {time.perf_counter() - started:.0f} s"
+        tell(out, {"step": step.name, "ended": outcome[step.name]})
+    return int(not all(status.startswith("ok,") for status in outcome.values()))
 
 
-def run(words: list[str], environment: dict, limit: int, log) -> str:
-    """Runs a command, its output both here and in the log; "ok", or what went wrong."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = ["timeout", "-k", "5", str(limit), *words]
-    with subprocess.Popen(words, cwd=ROOT, env=environment, **pipes) as process:
+def tell(out: Path, fact: dict) -> None:
+    """Write one fact, and print it."""
+    line = json.dumps(fact)
+    with (out / FACTS_FILE).open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+# ------------------------------------------------------------------ facts
+
+
+def facts(step: Step, out: Path, device: str = "cuda") -> str:
+    """Each by a worker, which is started again after one that breaks."""
+    end = time.monotonic() + step.limit
+    lost = wrong = 0
+    with Worker() as worker:
+        worker.start()  # while this process imports, too
+        from bench.gpu_facts import FACTS
+
+        for name, fact in FACTS.items():
+            left = min(fact.limit, end - time.monotonic())
+            if left < 2:
+                tell(out, {"fact": name, "left out": "no time"})
+                lost += 1
+                continue
+            path = str((out / FACTS_FILE).resolve())
+            answer = worker.ask("bench.gpu_facts:tell", name, device, path, limit=left)
+            if answer.status:
+                tell(out, {"fact": name, "ended": answer.reason})
+            lost += answer.status is not None
+            wrong += answer.value or 0
+    return f"{lost} broken or left out, {wrong} wrong" if lost or wrong else "ok"
+
+
+# ------------------------------------------------------------------ tests
+
+
+def tests(step: Step, out: Path) -> str:
+    """Every file with tests of kernels, each a process, several at once."""
+    from tests.paths import ON_DEVICE
+
+    end = time.monotonic() + step.limit
+    with (out / "tests.txt").open("w") as log, ThreadPoolExecutor(AT_ONCE) as pool:
+        ended = list(pool.map(lambda path: test_file(path, end, out, log), ON_DEVICE))
+    broken = [path for path, status in zip(ON_DEVICE, ended, strict=True) if status != "ok"]
+    return "ok" if not broken else f"not ok: {', '.join(broken)}"
+
+
+def test_file(path: str, end: float, out: Path, log: TextIO) -> str:
+    """Runs one file until `end`; its counts and each failure are facts."""
+    left = int(end - time.monotonic())
+    if left < 5:
+        tell(out, {"tests": path, "left out": "no time"})
+        return "left out"
+    counts = collections.Counter()
+
+    def note(line: str) -> None:
+        found = OUTCOME.match(line)
+        if not found:
+            return
+        test, outcome = found.groups()
+        counts[outcome.lower()] += 1
+        if outcome in ("FAILED", "ERROR"):
+            tell(out, {"test": test, "outcome": outcome.lower()})
+
+    started = time.monotonic()
+    status = run([*PYTEST, path], left, log, note)
+    tell(out, {"tests": path, **counts, "ended": status, "seconds": round(time.monotonic() - started)})
+    return status
+
+
+# ------------------------------------------------------------------ groups
+
+
+def group(step: Step, out: Path) -> str:
+    """A group of the suite, on the device."""
+    words = ["-m", "bench", step.name, "--device", "cuda", "--out", str(out), "--budget", str(step.budget)]
+    with (out / "groups.txt").open("a") as log:
+        return run(words, step.limit, log, lambda line: print(line, end="", flush=True))
+
+
+def run(words: list[str], limit: int, log: TextIO, see) -> str:
+    """Runs Python with these words; each line it prints is written, and handed to `see`. "ok", or what went wrong."""
+    command = ["timeout", "-k", "5", str(limit), sys.executable, "-u", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         for line in process.stdout:
-            print(line, end="", flush=True)
             log.write(line)
+            log.flush()
+            see(line)
     if process.returncode in (124, 137):
         return f"stopped after {limit} s"
     return "ok" if process.returncode == 0 else f"exit status {process.returncode}"

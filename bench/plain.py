@@ -7,9 +7,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Standard normal numbers, fp32 on the CPU, the same each time."""
-    return torch.randn(shape, generator=seeded(seed))
+def normal(seed: int, *shape: int, device: str = "cpu") -> torch.Tensor:
+    """Standard normal numbers in fp32, the same each time on one device, which draws them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device)
 
 
 def chosen(values, ids):

@@ -20,16 +20,14 @@ import json
 import math
 from pathlib import Path
 
-import torch
-
 from bench import machine
+from bench.worker import FAILED, OUT_OF_MEMORY
+from bench.worker import failure as failure
 
 RESULTS = machine.ROOT / "bench" / "results"
 OK = "ok"
 WRONG = "wrong"
 FAILED_CHECK = "failed check"
-FAILED = "failed"
-OUT_OF_MEMORY = "out of memory"
 NOT_INSTALLED = "not installed"
 CANNOT_RUN = "cannot run"
 NO_TIME = "skipped: budget"
@@ -47,13 +45,6 @@ def not_run(
 ) -> dict:
     """The row of an implementation that was not measured; `where`: at which case, empty for all of them."""
     return {"op": op, "implementation": implementation, "where": where, "status": status, "reason": reason}
-
-
-def failure(reason: Exception) -> tuple[str, str]:
-    """Status and reason of what raised."""
-    status = OUT_OF_MEMORY if isinstance(reason, torch.OutOfMemoryError) else FAILED
-    text = str(reason).strip() or "no message"
-    return status, f"{type(reason).__name__}: {text}".splitlines()[0][:160]
 
 
 def ours(row: dict) -> bool:

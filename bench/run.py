@@ -82,14 +82,19 @@ def judged(case: Case, peer: peers.Peer, errors: dict) -> dict:
     return {"status": status, "reason": ", ".join(over)}
 
 
-def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
-    """The row of one implementation, with its errors; how the run went, where it may be timed."""
+def attempt(case: Case, peer: peers.Peer, raising: bool = False) -> tuple[dict, Once | None]:
+    """The row of one implementation, with its errors; how the run went, where it may be timed.
+
+    What it raises is its row, unless it is to be raised.
+    """
     try:
         if peer.role == "ours" or peer.compiles:
             run_once(case, peer)  # ours compiles, too
         once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
-    except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
+    except Exception as reason:  # each fails in its own way; ours makes the group fail
+        if raising:
+            raise
         status, told = results.failure(reason)
         return results.not_run(peer.name, status, told, case.op, case.label()), None
     moved, text = case.bytes()
@@ -133,16 +138,22 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
 
     # Then in turns.
     left = seconds - (timing.now() - started)
-    samples = timing.sampled(runs, case.device, left, first, kept)
+    samples = timing.sampled(runs, left, first, kept)
     for row in rows:
         if row["implementation"] in samples:
             row["extra_bytes"] = memory[row["implementation"]]
-    describe(rows, samples, copy_bytes_per_s, case)
+    describe(rows, samples, copy_bytes_per_s, case.baselines, side_by_side=True)
     return rows
 
 
-def describe(rows: list[dict], samples: dict, copy_bytes_per_s: float, case: Case):
-    """Fill in samples, medians and ratios of the rows that were timed."""
+def describe(
+    rows: list[dict],
+    samples: dict,
+    copy_bytes_per_s: float,
+    baselines: tuple[str, ...],
+    side_by_side: bool,
+):
+    """Fill in samples, medians and ratios of the rows that were timed, in turns with one another or each alone."""
     for row in rows:
         name = row["implementation"]
         if name not in samples or "bytes" not in row:
@@ -159,10 +170,10 @@ def describe(rows: list[dict], samples: dict, copy_bytes_per_s: float, case: Cas
                 rate = row["bytes"][phase] / (1e-3 * ms[phase])
                 row["gb_per_s"][phase] = rate / 1e9
                 row["copy_fraction"][phase] = rate / copy_bytes_per_s
-        for base in case.baselines:
+        for base in baselines:
             if base in samples:
                 both, others = (timing.whole(samples[name]) for name in (name, base))
-                row["time_over"][base] = timing.ratio(both, others, case.device == "cpu")
+                row["time_over"][base] = timing.ratio(both, others, side_by_side)
 
 
 def show(case: Case, rows: list[dict], copy_bytes_per_s: float):
@@ -232,8 +243,3 @@ def main(args) -> int:
                 told["cpu_share"] = min(told["cpu_share"], machine.cpu_share())
             results.save(args, rows, **told)
     return results.failed(rows)
-
-
-def command(group: str, words: list[str] | None = None) -> int:
-    """The group by its command line."""
-    return main(options.arguments(__doc__, group, words))

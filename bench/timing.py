@@ -132,25 +132,25 @@ def whole(phases: dict) -> float:
 
 def sampled(
     runs: dict[str, Run],
-    device: str,
     budget_s: float,
     first: dict,
     keep=(),
 ) -> dict:
-    """{name: {phase: [ms, ...]}} of some runs, within about `budget_s` seconds; `first` and `keep` as above."""
-    if device == "cpu":
-        timed = {name: phases_cpu(run) for name, run in runs.items()}
-        return interleaved(timed, budget_s, first, keep)
-    ms = 1e3 * budget_s / max(1, len(runs)) / 4
-    ms = int(min(200, max(20, ms)))
-    samples = {}
-    for name, run in runs.items():
-        try:
-            samples[name] = phases_gpu(run, ms)
-        except torch.OutOfMemoryError:  # several input sets, each with its graph, are more than one
-            torch.cuda.empty_cache()
-            samples[name] = phases_gpu(run._replace(inputs=run.inputs[:1]), ms)
-    return samples
+    """{name: {phase: [ms, ...]}} of runs on a CPU, within about `budget_s` seconds; `first` and `keep` as above."""
+    timed = {name: phases_cpu(run) for name, run in runs.items()}
+    return interleaved(timed, budget_s, first, keep)
+
+
+def alone(run: Run, device: str, ms: float) -> dict:
+    """{phase: [ms, ...]} of one run, about `ms` ms of each phase."""
+    if device == "cpu":  # what is asked of a GPU's worker, where there is none
+        once = phases_cpu(run)
+        return {phase: [1e3 * seconds] for phase, seconds in once().items()}
+    try:
+        return phases_gpu(run, int(ms))
+    except torch.OutOfMemoryError:  # several input sets, each with its graph, are more than one
+        torch.cuda.empty_cache()
+    return phases_gpu(run._replace(inputs=run.inputs[:1]), int(ms))
 
 
 def phases_cpu(run: Run) -> Callable[[], dict]:

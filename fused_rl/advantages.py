@@ -108,7 +108,7 @@ def _batch_advantages(rewards, std_floor, process_group):
     rewards = rewards.detach()
     whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
-    nothing = rewards.new_tensor([-torch.inf])
+    nothing = rewards.new_full((1,), -torch.inf)
     most = torch.cat([rewards, nothing])
     least = torch.cat([-rewards, nothing])
     extremes = torch.stack([most.max(), least.max()])

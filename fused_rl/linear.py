@@ -216,8 +216,19 @@ class _Rows(NamedTuple):
         return values.view(self.shape + rest)
 
 
-def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype):
-    """Checks the arguments and drops what is masked, before any GEMM sees it."""
+def _places(mask):
+    """(n,) where the mask is True; None where all of it is. A device is waited for once."""
+    if mask is None:
+        return None
+    kept = mask.reshape(-1).nonzero()[:, 0]
+    return None if len(kept) == mask.numel() else kept
+
+
+def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype, like=None):
+    """Checks the arguments and drops what is masked, before any GEMM sees it.
+
+    `like` are the rows of another call with the same mask, whose places are known.
+    """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
@@ -226,8 +237,7 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtype)
 
     # which rows, and what of them
-    kept = None if mask is None or bool(mask.all()) else mask.reshape(-1).nonzero()[:, 0]
-    rows = _Rows((), kept, hidden.shape[:-1])
+    rows = _Rows((), _places(mask) if like is None else like.kept, hidden.shape[:-1])
     row_temperature = None
     if isinstance(temperature, Tensor):
         row_temperature = temperature.detach().to(hidden.device, torch.float32).expand(rows.shape)
@@ -237,7 +247,7 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
     hidden = rows.select(hidden)
     targets = rows.select(targets).long()
-    budget = tiles.budget(workspace_mb, hidden, kept is not None, logits_dtype)
+    budget = tiles.budget(workspace_mb, hidden, rows.kept is not None, logits_dtype)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 

@@ -136,7 +136,7 @@ def linear_token_kl(
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
     options = temperature, mask, None, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
-    ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options)
+    ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options, like=rows)
     hidden, weight, bias, _, inv_temperature, _, budget = rows.arguments
     reference = ref_rows.arguments[:3]
     if reference[0].dtype != hidden.dtype or reference[0].device != hidden.device:

@@ -34,7 +34,7 @@ class _LinearSupport(torch.autograd.Function):
         ctx.options = inv_temperature, softcap, budget
         x = torch.zeros(len(ids), device=hidden.device)
         outputs = RowStatistics(*(torch.zeros(len(targets), device=hidden.device) for _ in RowStatistics._fields))
-        ctx.parts = _parts(support, head[0])
+        ctx.parts, ctx.gathered = _parts(support, head[0])
         for rows, statistics in zip(ctx.parts, (_gathered, tiles.statistics), strict=True):
             if rows is None or len(rows):
                 some, chosen, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
@@ -68,21 +68,27 @@ class _LinearSupport(torch.autograd.Function):
         if short is None or len(short):
             some, chosen, sets, inv_t = _of(short, hidden, targets, support, inv_temperature)
             given = _some(short, *upstream), some, *head, chosen, _some(short, *statistics)
-            of_short, dweight, dbias = _gathered_gradients(needs, *given, inv_t, softcap, sets, x, dweight, dbias)
+            entries = sets, ctx.gathered, x, dweight, dbias
+            of_short, dweight, dbias = _gathered_gradients(needs, *given, inv_t, softcap, *entries)
             dhidden = of_short if dhidden is None else _joined(hidden, (short, of_short), (tiled, dhidden))
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
 
 def _parts(support, weight):
-    """Rows whose sets are gathered, rows that go through tiles: (n,) indices, or None for all rows."""
+    """Rows whose sets are gathered, rows that go through tiles: (n,) indices, or None for all rows; and how many ids
+    the former keep. A device is waited for once."""
     slow_gemm = weight.device.type == "cpu" and weight.dtype == torch.float32
     most = max(_FEW, len(weight) // (_FP32_CPU_SHARE if slow_gemm else _SHARE))
     lengths = support.end - support.begin
     short = (lengths > 0) & (lengths <= most)
-    parts = short.nonzero()[:, 0], (~short).nonzero()[:, 0]
-    if len(parts[1]) == 0:
-        return None, parts[1]
-    return (parts[0], None) if len(parts[0]) == 0 else parts
+    count, gathered = torch.stack([short.sum(), (lengths * short).sum()]).tolist()
+    order = (~short).byte().argsort(stable=True)
+    parts = order[:count], order[count:]
+    if count == len(short):
+        parts = None, parts[1]
+    elif count == 0:
+        parts = parts[0], None
+    return parts, gathered
 
 
 def _some(rows, *values):
@@ -110,27 +116,27 @@ def _gathered(hidden, weight, bias, targets, inv_t, softcap, budget, support, x)
 
 
 def _gathered_gradients(
-    needs, upstream, hidden, weight, bias, targets, statistics, inv_t, softcap, support, x, dweight, dbias
+    needs, upstream, hidden, weight, bias, targets, statistics, inv_t, softcap, support, kept, x, dweight, dbias
 ):
-    """Gradients of hidden, weight and bias; the latter two added to those given."""
+    """Gradients of hidden, weight and bias; the latter two added to those given. The sets keep `kept` ids."""
     backend = backend_of(hidden.device).support
     dx = torch.zeros_like(x)
     backend.kept_bwd(*upstream, x, support, targets, None, *statistics, inv_t, softcap, out=dx)
     dhidden = backend.kept_hidden(dx, weight, support) if needs[0] else None
     if needs[1] or needs[2]:
-        entries = _by_id(support, dx, hidden)
+        entries = _by_id(support, kept, dx, hidden)
         dweight, dbias = backend.kept_head(*entries, hidden, len(weight), dweight, dbias, needs[1:])
     return dhidden, dweight, dbias
 
 
-def _by_id(support, dx, hidden):
+def _by_id(support, kept, dx, hidden):
     """Gradients and rows (E,) of all entries, sorted by id; the ids (U,) once each, and where their entries end.
 
     Entries of one id stand in an order that follows from what is added, not from the order of the tokens: equal marks
     are, but for one chance in 2^64, equal terms.
     """
     lengths = support.end - support.begin
-    row = torch.repeat_interleave(lengths)
+    row = torch.repeat_interleave(lengths, output_size=kept)
     starts = support.begin - (lengths.cumsum(0) - lengths)
     at = torch.arange(len(row), device=row.device) + starts[row]
     ids = support.ids[at].long()

@@ -70,7 +70,7 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _next_step(optimizer, group) -> int:
     """The t of the step that a parameter group is about to take."""
     trained = [p for p in group["params"] if p.grad is not None] or group["params"]  # none yet, before a closure
-    steps = {int(optimizer.state.get(p, {}).get("step", 0)) for p in trained}
+    steps = _distinct([optimizer.state.get(p, {}).get("step", 0) for p in trained])
     # FusedAdam has one t for the group, which it keeps in the state of its last parameter alone.
     if len(steps) > 1 and "step" not in group:
         raise ValueError(
@@ -78,6 +78,13 @@ def _next_step(optimizer, group) -> int:
             "are not trained at every step a parameter group of their own"
         )
     return 1 + max(steps, default=0)
+
+
+def _distinct(steps) -> set[int]:
+    """What numbers and scalar tensors say; those of a device come from it at once, not one wait for each."""
+    there = [step for step in steps if isinstance(step, torch.Tensor) and step.device.type != "cpu"]
+    here = {int(step) for step in steps if not isinstance(step, torch.Tensor) or step.device.type == "cpu"}
+    return here | {int(step) for step in torch.stack(there).tolist()} if there else here
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:

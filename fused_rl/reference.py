@@ -203,7 +203,7 @@ def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
 
 def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None):
     """As `fused_rl.token_kl`, in the dtype of `logits`, for rows that are not -inf throughout."""
-    mask = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask
+    mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
     logits, ref_logits = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
     t = _per_column(temperature)
     logp, logq = (torch.log_softmax(x / t, -1) for x in (logits, ref_logits))
@@ -212,7 +212,7 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
 
 def topk_kl(logprobs, ref_logprobs, *, direction, mask=None):
     """As `fused_rl.topk_kl`, for K tokens that are not all: the K outcomes, and the tail as one more."""
-    mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool) if mask is None else mask
+    mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device) if mask is None else mask
     given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
     logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in given)
     return _divergence(logp, logq, direction).where(mask, 0)
@@ -244,7 +244,7 @@ def linear_token_kl(
     **options,
 ):
     """As `fused_rl.linear_token_kl`; `options` as in `token_kl`."""
-    kept = torch.ones(hidden.shape[:-1], dtype=torch.bool) if mask is None else mask
+    kept = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
     hidden, ref_hidden = (torch.where(kept[..., None], h, 0) for h in (hidden, ref_hidden))
     heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     logits, ref_logits = (_head(*head, logits_dtype) for head in heads)

@@ -10,9 +10,25 @@ if not torch.cuda.is_available():
 import pytest
 
 from bench.compiled import interpreter
+from tests.paths import DEVICE
 
 interpreter.fix_numerics()
 torch.set_num_threads(1)  # test tensors are tiny, and the interpreter is one thread
+
+
+def pytest_addoption(parser):
+    parser.addoption("--on-device", action="store_true", help="leave out tests of the CPU path (`make gpu`)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--on-device"):
+        return
+    chosen = {True: [], False: []}
+    for item in items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        chosen["cpu" not in (values.get("backend"), values.get("path"))].append(item)
+    items[:] = chosen[True]
+    config.hook.pytest_deselected(items=chosen[False])
 
 
 @pytest.fixture(params=["kernel", "cpu"])
@@ -22,7 +38,7 @@ def backend(request, monkeypatch):
     Returns the device to put tensors on.
     """
     if request.param == "kernel":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return DEVICE
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # read at each call of a public op; the kernels stay interpreted
     return "cpu"
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from hypothesis import strategies as st
 
 import fused_rl
 from fused_rl import TokenSupport, reference
+from tests.drawn import st
 from tests.one_process import in_one_process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -160,6 +160,12 @@ def build(case: Case) -> Batch:
     )
 
 
+def placed(batch: Batch, device: str) -> Batch:
+    """The batch on a device, with all that is drawn: what is made of it later has the strides of its view there."""
+    moved = {name: x.to(device) for name, x in batch._asdict().items() if isinstance(x, (torch.Tensor, TokenSupport))}
+    return batch._replace(**moved)
+
+
 def _pair(row, vocab, dtype, some, generator):
     """(V,), (V,) in a dtype: the policy's logits and the reference's."""
     x, y = (LOOKS[row.look](3 * torch.randn(vocab, generator=generator), some) for _ in range(2))
@@ -177,7 +183,8 @@ def _pair(row, vocab, dtype, some, generator):
 
 
 def _viewed(batch, *logits):
-    hidden = torch.zeros(len(batch.targets), dtype=torch.bool) if batch.mask is None else ~batch.mask
+    nowhere = torch.zeros_like(batch.targets, dtype=torch.bool)
+    hidden = nowhere if batch.mask is None else ~batch.mask
     return tuple(
         VIEWS[batch.view](x.masked_fill(hidden[:, None] & (batch.view != "expanded"), torch.nan)) for x in logits
     )
@@ -206,10 +213,10 @@ def head(batch, name="logits"):
     """hidden (n, H), weight (V, H), bias (V,) whose product is the logits, exactly."""
     logits = getattr(batch, name)
     banned = logits == -torch.inf
-    hidden = torch.eye(len(logits), max(len(logits), 1), dtype=logits.dtype)
-    weight = torch.zeros(logits.shape[1], hidden.shape[1], dtype=logits.dtype)
+    hidden = torch.eye(len(logits), max(len(logits), 1)).to(logits)
+    weight = logits.new_zeros(logits.shape[1], hidden.shape[1])
     weight[:, : len(logits)] = logits.masked_fill(banned, 0).t()
-    bias = torch.zeros(len(weight), dtype=logits.dtype).masked_fill(banned.any(0), -torch.inf)
+    bias = logits.new_zeros(len(weight)).masked_fill(banned.any(0), -torch.inf)
     if batch.mask is not None:
         hidden = hidden.masked_fill(~batch.mask[:, None], torch.nan)
     return hidden, weight, bias
@@ -325,7 +332,7 @@ def divergence(logits, ref_logits, *, direction, temperature, mask):
 
 
 def divergence_of_heads(hidden, weight, ref_hidden, ref_weight, *, bias, ref_bias, mask, **options):
-    kept = torch.ones(len(hidden), 1, dtype=torch.bool) if mask is None else mask[:, None]
+    kept = torch.ones_like(hidden[:, :1], dtype=torch.bool) if mask is None else mask[:, None]
     heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     return divergence(
         *(torch.nn.functional.linear(torch.where(kept, h, 0), *z) for h, *z in heads), mask=mask, **options
@@ -399,7 +406,8 @@ def _scaled(batch):
 
 def _per_row(batch):
     """(n,) temperatures."""
-    return torch.as_tensor(batch.temperature, dtype=torch.float64).expand(len(batch.targets))
+    per_row = torch.as_tensor(batch.temperature, dtype=torch.float64, device=batch.targets.device)
+    return per_row.expand(len(batch.targets))
 
 
 def _column(batch):

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from hypothesis import strategies as st
 
 import fused_rl
 from fused_rl import reference
 from fused_rl.estimators import KL_ESTIMATORS
 from fused_rl.presets import resolve_options
 from fused_rl.surrogates import RATIO_LEVELS
+from tests.drawn import st
 
 MASKS = {
     "half": lambda n, generator: torch.rand(n, generator=generator) < 0.5,

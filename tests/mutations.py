@@ -95,8 +95,8 @@ MUTATIONS = {
     ),
     "masked rows keep their gradient": Mutation(
         "fused_rl/linear.py",
-        "kept = None if mask is None or bool(mask.all())",
-        "kept = None if mask is None or bool(mask.any())",
+        "return None if len(kept) == mask.numel() else kept",
+        "return None if len(kept) else kept",
         "tests/test_linear.py -k masked",
     ),
     # The losses.
@@ -208,8 +208,8 @@ MUTATIONS = {
     ),
     "the response begins a token late": Mutation(
         "trainers/data/batch.py",
-        "mask = (position >= start)",
-        "mask = (position > start)",
+        "return (position >= start)",
+        "return (position > start)",
         "tests/trainers/test_rollout.py tests/trainers/test_packing.py",
     ),
     "a stop token of the model is not one": Mutation(
@@ -263,14 +263,14 @@ MUTATIONS = {
     ),
     "the sets of a minibatch are its neighbours'": Mutation(
         "trainers/data/batch.py",
-        "support = self.support.select(number[index][mask])",
-        "support = self.support.select(number[index][mask].flip(0))",
+        "support = support.select(shift + torch.arange(len(shift)))",
+        "support = support.select((shift + torch.arange(len(shift))).flip(0))",
         "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
     ),
     "a response loses its stop token": Mutation(
         "trainers/rollouts/generate.py",
-        "return response[: end + 1]",
-        "return response[:end]",
+        "(stops.cumsum(1) - stops.int() == 0)",
+        "(stops.cumsum(1) == 0)",
         "tests/trainers/test_rollout.py",
     ),
     "min_p is never applied": Mutation(
@@ -288,8 +288,8 @@ MUTATIONS = {
     ),
     "GRPO counts its own tokens alone": Mutation(
         "trainers/base/ranks.py",
-        "return global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1)",
-        "return torch.stack([count.cpu() for count in counts]).clamp(min=1)",
+        "return global_sum(arrived(counts)).clamp(min=1)",
+        "return arrived(counts).clamp(min=1)",
         DEFINITIONS,
     ),
     "GRPO's minibatches are never shuffled": Mutation(
@@ -404,7 +404,7 @@ MUTATIONS = {
         "tests/trainers/test_solved.py",
     ),
     "a mean over sequences counts micro-batches": Mutation(
-        "trainers/run/metrics.py", "self.total = self.total + values", "self.total = values", DEFINITIONS
+        "trainers/run/metrics.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
     ),
     "a gradient below its limit is scaled up": Mutation(
         "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k 'own_step and 1'"

@@ -56,7 +56,7 @@ def logprobs_and_gradient(op, logits, temperature):
 
 def assert_right(actual, exact):
     """Log-probability and lse to an ulp of the largest, as fp32 rounds them; entropy and gradient as everywhere."""
-    logprobs, entropy, lse, gradient = actual
+    logprobs, entropy, lse, gradient = (x.cpu() for x in actual)
     scale = exact[2].abs().clamp(min=1)
     for a, e in ((logprobs, exact[0]), (lse, exact[2])):
         rounded = e.float().double()  # inf where fp32 ends

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fused_rl
 from bench.compiled import interpreter
 from fused_rl import reference
+from tests.drawn import given, settings, st
 from tests.marks import on_backends, slow
+from tests.paths import DEVICE, on_both_paths
 
 
 def batch(b, t, keep=0.7, seed=0, device="cpu"):
@@ -72,10 +72,8 @@ def test_equals_the_loop(backend, length, decay):
     seed=st.integers(0, 99),
 )
 def check_any_shape_mask_and_decay(shape, keep, gamma, gae_lambda, seed):
-    for interpret in ("1", "0"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", interpret)
-            assert_equals_loop(*batch(*shape, keep, seed), gamma, gae_lambda)
+    for device in on_both_paths():
+        assert_equals_loop(*batch(*shape, keep, seed, device), gamma, gae_lambda)
 
 
 @pytest.mark.parametrize("examples", [10, slow(60)])
@@ -129,7 +127,7 @@ def test_stays_inside_its_tensors():
 
 
 def test_operator_registration():
-    torch.library.opcheck(torch.ops.fused_rl.gae.default, (*batch(2, 9), 0.9, 0.8))
+    torch.library.opcheck(torch.ops.fused_rl.gae.default, (*batch(2, 9, device=DEVICE), 0.9, 0.8))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.heads import (
 )
 from tests.marks import cpu_fast, on_backends, slow
 from tests.pairs import DIRECTIONS
+from tests.paths import DEVICE
 
 TILES = {"one": ONE_TILE, "more tokens": MORE_TOKENS}
 CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
@@ -103,8 +104,8 @@ def test_several_targets(backend, monkeypatch):
 @pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
 def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace):
     shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype, bias=bias)
-    temperature = torch.linspace(0.5, 2, shape[0])
+    leaves, targets, mask = make(shape, dtype, DEVICE, bias=bias)
+    temperature = torch.linspace(0.5, 2, shape[0], device=DEVICE)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     options = {
         "mask": mask,

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 
 import fused_rl
 from bench.compiled import interpreter
 from tests import hostile_tokens
+from tests.drawn import REPEATED, given, settings
 from tests.hostile import (
     FILLS,
     LOOKS,
@@ -21,18 +21,11 @@ from tests.hostile import (
     blurred,
     build,
     cases,
+    placed,
     sizes_of_head,
 )
 from tests.hostile import OTHERS as OTHER_ROWS
 from tests.marks import diagonal, slow
-
-SETTINGS = {
-    "deadline": None,
-    "derandomize": True,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-}
-SETTINGS["phases"] = [Phase.generate]  # what fails is printed as it was drawn: looking for less would take minutes
 
 
 def run(op, call, batch, leaves, seed):
@@ -40,7 +33,7 @@ def run(op, call, batch, leaves, seed):
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     outputs = [*call(op, batch, *leaves)]
     generator = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+    upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
     used = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
     options = {"allow_unused": True, "materialize_grads": True}
     gradients = torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], **options)
@@ -73,8 +66,8 @@ def allowed_gradient(op, batch, leaf, exact, naive, size):
     return sum(largest) + 2 * limits.eps * size + 1e-12 + limits.smallest_normal
 
 
-def check(op, case):
-    batch = op.prepare(build(case))
+def check(op, case, device="cpu"):
+    batch = op.prepare(placed(build(case), device))
     leaves = op.leaves(batch)
     wide = [leaf.double() for leaf in leaves]
     # hidden states and heads: logits and their gradients are rounded to the inputs' dtype
@@ -119,7 +112,7 @@ DIVERGENCES = [name for name in OPS if name.endswith("token_kl")]
 
 @pytest.mark.parametrize(("name", "case"), diagonal(DIVERGENCES, {masked(case): case for case in MASKED}))
 def test_masks_of_most_columns(backend, name, case):
-    check(OPS[name], case)
+    check(OPS[name], case, backend)
 
 
 AXES = [*LOOKS], [*OTHER_ROWS], [*PLACES], FILLS, SIDES
@@ -148,10 +141,11 @@ def test_ops(backend, name):
         check(
             OPS[name],
             WHOLE[-1 if name.startswith("vocab_parallel") else [*OPS].index(name) % len(WHOLE)],
+            backend,
         )
         return
     examples = 6 if name.startswith("vocab_parallel") else 12  # whose ranks run again for each reduction
-    settings(max_examples=examples, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
+    settings(max_examples=examples, **REPEATED)(given(cases())(lambda case: check(OPS[name], case, backend)))()
 
 
 @pytest.mark.slow
@@ -159,7 +153,9 @@ def test_ops(backend, name):
 def test_ops_at_length(backend, name):
     """Ten times as many on the CPU path, twice a dozen on the kernels."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    settings(max_examples=24 if interpreted else 120, **SETTINGS)(given(cases())(lambda case: check(OPS[name], case)))()
+    settings(max_examples=24 if interpreted else 120, **REPEATED)(
+        given(cases())(lambda case: check(OPS[name], case, backend))
+    )()
 
 
 def check_tokens(function, case):
@@ -190,7 +186,7 @@ def check_tokens(function, case):
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
 def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]
-    settings(max_examples=examples, **SETTINGS)(
+    settings(max_examples=examples, **REPEATED)(
         given(hostile_tokens.cases())(lambda case: check_tokens(function, case))
     )()
 
@@ -223,7 +219,7 @@ def draws_until_wrong(name, count):
         check(OPS[name], case) if of_rows else check_tokens(hostile_tokens.FUNCTIONS[name], case)
 
     try:
-        settings(max_examples=count, **SETTINGS)(given(cases() if of_rows else hostile_tokens.cases())(each))()
+        settings(max_examples=count, **REPEATED)(given(cases() if of_rows else hostile_tokens.cases())(each))()
     except AssertionError as error:
         return len(drawn), drawn[-1], str(error).partition("\n")[0]
     return None

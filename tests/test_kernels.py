@@ -1,5 +1,7 @@
 """The row kernels below the public op: bits, bytes, bounds and races, and the helpers that a row is finished with."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ import triton.language as tl  # noqa: E402
 from bench.compiled import interpreter  # noqa: E402
 from fused_rl.kernels import launch, logprob, online  # noqa: E402
 from tests.marks import grid  # noqa: E402
+from tests.paths import DEVICE  # noqa: E402
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
+watched_alone = pytest.mark.skipif(DEVICE == "cuda", reason="loads and stores are watched in the interpreter")
 # With 32 threads a program streams tiles of 2048 bf16 columns and segments of 4096, so that small rows have all parts:
 # nothing but an end; an end that crosses a segment; whole tiles; several segments, with the last one almost empty.
 VOCABULARIES = [1, 17, 300, 2305, 4100, 2 * 4096 + 100]
@@ -24,6 +27,11 @@ def small_programs(monkeypatch):
         monkeypatch.setattr(module, "SEGMENT", 2)
 
 
+def watched():
+    """What a program must not touch raises, in the interpreter."""
+    return interpreter.check_memory() if DEVICE == "cpu" else contextlib.nullcontext()
+
+
 def split(monkeypatch, yes):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 10**6 if yes else 0)
 
@@ -33,13 +41,13 @@ def one_row(vocab, dtype, seed=0):
     row = (3 * torch.randn(1, vocab, generator=generator)).to(dtype)
     row[torch.rand(1, vocab, generator=generator) < 0.1] = -torch.inf
     row[0, vocab // 2] = 1.0
-    return row, torch.tensor([vocab // 2])
+    return row.to(DEVICE), torch.tensor([vocab // 2], device=DEVICE)
 
 
 def at(offset, row, n=1, stride=None, fill=float("nan")):
     """The row n times in a buffer of NaN, `stride` apart, the first one `offset` elements after a 16-byte boundary."""
     stride = row.shape[1] if stride is None else stride
-    buffer = torch.full((32 + offset + n * stride + row.shape[1],), fill, dtype=row.dtype)
+    buffer = row.new_full((32 + offset + n * stride + row.shape[1],), fill)
     view = buffer.as_strided((n, row.shape[1]), (stride, 1), 16 + offset)
     view.copy_(row.expand(n, -1))
     return view
@@ -48,8 +56,7 @@ def at(offset, row, n=1, stride=None, fill=float("nan")):
 def both(logits, targets, mask=None, inv_t=0.8, softcap=None, inplace=False):
     outputs = logprob.logprob_fwd(logits, targets, mask, inv_t, softcap)
     _, entropy, _, m, rest = outputs
-    upstream = torch.tensor([0.7]), torch.tensor([-1.3]), torch.tensor([0.4])
-    upstream = [u.expand(len(targets)) for u in upstream]
+    upstream = [torch.tensor([u], device=DEVICE).expand(len(targets)) for u in (0.7, -1.3, 0.4)]
     out = logits if inplace else None
     gradient = logprob.logprob_bwd(*upstream, logits, targets, mask, entropy, m, rest, inv_t, softcap, out)
     return [*outputs, gradient]
@@ -67,11 +74,11 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
     expected = both(row, target)
     for offset in (1, 2, 7 if dtype == torch.bfloat16 else 3):
         split(monkeypatch, offset != 2)
-        with interpreter.check_memory():
+        with watched():
             assert_same_bits(both(at(offset, row), target), expected)
     split(monkeypatch, False)  # four rows, each of another alignment; then the in-place gradient of the second of them
     assert_same_bits(both(at(0, row, n=4, stride=vocab + 3), target.expand(4)), expected)
-    with interpreter.check_memory():
+    with watched():
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
 
 
@@ -81,11 +88,11 @@ def test_split_and_in_place_touch_no_element_twice(vocab, monkeypatch):
     split(monkeypatch, True)
     row, target = one_row(vocab, torch.bfloat16)
     logits = at(5, row, n=3, stride=vocab + 5)
-    with interpreter.check_memory():
+    with watched():
         both(
             logits,
             target.expand(3),
-            mask=torch.tensor([True, False, True]),
+            mask=torch.tensor([True, False, True], device=DEVICE),
             softcap=20.0,
             inplace=True,
         )
@@ -111,15 +118,16 @@ def test_the_rows_of_the_last_wave_are_split_and_those_before_are_not(monkeypatc
 @pytest.mark.parametrize("bad", [-1, 300, 2**40])
 def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     row, _ = one_row(300, torch.float32)
-    with interpreter.check_memory():
-        outputs = logprob.logprob_fwd(row, torch.tensor([bad]), None, 1.0, None)
-        upstream = torch.ones(1)
+    target = torch.tensor([bad], device=DEVICE)
+    with watched():
+        outputs = logprob.logprob_fwd(row, target, None, 1.0, None)
+        upstream = torch.ones(1, device=DEVICE)
         gradient = logprob.logprob_bwd(
             upstream,
             None,
             None,
             row,
-            torch.tensor([bad]),
+            target,
             None,
             *outputs[1::2],
             outputs[4],
@@ -132,6 +140,7 @@ def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     torch.testing.assert_close(gradient, -torch.softmax(row, 1))  # as on a shard that does not hold the target
 
 
+@watched_alone
 @grid("vocab, offset", [2048 + 256, 4099, 3 * 4096], [0, 3], most=2)
 def test_bytes(vocab, offset, monkeypatch):
     """One read forward; one read and one write backward; of a masked row no read, and zeros written."""
@@ -151,7 +160,7 @@ def test_bytes(vocab, offset, monkeypatch):
 
 def test_an_offset_of_all_logits_cancels():
     """To rounding in the outputs; to the bit in the gradient."""
-    row = (8 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))).round() / 8
+    row = (8 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))).round().to(DEVICE) / 8
     target = row.argmin(1)
     expected = both(row, target)
     for offset in (1000.0, -1000.0, 16384.0):
@@ -169,11 +178,12 @@ def test_one_token_with_all_the_mass(gap, column, inv_t):
     generator = torch.Generator().manual_seed(int(gap))
     row = (torch.randn(1, 2400, generator=generator) * 0.5 - gap) / inv_t
     row[0, column] = 2.0
+    row = row.to(DEVICE)
     s = (row.double() - 2) * inv_t
     p = s.exp()
     p[0, column] = 0
     rest = p.sum()
-    logprobs, h, _, _, l_prime = logprob.logprob_fwd(row, torch.tensor([column]), None, inv_t, None)
+    logprobs, h, _, _, l_prime = logprob.logprob_fwd(row, torch.tensor([column], device=DEVICE), None, inv_t, None)
     entropy = rest.log1p() - (p * s).sum() / (1 + rest)
     torch.testing.assert_close(h[0].double(), entropy, rtol=3e-7, atol=0)
     torch.testing.assert_close(l_prime[0].double(), rest, rtol=3e-7, atol=0)
@@ -183,9 +193,11 @@ def test_one_token_with_all_the_mass(gap, column, inv_t):
 def test_ties_share_the_mass():
     # alone; in one thread, one lane, the narrow end; everywhere
     for columns in ([5], [5, 6], [5, 261], [5, 2399], [0, 5, 256, 261, 2300, 2399]):
-        row = torch.full((1, 2400), -40.0)
+        row = torch.full((1, 2400), -40.0, device=DEVICE)
         row[0, columns] = 3.0
-        logprobs, h, _, _, rest = logprob.logprob_fwd(row, torch.tensor([columns[-1]]), None, 1.0, None)
+        target = torch.tensor([columns[-1]], device=DEVICE)
+        found = logprob.logprob_fwd(row, target, None, 1.0, None)
+        logprobs, h, _, _, rest = [x.cpu() for x in found]
         torch.testing.assert_close(rest, torch.tensor([len(columns) - 1.0]), rtol=0, atol=1e-13)
         torch.testing.assert_close(h, torch.tensor([float(len(columns))]).log(), rtol=2e-7, atol=1e-13)
         torch.testing.assert_close(logprobs, -h, rtol=2e-7, atol=1e-13)
@@ -207,9 +219,10 @@ def apply_kernel(x_ptr, y_ptr, WHICH: tl.constexpr, N: tl.constexpr):
 
 
 def apply(which, x):
+    x = x.to(DEVICE)
     y = torch.empty_like(x)
     apply_kernel[(1,)](x, y, WHICH=which, N=len(x))
-    return y
+    return y.cpu()
 
 
 def test_log1p_to_an_ulp():
@@ -248,6 +261,7 @@ def scale_kernel(x_ptr, y_ptr, n, factor, STEP: tl.constexpr, BLOCK: tl.constexp
     tl.store(y_ptr + i, (x * factor).to(y_ptr.dtype.element_ty), mask=i < n)
 
 
+@watched_alone
 def test_the_interpreter_rounds_as_a_gpu_does():
     x = torch.cat([torch.randn(1000), torch.tensor([1e-39, 3e38, float("inf")])]).bfloat16()
     y = torch.empty_like(x)
@@ -258,6 +272,7 @@ def test_the_interpreter_rounds_as_a_gpu_does():
     assert launches[0].grid == (4, 1, 1)
 
 
+@watched_alone
 def test_memory_faults_are_found():
     x, y = torch.ones(1000), torch.empty(1000)
     with interpreter.check_memory():

@@ -28,6 +28,7 @@ from tests.heads import (
     upstream_of,
 )
 from tests.marks import grid, on_backends
+from tests.paths import DEVICE
 
 
 def test_tiles():
@@ -84,7 +85,7 @@ def test_on_both_backends(backend, run, dtype, workspace):
 )
 def test_values_and_gradients(run, dtype, name, workspace):
     shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype, bias=name != "no bias")
+    leaves, targets, mask = make(shape, dtype, DEVICE, bias=name != "no bias")
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
     compare(
         run,
@@ -101,7 +102,7 @@ def test_values_and_gradients(run, dtype, name, workspace):
 def test_gradient_of_some_outputs(used):
     """What is not used has no upstream gradient at all; sum() gives one of stride 0."""
     for shape, workspace_mb in (ONE_TILE, MORE_TOKENS):
-        leaves, targets, _ = make(shape, FP32)
+        leaves, targets, _ = make(shape, FP32, DEVICE)
 
         def run(module, leaves, targets, **options):
             outputs = call(module.linear_token_logprobs, leaves, targets, **options)
@@ -115,8 +116,8 @@ def test_gradient_of_some_outputs(used):
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 def test_leading_dimensions(run, integers):
     """(B, T, H) with everything per token (B, T): the rows of the flat call."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
-    temperature = torch.linspace(0.5, 2, 22)
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32, DEVICE)
+    temperature = torch.linspace(0.5, 2, 22, device=DEVICE)
     upstream = upstream_of(targets)
     args = [upstream] if run is logprobs_and_gradients else []
     flat = run(
@@ -150,7 +151,7 @@ def test_leading_dimensions(run, integers):
 @pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
 def test_masked_rows_are_not_read(run):
     """NaN in a masked row of hidden and a target outside the vocabulary change nothing; its gradient is exactly 0."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32, DEVICE)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     clean = run(fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1])
     spoilt = [
@@ -170,9 +171,9 @@ def test_masked_rows_are_not_read(run):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_nothing_counts(run, rows, dtype):
     """The graph stays whole and every gradient is zero: a rank without tokens still takes part in a reduction."""
-    leaves, targets, mask = make((9, 16, 131), dtype)
+    leaves, targets, mask = make((9, 16, 131), dtype, DEVICE)
     leaves = [leaves[0].detach()[:rows].requires_grad_(), *leaves[1:]]
-    targets, mask = targets[:rows], torch.zeros(rows, dtype=torch.bool)
+    targets, mask = targets[:rows], torch.zeros_like(mask[:rows])
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     for result in run(fused_rl, leaves, targets, *args, mask=mask, workspace_mb=1e-3):
         assert (result == 0).all()
@@ -183,8 +184,8 @@ def test_nothing_counts(run, rows, dtype):
 def test_banned_tokens(workspace):
     """A bias of -inf bans tokens, here whole blocks of columns; their gradients are 0, and the rest as without them."""
     shape, workspace_mb = workspace
-    leaves, targets, _ = make(shape, FP32)
-    banned = torch.arange(shape[2]) % 3 > 0
+    leaves, targets, _ = make(shape, FP32, DEVICE)
+    banned = torch.arange(shape[2], device=DEVICE) % 3 > 0
     banned[:64] = True
     targets = (~banned).nonzero()[targets % 20, 0]
     leaves[2] = leaves[2].detach().masked_fill(banned, -torch.inf).requires_grad_()
@@ -198,7 +199,7 @@ def test_banned_tokens(workspace):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_one_pass_equals_recompute(dtype, workspace):
     shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype)
+    leaves, targets, mask = make(shape, dtype, DEVICE)
     one_pass = loss_and_gradients(fused_rl, leaves, targets, mask=mask, workspace_mb=workspace_mb)
     logprobs, entropy, _ = call(fused_rl.linear_token_logprobs, leaves, targets, mask=mask, workspace_mb=workspace_mb)
     loss = token_loss(logprobs[mask], entropy[mask], *(v[mask] for v in per_token(targets))).sum()

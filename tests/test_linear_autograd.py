@@ -29,13 +29,14 @@ from tests.heads import (
     upstream_of,
 )
 from tests.marks import grid
+from tests.paths import DEVICE
 
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("run", ["logprobs", "loss"])
 def test_retained_graph(run):
     """The second and third use give the first one's gradients, scaled by their own factor, and leave those alone."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32, DEVICE)
     options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
     if run == "loss":
         total = call(fused_rl.linear_token_loss, leaves, targets, token_loss, *per_token(targets), **options).loss
@@ -105,7 +106,7 @@ def test_work(workspace, dtype):
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
 def test_frozen(run, frozen):
     """What needs no gradient costs no product, and the other gradients stay the same."""
-    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
+    leaves, targets, _ = make(MORE_TOKENS[0], FP32, DEVICE)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     complete = run(fused_rl, leaves, targets, *args, workspace_mb=MORE_TOKENS[1])
     which = ["hidden", "weight", "bias"].index(frozen)

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fused_rl import reference, token_logprobs
+from tests.drawn import REPEATED, given, settings, st
 from tests.logits import (
     FLOATS,
     OUTPUTS,
@@ -422,13 +421,6 @@ def test_other_integer_targets(backend, dtype):
         assert torch.equal(a, b)
 
 
-EVERY = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture],
-}
-
-
 DRAWN = {
     "shape": st.sampled_from([(), (1,), (5,), (2, 3), (3, 1), (2, 1, 3)]),
     "vocab": st.one_of(st.integers(1, 40), st.integers(500, 700)),
@@ -469,17 +461,16 @@ def check_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layo
 
 @pytest.mark.parametrize("backend, examples", [("cpu", 12), slow("cpu", 60), slow("kernel", 20)], indirect=["backend"])
 def test_any_shape_stride_mask_dtype_and_ban(backend, examples):
-    settings(max_examples=examples, **EVERY)(given(**DRAWN)(check_any_shape_stride_mask_dtype_and_ban))(backend)
+    settings(max_examples=examples, **REPEATED)(given(**DRAWN)(check_any_shape_stride_mask_dtype_and_ban))(backend)
 
 
 # the CPU path; the kernels
 @pytest.mark.parametrize("seed", first_fast(range(3)))
-@pytest.mark.parametrize(("interpret", "ulps"), [("0", 0), slow("1", 4)])
-def test_an_offset_cancels(interpret, ulps, seed, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+@pytest.mark.parametrize("backend, ulps", [("cpu", 0), slow("kernel", 4)], indirect=["backend"])
+def test_an_offset_cancels(backend, ulps, seed):
     torch.manual_seed(seed)
-    eighths = torch.randint(-64, 64, (5, 3001)) / 8  # so that the sums below are exact
-    targets = torch.randint(3001, (5,))
+    eighths = (torch.randint(-64, 64, (5, 3001)) / 8).to(backend)  # so that the sums below are exact
+    targets = torch.randint(3001, (5,)).to(backend)
 
     def results(x):
         x = x.clone().requires_grad_()

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fused_rl import masked_mean, masked_sum, masked_var, whiten
 from tests.distributed import run_distributed
+from tests.drawn import given, settings, st
 
 F64 = torch.float64
 

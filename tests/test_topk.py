@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fused_rl import reference, token_kl, token_logprobs, topk_kl
 from fused_rl.kl import DIRECTIONS
+from tests.drawn import given, settings, st
 from tests.logits import FLOATS
 from tests.marks import on_backends, slow
 

@@ -136,7 +136,7 @@ def train_step(
     """
     share = range(ranks.rank(), len(pairs), ranks.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
-    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    scores, found_of_share = torch.zeros(len(pairs), 2, dtype=torch.float64), []
     device, size = next(model.parameters()).device, _pairs_at_once(config.micro_batch_size)
     model.train()
     for start in range(0, len(share), size):
@@ -148,12 +148,13 @@ def train_step(
         chosen, rejected = found.view(-1, 2).unbind(1)
 
         # -log sigmoid(chosen - rejected - margin), over all pairs of the step: arXiv:2203.02155, eq. 1.
-        margin = torch.tensor([pairs[i].margin for i in indices], device=device)
+        margin = torch.tensor([pairs[i].margin for i in indices]).to(device, non_blocking=True)
         loss, _ = preference_loss(chosen, rejected, margin, config, num_sequences=len(pairs))
         model.backward(loss * ranks.world_size())  # the engine averages over ranks
-        scores[indices] = torch.stack([chosen, rejected], 1).detach().double().cpu()
+        found_of_share.append(torch.stack([chosen, rejected], 1).detach())
 
-    # Before the step: the weights are still good.
+    # From the device at once, and before the step: the weights are still good.
+    scores[share] = torch.cat(found_of_share).double().cpu()
     scores = ranks.global_sum(scores)
     if not scores.isfinite().all():
         score_pairs(

@@ -29,8 +29,8 @@ class GAECase(Case):
     def __init__(self, spec, device):
         super().__init__(spec, device)
         sequences, length = spec.shape
-        self.rewards = plain.normal(0, sequences, length).to(device)
-        self.values = plain.normal(1, sequences, length).to(device)
+        self.rewards = plain.normal(0, sequences, length, device=device)
+        self.values = plain.normal(1, sequences, length, device=device)
         lengths = torch.randint(length // 2, length + 1, (sequences, 1), generator=plain.seeded(2))
         self.mask = (torch.arange(length) < lengths).to(device)
         self.exact = None

@@ -79,11 +79,11 @@ class LinearCase(Case):
         super().__init__(spec, device)
         n, width, vocab = spec.shape
         dtype = options.DTYPES[spec.dtype]
-        self.hidden = plain.normal(0, n, width).to(device, dtype).requires_grad_()
-        weight = plain.normal(1, vocab, width).mul_(2 * width**-0.5)
-        self.weight = weight.to(device, dtype).requires_grad_()
+        self.hidden = plain.normal(0, n, width, device=device).to(dtype).requires_grad_()
+        weight = plain.normal(1, vocab, width, device=device).mul_(2 * width**-0.5)
+        self.weight = weight.to(dtype).requires_grad_()
         self.targets = torch.randint(vocab, (n,), generator=plain.seeded(2)).to(device)
-        self.advantages = plain.normal(3, n // peers.SEQUENCE).to(device)
+        self.advantages = plain.normal(3, n // peers.SEQUENCE, device=device)
         self.exact = None
 
     @classmethod

@@ -41,7 +41,7 @@ class LogprobsCase(RowsCase):
         Spec((16384, 32000), "bf16"),
         Spec((4096, 128256), "bf16"),
         Spec((2048, 262144), "bf16"),
-        Spec((1024, 151936), "bf16"),
+        *[Spec((rows, 151936), "bf16") for rows in (16, 64, 140, 256, 512, 1024)],
         Spec((8192, 151936), "bf16", masked=0.5),
         Spec((8192, 151936), "bf16", masked=0.9),
         Spec((8, 1025, 151936), "bf16", layout="shift"),
@@ -103,7 +103,7 @@ class TopkCase(LogprobsCase):
         # strides through the vocabulary from a token of each row: no id twice
         steps = torch.arange(count, device=device) * max(vocab // count, 1)
         self.targets = (self.targets[..., None] + steps) % vocab
-        self.upstream = [plain.normal(0, *self.targets.shape).to(device)]
+        self.upstream = [plain.normal(0, *self.targets.shape, device=device)]
 
     @classmethod
     def specs(cls, args):

@@ -34,13 +34,15 @@ def sizes_of(layout: str, n: int) -> list[int]:
 
 
 def make_sets(layout: str, n: int, vocab: int, device: str) -> tuple[TokenSupport, torch.Tensor]:
-    """Sets of n rows and a target in each."""
-    generator = random.Random(1)
-    lists = []
-    for size in sizes_of(layout, n):
-        lists.append(generator.sample(range(vocab), min(size, vocab)))
-    targets = [row[len(row) // 2] for row in lists]
-    return TokenSupport.from_lists(lists).to(device), torch.tensor(targets, device=device)
+    """Sets of n rows and a target in each; a row's ids are evenly spaced from one that is drawn."""
+    sizes = torch.tensor(sizes_of(layout, n)).clamp(max=vocab)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    row = torch.repeat_interleave(sizes)
+    step = torch.arange(len(row)) - offsets[row]
+    first = torch.randint(vocab, (n,), generator=plain.seeded(1))
+    ids = (first[row] + step * (vocab // sizes)[row]) % vocab
+    targets = ids[offsets[:-1] + sizes // 2]
+    return TokenSupport(ids, offsets).to(device), targets.to(device)
 
 
 def masked_logprobs(logits, targets, support):
@@ -119,7 +121,7 @@ class KeptHead(LinearCase):
         super().__init__(spec, device)
         n, _, vocab = spec.shape
         self.support, self.targets = make_sets(spec.layout, n, vocab, device)
-        self.upstream = [plain.normal(seed, n).to(device) for seed in (4, 5)]
+        self.upstream = [plain.normal(seed, n, device=device) for seed in (4, 5)]
 
     @classmethod
     def specs(cls, args):

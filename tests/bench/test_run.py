@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import machine, options, peers, results, run, timing
+from bench import apart, machine, options, peers, results, run, timing
 from bench.cases import linear
 from bench.cases.case import Spec
 from bench.cases.gae import LONGEST_LOOP, GAECase
@@ -107,7 +107,7 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)
     words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
-    assert run.command("kernels", words) == status
+    assert apart.command("kernels", words) == status
     rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
     of_peer = [row["op"] for row in rows if row["implementation"] == "a peer"]
     assert of_peer == ["token_logprobs"], "what cannot run at any case is told once"
@@ -123,10 +123,10 @@ def test_a_busy_machine_is_not_measured_by_the_clock(monkeypatch, capsys):
     saved = []
     monkeypatch.setattr(results, "save", lambda args, rows, **more: saved.append(more))
     words = ["--device", "cpu", "--shapes", "6x500", "--dtype", "bf16", "--peers", "none"]
-    assert run.command("kl", words) == options.BUSY
+    assert apart.command("kl", words) == options.BUSY
     assert not saved
     assert "60% of its cores; --loaded" in capsys.readouterr().out
-    assert run.command("kl", [*words, "--loaded"]) == 0
+    assert apart.command("kl", [*words, "--loaded"]) == 0
     told = {"cpu_share": 0.6, "time": "CPU seconds of one thread", "copy_bytes_per_s": 1e9}
     assert saved == 2 * [told], "with a mask, and without"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import __main__ as suite
-from bench import gpu, machine, options
+from bench import machine, options
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
 from bench.groups import MINUTES
@@ -71,29 +71,6 @@ def test_the_groups_together_take_what_is_promised():
     assert sum(group.seconds for group in suite.GROUPS.values()) <= 60 * MINUTES
     told = f"{MINUTES} minutes"
     assert told in (machine.ROOT / "Makefile").read_text().partition(".PHONY: bench\n")[2].partition("\n")[0]
-
-
-def test_gpu_steps_end_on_their_own(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    steps = {
-        "good": ("print('fine')", 600),
-        "bad": ("raise SystemExit(3)", 600),
-        "slow": ("import time; time.sleep(60)", 1),
-    }
-    made = [gpu.Step(name, ["-c", code], limit, 7) for name, (code, limit) in steps.items()]
-    monkeypatch.setattr(gpu, "STEPS", made)
-    assert gpu.command("gpu", ["--out", str(tmp_path)]) == 1
-    summary = capsys.readouterr().out.splitlines()[-3:]
-    assert [line.rsplit(",", 1)[0] for line in summary] == ["good: ok", "bad: exit status 3", "slow: stopped after 1 s"]
-    assert (tmp_path / "good.txt").read_text() == "fine\n"
-    assert gpu.command("gpu", ["--out", str(tmp_path), "--steps", "good"]) == 0
-
-
-def test_gpu_steps_fit_into_nine_minutes_and_take_their_options():
-    assert sum(step.limit for step in gpu.STEPS) <= 9 * 60 - 30
-    groups = [step.command[2] for step in gpu.STEPS if step.command[:2] == ["-m", "bench"]]
-    assert groups == ["kernels", "linear"]
-    assert {*groups, *suite.GROUPS} <= set(suite.COMMANDS)
 
 
 @pytest.mark.parametrize("word", suite.COMMANDS)

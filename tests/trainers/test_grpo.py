@@ -142,7 +142,7 @@ def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
     torch.manual_seed(1)
     config = config_of(minibatches=minibatches, epochs=6)
     together = GROUP if groups.keeps_groups(config, 1) else 1
-    updates = policy.plan(config, 2 * GROUP, config.micro_batch_size, "cpu", together)
+    updates = policy.plan(config, 2 * GROUP, config.micro_batch_size, together)
     assert len(updates) == 6 * minibatches
     orders = [torch.cat(sum(updates[i : i + minibatches], [])) for i in range(0, len(updates), minibatches)]
     assert len({tuple(order.tolist()) for order in orders}) > 1

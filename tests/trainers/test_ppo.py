@@ -219,7 +219,7 @@ def test_no_scorer_at_all_is_refused(folders):
 
 def test_minibatches_are_drawn_anew_in_every_epoch():
     torch.manual_seed(1)
-    updates = policy.plan(config_of(minibatches=2, epochs=3), 8, 3, "cpu")
+    updates = policy.plan(config_of(minibatches=2, epochs=3), 8, 3)
     assert [[len(part) for part in parts] for parts in updates] == [[3, 1]] * 6
     orders = [torch.cat(sum(updates[i : i + 2], [])) for i in range(0, 6, 2)]
     assert len({tuple(order.tolist()) for order in orders}) == 3

@@ -19,9 +19,8 @@ def load(folder, **options):
 
 
 def test_a_response_ends_with_its_first_stop_token():
-    assert generate.until_stop([7, 3, 9, 3, 3], [3, 9]) == [7, 3]
-    assert generate.until_stop([7, 9, 3], [3, 9]) == [7, 9]
-    assert generate.until_stop([7, 8], [3, 9]) == [7, 8]
+    rows = torch.tensor([[7, 3, 9, 3], [7, 8, 9, 3], [7, 8, 8, 8]])
+    assert generate.until_stop(rows, [3, 9]) == [[7, 3], [7, 8, 9], [7, 8, 8, 8]]
 
 
 def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
@@ -152,7 +151,7 @@ def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way,
         roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"))
     said = "sampling with the weights after step 6: the model's logits are NaN or infinite; their rows: d.jsonl, line 1"
     assert str(refused.value) == said
-    assert len(calls) == (3 if way == "truncated" and not by_transformers else 5)
+    assert len(calls) == 5  # to the end of the batch: other ranks may wait for this one
 
 
 def test_several_stop_tokens_end_a_response(folder):

@@ -282,8 +282,8 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
         return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128))
 
     def untrimmed(batch, index):
-        prompts, lengths = batch.prompts[index], batch.prompt_lengths[index]
-        return Batch(batch.input_ids[index], batch.response_mask[index], batch.where, prompts, lengths)
+        lengths = batch.prompt_lengths[index], batch.response_lengths[index]
+        return Batch(batch.input_ids[index], batch.response_mask[index], batch.where, batch.prompts[index], *lengths)
 
     monkeypatch.setattr(roll_out, "make_batch", wider)
     monkeypatch.setattr(sft, "make_batch", wider)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.text import in_a_line
 
 TIMEOUT = timedelta(minutes=30)

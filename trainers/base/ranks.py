@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from fused_rl.trainers.base import launch
 from fused_rl.trainers.base.launch import TIMEOUT
 from fused_rl.trainers.base.screen import silent
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.errors import InputError
 
 PATIENCE = timedelta(seconds=60)  # of a rank that has failed, for the others to hear of it
 HEARING = 5.0  # seconds, of a rank that has left the group
@@ -104,14 +104,21 @@ def global_sum(values: torch.Tensor) -> torch.Tensor:
 
 def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
     """The sums over ranks of scalars by name, which every rank names alike."""
-    totals = global_sum(torch.stack([value.double().cpu() for value in values.values()]))
+    totals = global_sum(arrived([value.double() for value in values.values()]))
     return dict(zip(values, totals.tolist(), strict=True))
 
 
 def counted(*counts: torch.Tensor) -> list[int]:
     """The sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch, with which no split
     of it changes the gradient. All ranks meet once."""
-    return global_sum(torch.stack([count.cpu() for count in counts])).clamp(min=1).tolist()
+    return global_sum(arrived(counts)).clamp(min=1).tolist()
+
+
+def arrived(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Scalars of one dtype, on a device or on the CPU, as one tensor on the CPU; the device is waited for once."""
+    there = [x for x in scalars if x.device.type != "cpu"]
+    found = iter(torch.stack(there).cpu()) if there else iter(())
+    return torch.stack([x if x.device.type == "cpu" else next(found) for x in scalars])
 
 
 def global_max(value: torch.Tensor) -> float:

@@ -1,4 +1,7 @@
-"""Sequences as one padded batch, in which every row knows where it came from."""
+"""Sequences as one padded batch, in which every row knows where it came from.
+
+Lengths stay on the CPU, and with them what follows from them: to make a part of a batch, the host waits for no device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +18,11 @@ def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: in
     return torch.tensor([f + s if left else s + f for s, f in zip(sequences, fill, strict=True)])
 
 
+def on_device(tensor: torch.Tensor, device) -> torch.Tensor:
+    """A tensor of the CPU on a device; the host does not wait for what the device is still computing."""
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass
 class Batch:
     """B sequences `prompt + response`, padded on the right to T tokens; per-token tensors are (B, T - 1).
@@ -29,22 +37,50 @@ class Batch:
     where: tuple[str, ...]
     """Of each sequence the file and line, or the like, that it came from: for errors."""
     prompts: torch.Tensor
-    """(B,) int64: a number for each prompt; neighbours of one number have the same prompt."""
+    """(B,) int64 on the CPU: a number for each prompt; neighbours of one number have the same prompt."""
     prompt_lengths: torch.Tensor
-    """(B,) int64: tokens before the response."""
+    """(B,) int64 on the CPU: tokens before the response."""
+    response_lengths: torch.Tensor
+    """(B,) int64 on the CPU: tokens of the response, of which `response_mask` is."""
     support: TokenSupport | None = None
-    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary."""
+    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary. On the CPU, and
+    of `rows` on the device."""
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
-        mask = self.response_mask[index]
-        width = int(mask.any(0).nonzero().max()) + 1 if mask.any() else 1
+        # How wide that is, on the CPU, where the indices should be too.
+        index, device = index.cpu(), self.input_ids.device
+        prompts, responses = self.prompt_lengths[index], self.response_lengths[index]
+        ends = prompts.clamp(min=1) + responses
+        width = max(2, int(torch.where(responses > 0, ends, 0).max()))
         where = tuple(self.where[i] for i in index.tolist())
-        prompts, lengths, support = self.prompts[index], self.prompt_lengths[index], None
-        if self.support is not None:
-            number = self.response_mask.flatten().cumsum(0).view_as(self.response_mask) - 1  # of each response token
-            support = self.support.select(number[index][mask])
-        return Batch(self.input_ids[index, : width + 1], mask[:, :width], where, prompts, lengths, support)
+
+        # The tensors, and the sets of their tokens.
+        support = self.support
+        if support is not None:
+            first = (self.response_lengths.cumsum(0) - self.response_lengths)[index]
+            shift = (first - responses.cumsum(0) + responses).repeat_interleave(responses)
+            support = support.select(shift + torch.arange(len(shift)))
+            support = TokenSupport(on_device(support.ids, device), on_device(support.offsets, device))
+        at = on_device(index, device)
+        tensors = self.input_ids[at, :width], self.response_mask[at, : width - 1]
+        return Batch(*tensors, where, self.prompts[index], prompts, responses, support)
+
+    def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) int64 each, on the CPU: of the True places of `response_mask` the row and the column, in its order."""
+        end = self.prompt_lengths.clamp(min=1) + self.response_lengths
+        return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
+
+    def places(self) -> torch.Tensor:
+        """(N,) int64: where in the flattened mask its True places are."""
+        row, column = self.response_tokens()
+        return on_device(row * self.response_mask.shape[1] + column, self.input_ids.device)
+
+
+def mask_of(start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
+    """(B,) int64 each -> (B, width - 1) bool: True from the token at `start` to the one before `end`."""
+    position, start = torch.arange(1, width), start[:, None]
+    return (position >= start) & (position < end[:, None])
 
 
 def make_batch(
@@ -58,12 +94,10 @@ def make_batch(
 ) -> Batch:
     """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids."""
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    input_ids = pad(whole, pad_id, width=max(width, 2)).to(device)
-    position = torch.arange(1, input_ids.shape[1], device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    start = lengths[:, None]
-    end = start + torch.tensor([len(r) for r in responses], device=device)[:, None]
-    mask = (position >= start) & (position < end)
+    input_ids = pad(whole, pad_id, width=max(width, 2))
+    lengths = torch.tensor(list(map(len, prompts)))
+    mask = mask_of(lengths, torch.tensor(list(map(len, whole))), input_ids.shape[1])
+    tensors = on_device(input_ids, device), on_device(mask, device)
     changes = [0, *(int(prompts[i] != prompts[i - 1]) for i in range(1, len(prompts)))]
-    numbers = torch.tensor(changes).cumsum(0).to(device)
-    return Batch(input_ids, mask, tuple(where) or ("a row",) * len(prompts), numbers, lengths)
+    numbers = torch.tensor(changes).cumsum(0)
+    return Batch(*tensors, tuple(where) or ("a row",) * len(prompts), numbers, lengths, mask.sum(1))

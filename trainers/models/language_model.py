@@ -72,6 +72,7 @@ class LanguageModel(nn.Module):
         temperature=1.0,
         *,
         packed=None,
+        places=None,
         support=None,
         token_loss=None,
         per_token=(),
@@ -85,6 +86,8 @@ class LanguageModel(nn.Module):
             mask: (B, T - 1) bool, True where token t + 1 counts.
             temperature: of the softmax.
             packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
+            places: (N,) int64, where the tokens that count stand in the flattened mask. Who knows them spares the host
+                a wait for the device, which counts them otherwise.
             support: what each of the mask.sum() tokens was drawn from: the distribution is one over these sets.
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it: asks for `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
@@ -93,20 +96,21 @@ class LanguageModel(nn.Module):
         if self.loss_from == "logits":
             if want_hidden:
                 raise ValueError("hidden states are read with loss_from=linear alone")
-            scored = self._from_logits(input_ids, mask, temperature, packed, support, want_logits)
+            scored = self._from_logits(input_ids, mask, temperature, packed, places, support, want_logits)
             return scored if token_loss is None else _summed(scored, token_loss, per_token, mask)
 
         # From hidden states: those that predict a token that counts, and only they, meet the head.
-        hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, mask, packed)
-        head, targets = self.head, input_ids[:, 1:][mask]
+        places = places_of(mask) if places is None else places
+        hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
+        head, targets = self.head, input_ids[:, 1:].flatten()[places]
         options = {"temperature": temperature, "bias": head.bias, **self.head_options}
         if token_loss is not None and support is None:
-            per_token = [tensor[mask] for tensor in per_token]
+            per_token = [tensor.flatten()[places] for tensor in per_token]
             rows = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
-            scored = Scored(_at(mask, rows.logprobs), _at(mask, rows.entropy), rows.loss)
+            scored = Scored(at_places(rows.logprobs, mask, places), at_places(rows.entropy, mask, places), rows.loss)
         else:
             rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
-            scored = Scored(_at(mask, rows.logprobs), _at(mask, rows.entropy))
+            scored = Scored(at_places(rows.logprobs, mask, places), at_places(rows.entropy, mask, places))
             if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
                 scored = _summed(scored, token_loss, per_token, mask)
 
@@ -119,7 +123,7 @@ class LanguageModel(nn.Module):
         logits = self.head(hidden)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def _from_logits(self, input_ids, mask, temperature, packed, support, want_logits) -> Scored:
+    def _from_logits(self, input_ids, mask, temperature, packed, places, support, want_logits) -> Scored:
         """From the model's own logits, whole, or with shared prompts those of the rows that count."""
         if packed is None:
             logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
@@ -127,15 +131,20 @@ class LanguageModel(nn.Module):
             if support is not None:  # a row for every target, the first of each sequence too
                 options["support"] = support.spread(nn.functional.pad(mask, (1, 0)))
             rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
-            return Scored(rows.logprobs, rows.entropy, logits=logits[:, :-1][mask] if want_logits else None)
-        logits = self._states(self.base, "logits", input_ids, mask, packed)
-        rows = fused_rl.token_logprobs(logits, input_ids[:, 1:][mask], temperature=temperature, support=support)
-        return Scored(_at(mask, rows.logprobs), _at(mask, rows.entropy), logits=logits if want_logits else None)
+            if not want_logits:
+                return Scored(rows.logprobs, rows.entropy)
+            places = places_of(mask) if places is None else places
+            return Scored(rows.logprobs, rows.entropy, logits=_predicting(logits, places))
+        places = places_of(mask) if places is None else places
+        logits, targets = self._states(self.base, "logits", input_ids, places, packed), input_ids[:, 1:]
+        rows = fused_rl.token_logprobs(logits, targets.flatten()[places], temperature=temperature, support=support)
+        logprobs, entropy = (at_places(values, mask, places) for values in rows[:2])
+        return Scored(logprobs, entropy, logits=logits if want_logits else None)
 
-    def _states(self, module, output: str, input_ids, mask, packed):
+    def _states(self, module, output: str, input_ids, places, packed):
         """(N, ·): what `module` puts out at the positions that predict the tokens that count."""
         if packed is None:
-            return module(input_ids=input_ids, use_cache=False)[output][:, :-1][mask]
+            return _predicting(module(input_ids=input_ids, use_cache=False)[output], places)
         return packed.states_of(self.base, module, output)
 
 
@@ -155,9 +164,19 @@ class WideHead(nn.Linear):
         return logits.view(*hidden.shape[:-1], self.out_features)
 
 
-def _at(mask, values):
-    """(N,) values at the True places of (B, T - 1), 0 elsewhere; differentiable."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+def places_of(mask):
+    """(N,) int64: where a mask is True once it is flattened; waits for its device."""
+    return mask.flatten().nonzero()[:, 0]
+
+
+def _predicting(states, places):
+    """(B, T, ·) -> (N, ·): of the positions before the tokens at `places` of (B, T - 1)."""
+    return states.flatten(0, 1)[places + places // max(1, states.shape[1] - 1)]
+
+
+def at_places(values, mask, places):
+    """(N,) values at `places` of (B, T - 1), the shape of the mask, 0 elsewhere; differentiable."""
+    return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
 
 
 def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
@@ -165,7 +184,7 @@ def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> No
     if support is None:
         return
     lengths = support.offsets.diff()
-    row = torch.repeat_interleave(lengths)
+    row = torch.repeat_interleave(lengths, output_size=len(support.ids))
     kept = logits[row, support.ids]
     logits[lengths > 0] = -torch.inf
     logits[row, support.ids] = kept

@@ -16,8 +16,8 @@ from torch import nn
 
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.data.batch import Batch, make_batch, on_device
+from fused_rl.trainers.options.errors import InputError
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does
 MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row
@@ -85,27 +85,31 @@ def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: 
     """Rows of that shape with tokens of `batch` in them.
 
     `placed` is (4, n) int64: of each token its sequence, its position there, its place in the flattened rows, and its
-    segment. A token sees those of its own segment and of segment 0, the row's prompt; padding is of segment -1.
+    segment. A token sees those of its own segment and of segment 0, the row's prompt; padding is of segment -1. It and
+    `states` are on the CPU.
     """
+    # Where each token is from, and what it is there; all of it goes to the device at once.
     sequence, token, place, segment = placed
-    input_ids, positions, segments = torch.zeros(3, *shape, dtype=torch.int64, device=states.device)
+    layout, device = torch.zeros(3, *shape, dtype=torch.int64), batch.input_ids.device
+    source, positions, segments = layout
     segments -= 1
-    input_ids.view(-1)[place] = batch.input_ids[sequence, token]
+    source.view(-1)[place] = sequence * batch.input_ids.shape[1] + token
     positions.view(-1)[place] = token
     segments.view(-1)[place] = segment
+    source, positions, segments = on_device(layout, device)
+    input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
 
     # No token sees those after it.
     seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
-    before = torch.ones(shape[1], shape[1], dtype=torch.bool, device=states.device).tril()
-    return Packed(input_ids, positions, (seen & before)[:, None], states)
+    before = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
+    return Packed(input_ids, positions, (seen & before)[:, None], on_device(states, device))
 
 
 def pack(batch: Batch, in_row: int) -> Packed:
     """The sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
     # What is put where: row of each sequence, and where in the row its response begins.
-    mask, device = batch.response_mask, batch.input_ids.device
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])  # `rows` cuts prompts that have no response
-    fed = (mask.sum(1) - 1).clamp(min=0)  # the last token predicts nothing that counts
+    fed = (batch.response_lengths - 1).clamp(min=0)  # the last token predicts nothing that counts
     row = _rows(batch.prompts, in_row)
     before = fed.cumsum(0) - fed
     first = torch.ones_like(row, dtype=torch.bool)
@@ -114,10 +118,10 @@ def pack(batch: Batch, in_row: int) -> Packed:
     width = int((start + fed).max())
 
     # Prompts, once per row, and responses one after the other, without their last tokens.
-    own = torch.arange(batch.input_ids.shape[1], device=device) < prompt[:, None]
+    own = torch.arange(batch.input_ids.shape[1]) < prompt[:, None]
     of_prompt, at = (own & first[:, None]).nonzero(as_tuple=True)
     prompts = torch.stack([of_prompt, at, row[of_prompt] * width + at, torch.zeros_like(at)])
-    sequence, token = mask.nonzero(as_tuple=True)  # (N,) each; `token` is the position that predicts
+    sequence, token = batch.response_tokens()  # (N,) each; `token` is the position that predicts
     step = token - (prompt - 1)[sequence]  # 0 for a response's first token
     place = row[sequence] * width + torch.where(step == 0, prompt[sequence], start[sequence] + step) - 1
     later = step > 0
@@ -147,8 +151,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
         responses += [[*a[common:], 0], [*b[common:], 0]]
     batch = make_batch(prompts, responses, 0, device)
     packed = pack(batch, 2)
-    last = batch.response_mask.sum(1).cumsum(0) - 1
-    return packed._replace(states=packed.states[last])
+    last = batch.response_lengths.cumsum(0) - 1
+    return packed._replace(states=packed.states[on_device(last, device)])
 
 
 def _in_common(a: list[int], b: list[int]) -> int:
@@ -190,39 +194,43 @@ def fill(lengths: list[int], room: int) -> list[list[int]]:
 def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
     """The sequences of `batch` in rows, one after the other: `rows` holds their indices, as `arrange` returns them."""
     # What is put where: row of each sequence, and where in the row it begins. The last token predicts nothing.
-    device, lengths = batch.input_ids.device, fed_tokens(batch)
+    lengths = fed_tokens(batch)
     row, start = torch.zeros_like(lengths), torch.zeros_like(lengths)
     for number, indices in enumerate(rows):
-        index = torch.tensor(indices, device=device)
+        index = torch.tensor(indices)
         row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
     width = int((start + lengths).max())
     begin = row * width + start
-    own = torch.arange(batch.input_ids.shape[1], device=device) < lengths[:, None]
+    own = torch.arange(batch.input_ids.shape[1]) < lengths[:, None]
     sequence, token = own.nonzero(as_tuple=True)
     placed = torch.stack([sequence, token, begin[sequence] + token, sequence + 1])
-    sequence, token = batch.response_mask.nonzero(as_tuple=True)  # (N,) each; `token` is the position that predicts
+    sequence, token = batch.response_tokens()  # (N,) each; `token` is the position that predicts
     return _packed(batch, (len(rows), width), placed, begin[sequence] + token)
 
 
 def fed_tokens(batch: Batch) -> torch.Tensor:
-    """(B,) int64: tokens of each sequence without its last one, which predicts nothing."""
-    return (batch.prompt_lengths + batch.response_mask.sum(1) - 1).clamp(min=1)
+    """(B,) int64 on the CPU: tokens of each sequence without its last one, which predicts nothing."""
+    return (batch.prompt_lengths + batch.response_lengths - 1).clamp(min=1)
 
 
 def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
-    """`packed` as the keyword arguments of a transformers model."""
+    """`packed` as the keyword arguments of a transformers model.
+
+    The mask is what is added to the scores, in the model's dtype: of one that is bool every layer would make and keep
+    its own. Its rows begin at multiples of 8 elements, else an accelerator's attention would copy it for that.
+    """
     seen = packed.attention_mask
-    if lm.config._attn_implementation == "eager":  # which adds the mask to the scores
-        added = torch.zeros(seen.shape, dtype=lm.dtype, device=seen.device)
-        seen = added.masked_fill(~seen, torch.finfo(lm.dtype).min)
-    return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": seen}
+    rows, _, length, _ = seen.shape
+    added = torch.full((rows, 1, length, -(-length // 8) * 8), -torch.inf, dtype=lm.dtype, device=seen.device)
+    added = added[..., :length].masked_fill_(seen, 0)
+    return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": added}
 
 
 def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
-    """(b,) int64: the row of each sequence: neighbours of one prompt, `in_row` at most."""
+    """(b,) int64 on the CPU: the row of each sequence: neighbours of one prompt, `in_row` at most."""
     _, group, sizes = torch.unique_consecutive(prompts, return_inverse=True, return_counts=True)
     ends = sizes.cumsum(0)
-    place = torch.arange(len(prompts), device=prompts.device) - (ends - sizes)[group]  # in its group
+    place = torch.arange(len(prompts)) - (ends - sizes)[group]  # in its group
     rows_before = (-(-sizes // in_row)).cumsum(0) - (-(-sizes // in_row))
     return rows_before[group] + place // in_row
 

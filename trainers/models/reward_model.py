@@ -137,9 +137,10 @@ class RewardModel(nn.Module):
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
         attended = attention_mask != 0
         lengths = attended.sum(1)
-        if input_ids.numel() == 0 or not lengths.all():
-            raise ValueError(f"rows {(lengths == 0).nonzero().flatten().tolist()} have no attended token to score")
-        width = int(lengths.max())
+        counts = lengths.tolist()  # the one wait for the device
+        if not all(counts) or not counts:
+            raise ValueError(f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score")
+        width = max(counts)
         front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
         tokens = input_ids.gather(1, front).masked_fill(pads, 0)  # a pad id may lie outside the vocabulary
@@ -184,7 +185,7 @@ class RewardModel(nn.Module):
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     attended = [[1] * len(sequence) for sequence in sequences]
-    return pad(sequences, 0).to(device), pad(attended, 0).to(device)
+    return pad(sequences, 0).to(device, non_blocking=True), pad(attended, 0).to(device, non_blocking=True)
 
 
 def load_reward_model(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fused_rl.trainers.models.language_model import LanguageModel, Scored
+from fused_rl.trainers.models.language_model import LanguageModel, Scored, at_places, places_of
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options.config import InputError
 
@@ -51,13 +51,14 @@ class PolicyWithValues(LanguageModel):
             raise InputError(f"critic=shared reads hidden states: loss_from={policy.loss_from} must be linear")
         self.value_head = ValueHead(self.base.get_output_embeddings().weight)
 
-    def forward(self, input_ids, mask, *args, want_values=False, want_hidden=False, **asked) -> Scored:
+    def forward(self, input_ids, mask, *args, want_values=False, want_hidden=False, places=None, **asked) -> Scored:
         """As `LanguageModel`; with `want_values` also the values, as `Critic` returns them."""
-        scored = super().forward(input_ids, mask, *args, want_hidden=want_hidden or want_values, **asked)
+        places = places_of(mask) if places is None else places
+        asked |= {"want_hidden": want_hidden or want_values, "places": places}
+        scored = super().forward(input_ids, mask, *args, **asked)
         if not want_values:
             return scored
-        at_tokens = self.value_head(scored.hidden)
-        values = at_tokens.new_zeros(mask.shape).masked_scatter(mask, at_tokens)
+        values = at_places(self.value_head(scored.hidden), mask, places)
         return scored._replace(values=values, hidden=scored.hidden if want_hidden else None)
 
 

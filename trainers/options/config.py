@@ -25,13 +25,10 @@ from jsonargparse.typing import (
 )
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.source import Source
 
 FILES = (".jsonl", ".parquet")  # a dataset that ends so is a file, any other a name
-
-
-class InputError(ValueError):
-    """The user's options, data or disk cannot be used; the message says what came, what was expected and the remedy."""
 
 
 # Numbers with a range. NaN is in none of them, infinity only where it says so.

@@ -112,7 +112,7 @@ def final_scores(config: CreditConfig, rollout: Rollout) -> torch.Tensor:
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
     """(B, T - 1): each token pays for its KL, and the last one gets the score (B,); an empty response gets nothing."""
     later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
-    return -kl_coef * kl + torch.where(mask & (later == 1), scores[:, None].to(kl.device), 0)
+    return -kl_coef * kl + torch.where(mask & (later == 1), scores[:, None].to(kl.device, non_blocking=True), 0)
 
 
 def advantages_and_returns(
@@ -154,9 +154,8 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
         "val/stop_rate": rollout.stopped,
     }
     count = len(lengths) * ranks.world_size()
-    totals = ranks.global_sum(torch.stack([column.double().sum().cpu() for column in columns.values()]))
+    totals = ranks.global_sum(ranks.arrived([column.double().sum() for column in columns.values()]))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
-
     tokens = ranks.global_sum(mask.sum()).item()
     values, returns = experience.values, experience.returns
     sums = Sums(step)

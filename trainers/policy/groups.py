@@ -108,15 +108,16 @@ def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def advantages_of(config: GroupConfig, rewards: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """(B,) of `rewards` (B,) over all ranks; 0 where `counts` (B,), which is that of whole groups, is False."""
+    """(B,) of `rewards` (B,) over all ranks; 0 where `counts` (B,), of whole groups and on the CPU, is False."""
+    at = counts.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     found = fused_rl.response_advantages(
-        rewards[counts],
+        rewards[at],
         advantage_of(config),
         group_size=config.group_size,
         std_floor=config.std_floor,
         process_group=ranks.all_ranks(),
     )
-    return torch.zeros_like(rewards, dtype=found.dtype).masked_scatter(counts, found)
+    return torch.zeros_like(rewards, dtype=found.dtype).index_copy(0, at, found)
 
 
 def keeps_groups(config: GroupConfig, world: int) -> bool:

@@ -15,7 +15,7 @@ from fused_rl.presets import PolicyLossOptions, resolve_options, wide_option
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.batch import Batch
+from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import Scored, keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
@@ -70,14 +70,14 @@ class Policy:
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
-        return scored | {"packed": self._packed(part), "support": part.support}
+        return scored | {"packed": self._packed(part), "places": part.places(), "support": part.support}
 
     def _packed(self, part: Batch) -> Packed | None:
         """The part with shared prompts, where that is cheaper."""
-        if self.costs is None or not part.response_mask.any():
+        if self.costs is None or not part.response_lengths.any():
             return None
         copies = int(part.prompts.bincount().max())
-        prompt, response = part.prompt_lengths.max().item(), part.response_mask.sum(1).double().mean().item()
+        prompt, response = part.prompt_lengths.max().item(), part.response_lengths.double().mean().item()
         in_row = responses_per_row(self.costs, prompt, response, copies)
         return pack(part, in_row) if in_row > 1 else None
 
@@ -183,17 +183,17 @@ def _drift(logprobs: torch.Tensor, before: torch.Tensor, mask: torch.Tensor) -> 
     return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
 
 
-def plan(config: LossConfig, count: int, micro_batch_size: int, device, together: int = 1) -> list[list[torch.Tensor]]:
+def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 1) -> list[list[torch.Tensor]]:
     """For each update of a step the micro-batches of its minibatch, as indices into this rank's `count` responses.
 
-    Neighbours stay `together`, so many of them.
+    Neighbours stay `together`, so many of them. The indices are on the CPU, as a batch's lengths are.
     """
     responses = torch.arange(count).view(-1, together)
     updates = []
     for _ in range(config.epochs):
         order = responses[torch.randperm(len(responses))].flatten()
         for minibatch in order.split(count // config.minibatches):
-            updates.append([part.to(device) for part in minibatch.split(micro_batch_size)])
+            updates.append(list(minibatch.split(micro_batch_size)))
     return updates
 
 
@@ -266,8 +266,8 @@ class Measured:
 
 
 def rows_of(values: torch.Tensor | None, index: torch.Tensor, width: int) -> torch.Tensor | None:
-    """(B, T - 1) -> (b, width)."""
-    return None if values is None else values[index, :width]
+    """(B, T - 1) -> (b, width); the indices may be on the CPU."""
+    return None if values is None else values[on_device(index, values.device), :width]
 
 
 @torch.no_grad()
@@ -287,6 +287,7 @@ def measure(
     for number, index in enumerate(parts):
         part = batch.rows(index)
         inputs, width = policy.inputs(part), part.response_mask.shape[1]
+        index = on_device(index, device)
         # The policy, and the reference on the same inputs.
         if exact_kl or number >= skipped:
             rows = policy.model(**inputs, want_logits=exact_kl)

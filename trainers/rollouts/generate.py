@@ -3,21 +3,24 @@
 Where a model keeps its past in another form than keys and values, transformers' `generate` is used instead.
 """
 
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain, groupby
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.data.batch import pad
+from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
 from fused_rl.trainers.rollouts.types import Response
 
 Drawn = tuple[list[list[int]], list[TokenSupport] | None, torch.Tensor]
 """Token ids of each response; what each token was drawn from, None for the whole vocabulary; and (B,) bool, of the
 responses whose logits were NaN or infinite."""
+LOOK_EVERY = 16  # tokens of each response, on an accelerator
 
 
 class TransformersSampler:
@@ -28,13 +31,16 @@ class TransformersSampler:
         pad_id: fills batches; may equal a stop token.
         batch_size: prompts generated together, of similar length.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
+        look_every: after so many tokens it is looked which responses have ended; None is 1 on a CPU, and 16 where the
+            host would wait for the device.
     """
 
     records_support = True
     tells_logprobs = False  # the trainer would compute the same
 
-    def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False):
+    def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False, look_every: int | None = None):
         self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
+        self.look_every = look_every or (1 if lm.device.type == "cpu" else LOOK_EVERY)
         self.step: int | None = None
 
     @torch.no_grad()
@@ -50,7 +56,8 @@ class TransformersSampler:
         by_length = list(chain.from_iterable(runs))
 
         self.lm.eval()
-        draw = _decode if _keeps_keys_and_values(self.lm) else _transformers_generate
+        in_place = functools.partial(_decode, every=self.look_every)
+        draw = in_place if _keeps_keys_and_values(self.lm) else _transformers_generate
         responses = {}
         for start in range(0, len(by_length), self.batch_size):
             indices = by_length[start : start + self.batch_size]
@@ -79,56 +86,123 @@ def _keeps_keys_and_values(lm) -> bool:
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synced_gpus: bool) -> Drawn:
-    """One response per prompt; rows that have ended are computed no further."""
-    # The distinct prompts, padded on the left, and then a row of the cache for every response.
-    runs = [list(run) for _, run in groupby(prompts)]
-    input_ids, mask = _left_padded([run[0] for run in runs], pad_id, lm.device)
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    output = lm(
-        input_ids=input_ids, attention_mask=mask, position_ids=position, use_cache=True, **_last_logits_alone(lm)
-    )
-    copies = torch.tensor([len(run) for run in runs], device=lm.device)
-    row = torch.arange(len(runs), device=lm.device).repeat_interleave(copies)
-    cache, logits, mask = output.past_key_values, output.logits[row, -1], mask[row]
-    cache.batch_select_indices(row)
-    length = mask.sum(1)
+def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synced_gpus: bool, every: int) -> Drawn:
+    """One response per prompt; rows that have ended are computed no further than the next look, `every` so many steps.
 
-    # Token by token; `open_rows` are the responses that have not ended.
-    responses, stop_ids = [[] for _ in prompts], torch.tensor(sampling.stop_ids, device=lm.device)
-    record = Record(len(prompts)) if sampling.truncates else None
-    open_rows, number = list(range(len(prompts))), torch.arange(len(prompts), device=lm.device)
-    broken = torch.zeros(len(prompts), dtype=torch.bool, device=lm.device)  # looked at after the last token
-    for step in range(1, sampling.max_new_tokens + 1):
-        scores = _scores(logits, sampling)
+    Between looks the host does not wait for the device.
+    """
+    # What is on the device until the end: token ids by step and response, and which responses are broken.
+    rows, device, count = _Rows(lm, prompts, sampling, pad_id), lm.device, len(prompts)
+    ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
+    broken = torch.zeros(count, dtype=torch.bool, device=device)
+    ended = broken.clone()  # by row, of which there is one for each response at first
+    stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
+    record = Record(count) if sampling.truncates else None
+
+    # Token by token. What a row draws after its stop token counts for nothing.
+    for step in range(sampling.max_new_tokens):
+        scores = _scores(rows.logits, sampling)
         token, bad = _draw(scores, sampling)
-        broken[number] |= bad
+        ids[step].scatter_(0, rows.number, token)
+        broken[rows.number] |= bad & ~ended
         if record is not None:
-            if broken.any():
-                return responses, None, broken
-            record.note(scores[: len(open_rows)], open_rows)
-        for response, drawn in zip(open_rows, token.tolist(), strict=False):
-            responses[response].append(drawn)
-        going = ~torch.isin(token, stop_ids) if open_rows else torch.zeros_like(token, dtype=torch.bool)
-        if step == sampling.max_new_tokens or not _any_going(going, synced_gpus):
+            record.note(scores, ended, rows.numbers)
+        ended = ended | (token[:, None] == stop_ids).any(1)
+        if step + 1 == sampling.max_new_tokens:
             break
-        keep = going.nonzero()[:, 0]
-        open_rows = [open_rows[i] for i in keep.tolist()]
-        if not open_rows:  # another rank is still going: one row keeps step with it
-            keep = torch.zeros(1, dtype=torch.int64, device=lm.device)
-        if len(keep) < len(token):
-            cache.batch_select_indices(keep)
-            token, mask, length, number = token[keep], mask[keep], length[keep], number[keep]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        if (step + 1) % every == 0:
+            going, anywhere = _look(ended, record, synced_gpus)
+            if not anywhere:
+                break
+            if _pays(len(going), len(ended), every):
+                index = rows.keep(going or [0])  # another rank is still going: one row keeps step with it
+                token, ended = token[index], ended[index]
+        rows.feed(token)
+    return _drawn(ids, broken, record, sampling)
+
+
+class _Rows:
+    """The responses that are computed: those that go on, and until the next look those that have ended since."""
+
+    def __init__(self, lm, prompts: list[list[int]], sampling: Sampling, pad_id: int):
+        from fused_rl.trainers.rollouts.past import in_place
+
+        # The distinct prompts, padded on the left.
+        runs = [list(run) for _, run in groupby(prompts)]
+        input_ids, mask = _left_padded([run[0] for run in runs], pad_id, lm.device)
+        position = (mask.cumsum(1) - 1).clamp(min=0)
         output = lm(
+            input_ids=input_ids, attention_mask=mask, position_ids=position, use_cache=True, **_last_logits_alone(lm)
+        )
+
+        # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
+        copies = torch.tensor([len(run) for run in runs])
+        row = on_device(torch.arange(len(runs)).repeat_interleave(copies), lm.device)
+        self.lm, self.logits, self.width = lm, output.logits[row, -1], input_ids.shape[1]
+        self.position = mask[row].sum(1, keepdim=True)
+        self.mask = None
+        if len({len(run[0]) for run in runs}) > 1:
+            self.mask = nn.functional.pad(mask[row], (0, sampling.max_new_tokens), value=1)
+        self.cache = output.past_key_values
+        most, waits = self.width + sampling.max_new_tokens, lm.device.type != "cpu"
+        in_place(self.cache, row, most, maskable=self.mask is not None and waits)
+        self.numbers = list(range(len(prompts)))  # of the response of each row
+        self.number = torch.arange(len(prompts), device=lm.device)
+
+    def feed(self, token: torch.Tensor) -> None:
+        """(b,) the next token of each row: its logits, from the model."""
+        self.width += 1
+        output = self.lm(
             input_ids=token[:, None],
-            attention_mask=mask,
-            position_ids=length[:, None],
-            past_key_values=cache,
+            attention_mask=None if self.mask is None else self.mask[:, : self.width],
+            position_ids=self.position,
+            past_key_values=self.cache,
             use_cache=True,
         )
-        cache, logits, length = output.past_key_values, output.logits[:, -1], length + 1
-    return responses, None if record is None else record.of_responses(), broken
+        self.logits, self.position = output.logits[:, -1], self.position + 1
+
+    def keep(self, going: list[int]) -> torch.Tensor:
+        """Go on with these rows alone: a copy of their past; their indices, on the device."""
+        index = on_device(torch.tensor(going), self.number.device)
+        self.cache.batch_select_indices(index)
+        self.position, self.number = self.position[index], self.number[index]
+        self.mask = None if self.mask is None else self.mask[index]
+        self.numbers = [self.numbers[i] for i in going]
+        return index
+
+
+def _look(ended: torch.Tensor, record: Record | None, synced_gpus: bool) -> tuple[list[int], bool]:
+    """The rows that go on, and whether any does, here or (where ranks must keep in step) on any rank.
+
+    For this the host waits for the device; what is recorded comes along.
+    """
+    over = ended.all()[None]
+    if synced_gpus:
+        over = over.int()
+        dist.all_reduce(over, op=dist.ReduceOp.MIN)
+    found = torch.cat([ended, over.bool()])
+    *gone, over = (found if record is None else record.fetch(found)).tolist()
+    return [i for i, has_ended in enumerate(gone) if not has_ended], not over
+
+
+def _pays(going: int, rows: int, every: int) -> bool:
+    """Whether to leave out the rows that have ended.
+
+    On an accelerator, where looks are rare, a row costs little but the reading of its past, and a copy of those that go
+    on costs as much as to read them twice: in the steps until the next look an eighth of the rows pays for that.
+    """
+    return going < rows if every == 1 else (rows - max(going, 1)) * 8 >= rows
+
+
+def _drawn(ids: torch.Tensor, broken: torch.Tensor, record: Record | None, sampling: Sampling) -> Drawn:
+    """What was drawn, from token ids (steps, B) and (B,) bool on the device: each response up to its stop token."""
+    found = torch.cat([broken, ids.flatten()])
+    found = found.cpu() if record is None else record.fetch(found)
+    broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
+    responses = until_stop(ids.t(), sampling.stop_ids)
+    if record is None or broken.any():
+        return responses, None, broken
+    return responses, record.of_responses([len(response) for response in responses]), broken
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -162,15 +236,6 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 
-def _any_going(going: torch.Tensor, synced_gpus: bool) -> bool:
-    """Whether a response goes on, here or (where ranks must keep in step) on any rank."""
-    some = going.any()
-    if synced_gpus:
-        some = some.int()
-        dist.all_reduce(some, op=dist.ReduceOp.MAX)
-    return bool(some)
-
-
 def _last_logits_alone(lm) -> dict[str, int]:
     """For a prompt the logits of its last token alone, where the model can."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
@@ -195,8 +260,8 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
     input_ids, mask = _left_padded(prompts, pad_id, lm.device)
     given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
     output = lm.generate(**given, generation_config=options, synced_gpus=synced_gpus)
-    tokens = output.sequences[:, input_ids.shape[1] :]
-    responses = [until_stop(response, sampling.stop_ids) for response in tokens.tolist()]
+    tokens = output.sequences[:, input_ids.shape[1] :].cpu()
+    responses = until_stop(tokens, sampling.stop_ids)
     if not sampling.truncates or watch.broken.any():
         return responses, None, watch.broken
     lengths = torch.tensor([len(response) for response in responses])
@@ -219,12 +284,12 @@ class _Watch:
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask, each (B, P), such that every response begins in the same column."""
-    input_ids = pad(prompts, pad_id, left=True).to(device)
-    mask = pad([[1] * len(prompt) for prompt in prompts], 0, left=True).to(device)
-    return input_ids, mask
+    mask = [[1] * len(prompt) for prompt in prompts]
+    return on_device(pad(prompts, pad_id, left=True), device), on_device(pad(mask, 0, left=True), device)
 
 
-def until_stop(response: list[int], stop_ids: Iterable[int]) -> list[int]:
-    """The response up to and including its first stop token; what follows it in the row is padding."""
-    end = next((i for i, token in enumerate(response) if token in stop_ids), len(response) - 1)
-    return response[: end + 1]
+def until_stop(tokens: torch.Tensor, stop_ids: Sequence[int]) -> list[list[int]]:
+    """(B, n) on the CPU: each row up to and including its first stop token; what follows it is padding."""
+    stops = torch.isin(tokens, torch.tensor(stop_ids))
+    lengths = (stops.cumsum(1) - stops.int() == 0).sum(1)  # tokens that no stop token stands before
+    return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]

@@ -79,7 +79,7 @@ def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
     prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
     batch = make_batch(prompt_ids, response_ids, pad_id, device, where=[where(sample) for sample in samples])
     support = joined([s.response.support for s in samples], list(map(len, response_ids)))
-    return batch if support is None else replace(batch, support=support.to(device))
+    return batch if support is None else replace(batch, support=support)
 
 
 def _report_incidents(scorers: Sequence[Scorer], count: int) -> dict[str, float]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.errors import InputError
 
 
 class NoDistribution(InputError):
@@ -87,23 +88,41 @@ def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 class Record:
-    """The kept sets of a batch of responses, noted token by token while some of them go on."""
+    """The kept sets of a batch of responses, noted token by token, and fetched from the device now and then."""
 
     def __init__(self, count: int):
         self.count = count
-        self.steps: list[TokenSupport] = []
-        self.responses: list[int] = []  # of each row of the steps
+        self.noted: list[torch.Tensor] = []  # (b, V) bool: where a set is not the whole vocabulary, its ids
+        self.fetched: list[TokenSupport] = []
+        self.responses: list[int] = []  # of each row of what was noted
 
-    def note(self, scores: torch.Tensor, responses: list[int]) -> None:
-        """The scores (b, V) that the next token of each of b responses is drawn from."""
-        self.steps.append(TokenSupport.from_scores(scores).to("cpu"))
+    def note(self, scores: torch.Tensor, ended: torch.Tensor, responses: list[int]) -> None:
+        """The scores (b, V) that the next token of each of b responses is drawn from; none of those `ended`."""
+        kept = scores.isfinite()
+        self.noted.append(kept & ~(kept.all(1) | ended)[:, None])
         self.responses += responses
 
-    def of_responses(self) -> list[TokenSupport]:
-        """The sets of each response, a row per token, on the CPU."""
+    def fetch(self, beside: torch.Tensor) -> torch.Tensor:
+        """What was noted since the last time goes to the CPU, and in the same copy (n,) integers, returned as int64."""
+        if not self.noted:
+            return beside.cpu()
+        noted = torch.cat(self.noted)
+        self.noted = []
+        found = torch.cat([beside, noted.flatten().nonzero()[:, 0]]).cpu()
+        row, ids = found[len(beside) :] // noted.shape[1], found[len(beside) :] % noted.shape[1]
+        lengths = row.bincount(minlength=len(noted))
+        self.fetched.append(TokenSupport(ids, nn.functional.pad(lengths.cumsum(0), (1, 0))))
+        return found[: len(beside)]
+
+    def of_responses(self, lengths: list[int]) -> list[TokenSupport]:
+        """The sets of each response, a row per token, on the CPU; what was noted after its length is left out."""
         response = torch.tensor(self.responses, dtype=torch.int64)
-        in_order = TokenSupport.cat(self.steps).select(response.argsort(stable=True))
-        return in_order.split(response.bincount(minlength=self.count).tolist())
+        order = response.argsort(stable=True)
+        response = response[order]
+        counts = response.bincount(minlength=self.count)
+        token = torch.arange(len(response)) - (counts.cumsum(0) - counts)[response]
+        own = order[token < torch.tensor(lengths)[response]]
+        return TokenSupport.cat(self.fetched).select(own).split(lengths)
 
 
 def of_response(support: TokenSupport | list[list[int]]) -> TokenSupport:

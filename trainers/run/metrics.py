@@ -170,14 +170,11 @@ class Sums:
     def __init__(self, step: int):
         self.step, self.parts = step, []
         self.names: tuple[str, ...] = ()
-        self.total = torch.zeros(())
 
     def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
         """The scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""
         self.names = tuple(metrics)
-        values = torch.stack([value.detach().double() for value in metrics.values()]).cpu()
-        self.total = self.total + values
-        self.parts.append((values, where))
+        self.parts.append((torch.stack([value.detach().double() for value in metrics.values()]), where))
 
     def over_ranks(self) -> dict[str, float]:
         """What they add up to, the same on every rank.
@@ -185,7 +182,10 @@ class Sums:
         Raises:
             InputError: on every rank, where one of them is NaN or infinite on any: nothing may be trained on it.
         """
-        total = global_sum(self.total)
+        # From the device at once, when all of the step has been handed to it.
+        columns = torch.stack([values for values, _ in self.parts]).cpu()
+        self.parts = [(values, where) for values, (_, where) in zip(columns, self.parts, strict=True)]
+        total = global_sum(sum(columns))
         if not total.isfinite().all():
             told = [message for message in gather(self._not_finite()) if message is not None]
             raise InputError("; ".join(told))

@@ -1,0 +1,203 @@
+"""One step of each trainer, on the CPU or on the device: the same weights, prompts, responses and random numbers.
+
+DeepSpeed's engine does not run on these tensors (its ZeRO copies storages, and its accelerator is chosen once in a
+process): `Engine` stands in for it, with the optimizer, clipping and schedule that the trainers give DeepSpeed.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fused_rl.trainers import grpo, ppo, reward, sft
+from fused_rl.trainers.base import optim
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.preferences import Pair
+from fused_rl.trainers.models import packing
+from fused_rl.trainers.models.language_model import load_lm
+from fused_rl.trainers.models.reward_model import load_reward_model
+from fused_rl.trainers.models.value_model import Critic, PolicyWithValues
+from fused_rl.trainers.policy import critic as critics
+from fused_rl.trainers.policy import policy as policies
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Prompt
+from tests.device import tensors
+from tests.trainers import steps as of_cpu
+
+CPU = torch.device("cpu")
+NEW_TOKENS = 12
+
+
+class Engine:
+    """A model with its optimizer where DeepSpeed's engine would stand, in fp32 and without ZeRO."""
+
+    def __init__(self, module, config):
+        self.module, self.training = module, True
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        # one tensor at a time: torch's fused and foreach forms take no tensors of other classes
+        self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, foreach=False)
+        self.last_step = optim.LastStep(self.optimizer)
+        self.last_step.clip(parameters, config.max_grad_norm)
+        self.lr_scheduler = optim.schedule(self.optimizer, config, 8)
+
+    def __call__(self, *inputs, **options):
+        return self.module(*inputs, **options)
+
+    def parameters(self):
+        return self.module.parameters()
+
+    def train(self, mode=True):
+        self.module.train(mode)
+        return self
+
+    def eval(self):
+        return self.train(False)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+
+
+class Sampler(of_cpu.Sampler):
+    """Responses that were drawn before, with what each token was drawn from."""
+
+    records_support = True
+
+
+class Judge:
+    """Scores that differ within a group."""
+
+    name, weight, solved_at = "judge", 1.0, 1.0
+
+    def check(self, row):
+        pass
+
+    def __call__(self, samples):
+        return [float(sum(sample.response.ids) % 2) for sample in samples]
+
+
+class Found(NamedTuple):
+    """What a step gave: its metrics without times, and its model."""
+
+    metrics: dict[str, float]
+    modules: tuple[torch.nn.Module, ...]
+
+
+Step = Callable[[], Found]
+
+
+def config_of(kind, folder: str, **options):
+    settings = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, "steps": 4, "lr": 1e-3}
+    if kind in (grpo.GRPOConfig, ppo.PPOConfig):
+        settings |= {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "micro_batch_size": 4}
+        settings |= {"max_new_tokens": NEW_TOKENS}
+    return kind(**(settings | options))
+
+
+def placed(module, device):
+    return tensors.put_module(module) if device.type == "cuda" else module
+
+
+def prompts_of(tokenizer) -> list[Prompt]:
+    texts = [f"what is {i} + {i * 7}" for i in range(4)]
+    return [Prompt(tokenizer(text)["input_ids"], {}, f"row {i}") for i, text in enumerate(texts)]
+
+
+def sampling_of(config, tokenizer, lm) -> Sampling:
+    stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
+    truncation = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+    return Sampling(config.temperature, config.max_new_tokens, stop_ids, **truncation)
+
+
+def sampler_of(config, device) -> tuple[TransformersSampler, list[list[int]], Sampling]:
+    """The sampler of a policy, each prompt as often as a group has responses, and how they are drawn."""
+    torch.manual_seed(3)
+    tokenizer = encode.load_tokenizer(config.model)
+    lm = placed(load_lm(config.model, None, config, config, CPU), device)
+    sampler = TransformersSampler(lm.base, pad_id=tokenizer.pad_token_id, batch_size=16)
+    prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(config.group_size)]
+    return sampler, prompts, sampling_of(config, tokenizer, lm)
+
+
+def responses_of(config) -> list:
+    """Drawn on the CPU: a device draws other ones."""
+    sampler, prompts, sampling = sampler_of(config, CPU)
+    return sampler.sample(prompts, sampling)
+
+
+def policy_of(config, device, responses, *, share=None, extend=None) -> policies.Policy:
+    """As `load_policy` makes it; the responses were drawn before."""
+    tokenizer = encode.load_tokenizer(config.model)
+    lm = load_lm(config.model, None, config, config, CPU)
+    reference = load_lm(config.model, None, config, config, CPU, trainable=False)
+    sampling = sampling_of(config, tokenizer, lm)
+    lm = lm if extend is None else extend(lm)
+    costs = packing.agreed_costs(lm.base, 64, share, option="share_prompts", otherwise="not shared")
+    model = Engine(placed(lm, device), config)
+    made = (config, model, placed(reference, device), Sampler(responses), sampling, [Judge()], tokenizer, device)
+    return policies.Policy(*made, True, costs, has_values=extend is not None)
+
+
+def grpo_step(folder, device, responses, **options) -> Step:
+    config = config_of(grpo.GRPOConfig, folder, **options)
+    policy = policy_of(config, device, responses, share=options.get("share_prompts"))
+    prompts = prompts_of(policy.tokenizer)
+    return lambda: Found(grpo.train_step(policy, prompts, 1), (policy.model.module,))
+
+
+def ppo_step(folder, device, responses, critic=None, **options) -> Step:
+    config = config_of(ppo.PPOConfig, folder, critic=critic, **options)
+    shared = critic == critics.SHARED
+    policy = policy_of(config, device, responses, share=False, extend=PolicyWithValues if shared else None)
+    if shared:
+        judge, modules = critics.SharedCritic(config.value_coef), (policy.model.module,)
+    else:
+        module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
+        judge, modules = critics.OwnCritic(Engine(module, critics.optim_of(config))), (policy.model.module, module)
+    prompts = prompts_of(policy.tokenizer)
+    return lambda: Found(ppo.train_step(policy, judge, prompts, 1, 0.1), modules)
+
+
+def sft_step(folder, device, responses, packed=True, **options) -> Step:
+    config = config_of(sft.SFTConfig, folder, batch_size=16, micro_batch_size=4, **options)
+    tokenizer = encode.load_tokenizer(folder)
+    lm = load_lm(folder, None, config, config, CPU)
+    costs = packing.costs_of(lm.base) if packed else None
+    prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(4)]
+    answers = [response.ids for response in responses]
+    examples = [sft.Example(*pair, "a row") for pair in zip(prompts, answers, strict=True)]
+    model = Engine(placed(lm, device), config)
+
+    def step():
+        parts = sft.micro_batches(examples, config, tokenizer.pad_token_id, device, costs)
+        return Found(sft.train_step(model, parts, 1), (model.module,))
+
+    return step
+
+
+def reward_step(folder, device, responses, packed=True, **options) -> Step:
+    config = config_of(reward.RewardConfig, folder, batch_size=8, micro_batch_size=4, **options)
+    tokenizer = encode.load_tokenizer(folder)
+    module = load_reward_model(folder, None, config, config, CPU)
+    costs = packing.costs_of(module.classifier) if packed else None
+    prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(2)]
+    sides = [response.ids for response in responses]
+    found = zip(prompts, sides[::2], sides[1::2], strict=True)
+    pairs = [Pair((prompt, a), (prompt, b), 0.0, "a row") for prompt, a, b in found]
+    model = Engine(placed(module, device), config)
+    return lambda: Found(reward.train_step(model, pairs, config, 1, costs), (model.module,))
+
+
+@contextlib.contextmanager
+def process_group():
+    """Of this process alone, as `engine.setup` makes one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield

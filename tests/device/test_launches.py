@@ -1,0 +1,112 @@
+"""Public ops on the device: compiled for sm_90, every launch checked, its PTX executed and compared with fp64."""
+
+import itertools
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import TokenLogprobs, reference
+from tests.device import process
+from tests.device.on_device import on_device
+from tests.device.tensors import OnDevice, put, values
+from tests.hostile import OPS, Case, Row
+from tests.logits import assert_gradient_close, assert_outputs_close, exact, random_rows, run, upstream_of
+from tests.test_hostile import WHOLE, check
+
+
+def of_device(op):
+    ours = tuple(map(on_device, op.ours)) if isinstance(op.ours, tuple) else on_device(op.ours)
+    return op._replace(ours=ours)
+
+
+def names(launches):
+    return [launch.name for launch in launches]
+
+
+def test_one_kernel_is_compiled_checked_and_executed(kernels):
+    rewards, values = torch.randn(2, 2, 300)
+    mask = torch.rand(2, 300) < 0.8
+    options = {"gamma": 0.99, "gae_lambda": 0.95}
+    ours = fused_rl.gae(put(rewards), put(values), put(mask), **options)
+    wanted = reference.gae(rewards.double(), values.double(), mask, **options)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a.inner, b.float(), rtol=1e-5, atol=1e-5)
+    assert names(kernels.launches) == kernels.compiled == ["gae_kernel"]
+    assert kernels.launches[0].grid == (2, 1, 1)
+
+
+# of fp32 at an odd stride with a mask and temperatures per row; bf16 with columns apart; fp32, transposed
+BATCHES = range(len(WHOLE))
+TOO_LARGE = {("topk_kl, of token_logprobs", 0)}  # its log-probabilities of logits at -3e38 are beyond fp32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "batch"), sorted({*itertools.product(OPS, BATCHES)} - TOO_LARGE))
+def test_ops(kernels, name, batch):
+    check(of_device(OPS[name]), WHOLE[batch])
+    assert kernels.launches
+
+
+# Whole tiles and a tail; rows that begin anywhere, the last of two segments almost empty; every second column.
+LONG = {
+    "aligned": {"vocab": 16384, "view": "contiguous", "dtype": torch.bfloat16},
+    "odd": {"vocab": 33003, "view": "odd stride", "dtype": torch.bfloat16},
+    "fp32": {"vocab": 33003, "view": "odd stride", "dtype": torch.float32},
+    "fp16": {"vocab": 9001, "view": "columns apart", "dtype": torch.float16},
+}
+ON_LOGITS = ["token_logprobs", "token_logprobs, inplace", "token_logprobs, K targets", "token_logprobs, support"]
+ROWS = (
+    Row("ordinary", "half a nat away", "nowhere", "-inf", "policy"),
+    Row("peak of 10 nats", "another", "30 %", "-inf", "both"),
+    Row("tie of five", "near", "last 60 %", "-1e9", "policy"),
+)
+PLAIN = Case(ROWS, 1000, torch.bfloat16, "contiguous", 0.7, None, False, "reverse", 5, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("programs", ["several per row", "one per row"])
+@pytest.mark.parametrize("form", LONG)
+@pytest.mark.parametrize("name", [*ON_LOGITS, "token_kl"])
+def test_long_rows(kernels, monkeypatch, name, form, programs):
+    if programs == "one per row":
+        monkeypatch.setattr(process.PROPERTIES, "multi_processor_count", 0)
+    check(of_device(OPS[name]), PLAIN._replace(**LONG[form]))
+    parts = {launch.grid[1] for launch in kernels.launches if launch.name.endswith("fwd_kernel")}
+    assert (max(parts) > 1) == (programs == "several per row" and LONG[form]["vocab"] > 32768)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "jensen-shannon"])
+@pytest.mark.parametrize("form", LONG)
+def test_long_pairs(kernels, direction, form):
+    check(of_device(OPS["token_kl"]), PLAIN._replace(direction=direction, **LONG[form]))
+
+
+# --- 64-bit addresses ------------------------------------------------------------------------------------------------
+
+FAR = 2**31 + 4099  # elements
+
+
+def far_apart(*rows):
+    """Rows (V,) bf16, more than 2^31 elements apart, on the device; the memory between them is never touched."""
+    buffer = torch.empty((len(rows) - 1) * FAR + len(rows[0]), dtype=torch.bfloat16)
+    x = buffer.as_strided((len(rows), len(rows[0])), (FAR, 1))
+    x.copy_(torch.stack(rows))
+    return OnDevice(x)
+
+
+@pytest.mark.slow
+def test_rows_far_apart(kernels):
+    logits, targets = random_rows(3, 1003, torch.bfloat16, "cpu")
+    upstream = upstream_of(3, "cpu")
+    outputs, gradient = exact(logits, targets, upstream)
+    given = {name: put(g) for name, g in upstream.items()}
+    _, naive = run(reference.token_logprobs, logits, targets, upstream)
+    for options in ({}, {"inplace": True}):
+        leaf = far_apart(*logits).requires_grad_()
+        rows = leaf.view_as(leaf) if options else leaf
+        found = fused_rl.token_logprobs(rows, put(targets), **options)
+        (ours,) = torch.autograd.grad([getattr(found, name) for name in given], leaf, [*given.values()])
+        assert_outputs_close(TokenLogprobs(*values([*found])), outputs)
+        assert_gradient_close(values(ours), gradient, naive)

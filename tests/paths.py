@@ -1,0 +1,49 @@
+"""Which paths a test runs on: the kernels, interpreted on the CPU or compiled on a GPU, and their twins on the CPU.
+
+`make gpu` runs `ON_DEVICE` with `pytest --on-device`, which leaves out what runs on the CPU path.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where tensors are that the kernels serve."""
+
+# Every file with a test that runs kernels; the ops that much else rests on come first.
+ON_DEVICE = [
+    "tests/test_logprobs.py",
+    "tests/test_logprobs_autograd.py",
+    "tests/test_kernels.py",
+    "tests/test_linear.py",
+    "tests/test_linear_autograd.py",
+    "tests/test_head.py",
+    "tests/test_linear_kl.py",
+    "tests/test_kl.py",
+    "tests/test_kl_autograd.py",
+    "tests/test_targets.py",
+    "tests/test_topk.py",
+    "tests/test_support.py",
+    "tests/test_support_autograd.py",
+    "tests/test_support_linear.py",
+    "tests/test_gae.py",
+    "tests/test_outputs.py",
+    "tests/test_extremes.py",
+    "tests/test_hostile.py",
+]
+NOT_ON_DEVICE = {
+    "tests/test_integrations_trl.py",
+    "tests/test_integrations_trl_logits.py",
+    "tests/test_occupancy.py",
+}
+"""Those that compare with packages which a borrowed machine lacks, or launch nothing."""
+
+
+def on_both_paths() -> Iterator[str]:
+    """The device of the kernels, then that of their twins; while it is handed out, its tensors take that path."""
+    for device, interpret in ((DEVICE, "1"), ("cpu", "0")):
+        with pytest.MonkeyPatch.context() as patch:
+            if DEVICE == "cpu":
+                patch.setenv("TRITON_INTERPRET", interpret)
+            yield device

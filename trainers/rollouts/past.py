@@ -1,0 +1,116 @@
+"""The past of responses that are drawn token by token, written in place; transformers' own copies it for every token.
+
+Imports transformers: to be imported where something is sampled.
+"""
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+BLOCK = 128  # tokens: when the room is full, the past is copied to room for so many more
+
+
+class Spare(dict):
+    """Memory that a layer has left, by its shape, for the next layer: on a CPU fresh memory costs more than a copy."""
+
+    def take(self, count: int, like: torch.Tensor, columns: int) -> torch.Tensor:
+        """(count, heads, columns, ·), not initialised, where `like` is (b, heads, tokens, ·)."""
+        heads, _, width = like.shape[1:]
+        left = self.pop((heads, columns, width), None)
+        if left is None or len(left) < count:
+            return like.new_empty(count, heads, columns, width)
+        return left[:count]
+
+    def leave(self, room: torch.Tensor) -> None:
+        """What nobody reads any more."""
+        self[tuple(room.shape[1:])] = room
+
+
+class _InPlace:
+    """Keys and values of a layer, each (b, heads, tokens, ·): columns of `room`, of which some are free."""
+
+    reach = None  # past tokens that the next one sees; None is all
+
+    def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: Spare) -> "_InPlace":
+        """What `layer` has of prompts, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self.is_compileable, self.spare = maskable, spare
+        self.to_come = most - layer.get_seq_length()
+        self.first, self.end = 0, layer.keys.shape[2]
+        self.columns = self.end + min(BLOCK, self.to_come)
+        self.room = [self._filled(states, row) for states in (layer.keys, layer.values)]
+        self._show()
+        return self
+
+    def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
+        """Room whose first columns are those states, of some rows where they are named."""
+        room = self.spare.take(len(states) if row is None else len(row), states, self.columns)
+        filled = room[:, :, : self.end]
+        if row is None:
+            filled.copy_(states)
+        else:
+            torch.index_select(states, 0, row, out=filled)
+        return room
+
+    def _move(self, row: torch.Tensor | None = None) -> None:
+        """What can be seen to other room, and what it was in to the next layer."""
+        self.first, self.end = 0, self.end - self.first
+        for i, states in enumerate((self.keys, self.values)):
+            left, self.room[i] = self.room[i], self._filled(states, row)
+            self.spare.leave(left)
+        self._show()
+
+    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = (states.narrow(2, self.first, self.end - self.first) for states in self.room)
+        return self.keys, self.values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Keys and values of t new tokens (b, heads, t, ·) after those that they see: views of both together."""
+        count = key_states.shape[2]
+        if self.end + count > self.columns:
+            self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
+            self._move()
+        for room, states in zip(self.room, (key_states, value_states), strict=True):
+            room.narrow(2, self.end, count).copy_(states)
+        self.end += count
+        self.to_come -= count
+        self.cumulative_length += count
+        seen = self._show()
+        if self.reach is not None and self.end - self.first > self.reach:
+            self.first = self.end - self.reach
+            self._show()
+        return seen
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """These rows alone go on: a copy of theirs."""
+        self._move(indices)
+
+
+class Whole(_InPlace, DynamicLayer):
+    """A layer that sees all of the past."""
+
+    cumulative_length = 0
+
+
+class Window(_InPlace, DynamicSlidingWindowLayer):
+    """A layer that sees the last tokens."""
+
+    def __init__(self, layer: DynamicSlidingWindowLayer):
+        super().__init__(layer.sliding_window)
+        self.cumulative_length, self.reach = layer.cumulative_length, layer.sliding_window - 1
+
+
+def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:
+    """Let a cache of prompts go on as that of responses, written in place.
+
+    Args:
+        cache: with the keys and values of prompts; its layers are replaced.
+        row: (b,) int64 on its device: the prompt of each response.
+        most: tokens of the longest response with its prompt.
+        maskable: masks are made without a look at whether they hide anything, for which the host would wait.
+    """
+    spare = Spare()
+    for number, layer in enumerate(cache.layers):
+        if layer.is_initialized:  # one without keys of its own reads another layer's
+            made = Window(layer) if layer.is_sliding else Whole()
+            cache.layers[number] = made.hold(layer, row, most, maskable, spare)
