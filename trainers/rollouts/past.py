@@ -53,7 +53,7 @@ class _InPlace:
         return room
 
     def _move(self, row: torch.Tensor | None = None) -> None:
-        """What can be seen to other room; of some rows, where they are named: the next layer's may take what is left."""
+        """What can be seen to other room; of some rows, where they are named: what is left is spare."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
             left, self.room[i] = self.room[i], self._filled(states, row)
