@@ -273,6 +273,36 @@ MUTATIONS = {
         "(stops.cumsum(1) == 0)",
         "tests/trainers/test_rollout.py",
     ),
+    "logits count after the end of a response": Mutation(
+        "trainers/rollouts/generate.py",
+        "broken[rows.number] |= bad & ~ended",
+        "broken[rows.number] |= bad",
+        "tests/trainers/test_sampling.py -k nan",
+    ),
+    "rows that go on are fed the tokens of those that ended": Mutation(
+        "trainers/rollouts/generate.py",
+        "token, ended = token[index], ended[index]",
+        "token, ended = token[: len(index)], ended[index]",
+        "tests/trainers/test_sampling.py -k bits",
+    ),
+    "sets are recorded after the stop": Mutation(
+        "trainers/rollouts/sampling.py",
+        "own = order[token < torch.tensor(lengths)[response]]",
+        "own = order[: sum(lengths)]",
+        "tests/trainers/test_sampling.py -k 'sets or recorded'",
+    ),
+    "a window is a token short": Mutation(
+        "trainers/rollouts/past.py",
+        "layer.sliding_window - 1",
+        "layer.sliding_window - 2",
+        "tests/trainers/test_sampling.py -k bits",
+    ),
+    "each layer keeps a mask of its own": Mutation(
+        "trainers/models/packing.py",
+        "added = added[..., :length].masked_fill_(seen, 0)",
+        "added = seen",
+        "tests/trainers/test_packing.py -k one_mask",
+    ),
     "min_p is never applied": Mutation(
         "trainers/rollouts/sampling.py",
         "if sampling.min_p > 0:",

@@ -101,6 +101,33 @@ def test_a_row_holds_a_prompt_once_and_no_last_token():
     assert seen[5].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 5]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "options"), [("Llama", {}), ("Qwen2", {"attn_implementation": "eager"})])
+def test_one_mask_is_kept_for_all_layers_and_has_the_bits_of_a_bool_one(kind, options, dtype):
+    lm, packed = model(kind, **options).to(dtype), packing.pack(batch(), 4)
+    inputs = packing.inputs_of(lm, packed)
+    length = packed.input_ids.shape[1]
+    found, kept = [], set()
+
+    def keep(tensor):
+        if tensor.shape[-2:] == (length, length) and tensor.shape[-3] == 1:
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    for mask in (packed.attention_mask, inputs["attention_mask"]):
+        if mask.dtype == torch.bool and options:  # eager adds the mask to the scores
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        kept.clear()
+        lm.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = lm(**inputs | {"attention_mask": mask}, use_cache=False).logits
+        logits.float().square().sum().backward()
+        found.append([logits.detach(), *(weight.grad for weight in lm.parameters())])
+    assert all(map(torch.equal, *found))
+    assert kept == (set() if options else {inputs["attention_mask"].untyped_storage().data_ptr()})
+    assert inputs["attention_mask"].stride(2) % 8 == 0  # what attention on an accelerator needs not to copy it
+
+
 def test_parts_of_a_batch_are_packed_alone():
     lm, given = model("Llama"), batch()
     part = given.rows(torch.tensor([4, 5, 1, 2]))

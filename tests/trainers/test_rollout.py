@@ -32,6 +32,21 @@ def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
     assert part.input_ids.tolist() == [[5, 3]] and part.response_mask.tolist() == [[True]]
 
 
+def test_a_part_of_a_batch_and_its_lengths_are_what_its_mask_says():
+    prompts = [[5, 6, 7], [5, 6, 7], [8], [9, 10, 11, 12, 13, 14], []]
+    responses = [[1, 2, 3, 4], [], [1], [2], [3, 4, 5]]
+    batch = make_batch(prompts, responses, 0, "cpu", where=list("abcde"))
+    for index in ([0, 1, 2, 3, 4], [3], [2, 0], [1], [1, 2], [4, 1, 3]):
+        part = batch.rows(torch.tensor(index))
+        mask = batch.response_mask[index]
+        width = max([1, *(mask.any(0).nonzero()[:, 0] + 1).tolist()])
+        assert torch.equal(part.response_mask, mask[:, :width])
+        assert torch.equal(part.input_ids, batch.input_ids[index, : width + 1])
+        assert part.where == tuple("abcde"[i] for i in index)
+        assert torch.equal(part.response_lengths, part.response_mask.sum(1))
+        assert torch.equal(part.places(), part.response_mask.flatten().nonzero()[:, 0])
+
+
 @pytest.mark.parametrize("loss_from", ["linear", "logits"])
 def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from):
     lm = load(folder, loss_from=loss_from)

@@ -53,11 +53,12 @@ class _InPlace:
         return room
 
     def _move(self, row: torch.Tensor | None = None) -> None:
-        """What can be seen to other room, and what it was in to the next layer."""
+        """What can be seen to other room; of some rows, where they are named: what is left is spare."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
             left, self.room[i] = self.room[i], self._filled(states, row)
-            self.spare.leave(left)
+            if row is not None:
+                self.spare.leave(left)
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +70,7 @@ class _InPlace:
         count = key_states.shape[2]
         if self.end + count > self.columns:
             self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
+            self.spare.clear()  # it would have too few columns from now on
             self._move()
         for room, states in zip(self.room, (key_states, value_states), strict=True):
             room.narrow(2, self.end, count).copy_(states)
