@@ -5,7 +5,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenLogprobs, reference
-from tests.device import process
+from tests.device import driver, process, tensors
 from tests.device.on_device import on_device
 from tests.device.tensors import OnDevice, put, values
 from tests.hostile import OPS, Case, Row
@@ -93,8 +93,8 @@ def far_apart(*rows):
 
 @pytest.mark.slow
 def test_rows_far_apart(kernels):
-    logits, targets = random_rows(3, 1003, torch.bfloat16, "cpu")
-    upstream = upstream_of(3, "cpu")
+    logits, targets = random_rows(2, 1003, torch.bfloat16, "cpu")
+    upstream = upstream_of(2, "cpu")
     outputs, gradient = exact(logits, targets, upstream)
     given = {name: put(g) for name, g in upstream.items()}
     _, naive = run(reference.token_logprobs, logits, targets, upstream)
@@ -105,3 +105,22 @@ def test_rows_far_apart(kernels):
         (ours,) = torch.autograd.grad([getattr(found, name) for name in given], leaf, [*given.values()])
         assert_outputs_close(TokenLogprobs(*values([*found])), outputs)
         assert_gradient_close(values(ours), gradient, naive)
+
+
+@pytest.mark.slow
+def test_more_than_32_bits_of_outputs():
+    """Of B x T tokens, whose memory is never touched, the last program alone runs."""
+    columns = 2**15 + 1
+    rows = 2**31 // columns + 2  # so that the last begins beyond
+    given = torch.randn(2, 1, columns)
+    options = {"gamma": 0.99, "gae_lambda": 0.95}
+    wanted = fused_rl.gae(*given, torch.ones(1, columns, dtype=torch.bool), **options)
+
+    def last(launch):
+        launch.run(chosen=[(rows - 1, 0, 0)])
+
+    with driver.session(on_launch=last), tensors.present():
+        mask = put(torch.ones(1, columns, dtype=torch.bool)).expand(rows, columns)
+        found = fused_rl.gae(*(put(x).expand(rows, columns) for x in given), mask, **options)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(values(ours)[-1], theirs[0], rtol=1e-5, atol=1e-5)
