@@ -27,6 +27,7 @@ PPO_STEP = "tests/trainers/test_ppo_step.py"
 PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
 REWARD_MODEL = "tests/trainers/test_reward_model.py"
+ON_DEVICE = "-p tests.device.process tests/device/"
 SFT_SPLITS = "tests/trainers/test_runs.py::test_ranks_micro_batches_and_zero_stages_change_nothing"
 
 MUTATIONS = {
@@ -418,5 +419,24 @@ MUTATIONS = {
     ),
     "a mean over sequences counts micro-batches": Mutation(
         "trainers/run/metrics.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
+    ),
+    # What a device would not compute, and where the host would wait for it.
+    "a score stays on the CPU": Mutation(
+        "trainers/policy/credit.py",
+        "scores[:, None].to(kl.device, non_blocking=True)",
+        "scores[:, None]",
+        ON_DEVICE + "test_trainers.py -k 'ppo and shared'",
+    ),
+    "the places of tokens are looked for on the device": Mutation(
+        "trainers/policy/policy.py",
+        '"places": part.places(), ',
+        "",
+        ON_DEVICE + "test_trainers.py -k that_of_the_cpu[grpo]",
+    ),
+    "a buffer of a head is made on the CPU": Mutation(
+        "fused_rl/linear_support.py",
+        "x = torch.zeros(len(ids), device=hidden.device)",
+        "x = torch.zeros(len(ids))",
+        ON_DEVICE + "test_ops.py -k 'linear and support'",
     ),
 }

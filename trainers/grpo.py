@@ -25,6 +25,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.models import language_model, moving_reference
 from fused_rl.trainers.options.config import InputError
@@ -177,10 +178,10 @@ def accumulate(
     own = on_policy and rollout_logprobs is None  # a sampler that tells its own may be another policy
 
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
-    trained, index = drawn.trained(config.mask_truncated), torch.cat(parts).cpu()
-    mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
-    counts = mask[torch.cat(parts)].sum(), drawn.counts[index].sum(), trained[index].sum()
-    num_tokens, num_sequences, num_trained = ranks.counted(*counts)
+    trained, index = drawn.trained(config.mask_truncated), torch.cat(parts)
+    mask = batch.response_mask & on_device(trained, policy.device)[:, None]
+    tokens = (batch.response_lengths * trained)[index].sum()
+    num_tokens, num_sequences, num_trained = ranks.counted(tokens, drawn.counts[index].sum(), trained[index].sum())
     options = loss_options(config) | config.kl_in_loss(config.kl_coef)
     options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
 
@@ -188,7 +189,7 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
-        width = part.response_mask.shape[1]
+        width, index = part.response_mask.shape[1], on_device(index, policy.device)
         before = measured.rows(index, width)
         passed = policy.loss(
             part,
@@ -226,7 +227,7 @@ def train_step(
     measured = measure_first(policy, drawn, updates, step)
 
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
-    rewards, charged = drawn.rollout.rewards.to(policy.device, non_blocking=True), None
+    rewards, charged = on_device(drawn.rollout.rewards, policy.device), None
     if _kl_in_reward(config):
         mask = drawn.rollout.batch.response_mask
         charged = fused_rl.masked_sum(config.kl_of_tokens(measured, mask), mask, 1)

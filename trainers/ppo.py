@@ -24,6 +24,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base.ranks import counted
+from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive
@@ -122,7 +123,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     values = torch.zeros_like(measured.old_logprobs)
     for index in parts:
         part = batch.rows(index)
-        values[index, : part.response_mask.shape[1]] = critic.values(policy, part)
+        values[on_device(index, policy.device), : part.response_mask.shape[1]] = critic.values(policy, part)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -130,7 +131,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     kl = config.kl_of_tokens(measured, mask)
     rewards = credit.token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:
-        mask = mask & rollout.stopped.to(mask.device, non_blocking=True)[:, None]
+        mask = mask & on_device(rollout.stopped, mask.device)[:, None]
     advantages, returns = credit.advantages_and_returns(config, rewards, values, mask)
     return Experience(rollout, measured, mask, scores, kl, values, advantages, returns)
 
@@ -169,7 +170,7 @@ def accumulate(
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns both losses' metrics over all ranks."""
     config, rollout = policy.config, experience.rollout
-    rollout_logprobs, index = rollout.rollout_logprobs, torch.cat(parts)
+    rollout_logprobs, index = rollout.rollout_logprobs, on_device(torch.cat(parts), policy.device)
     num_tokens, num_sequences = counted(experience.mask[index].sum(), torch.tensor(len(index)))
     options = loss_options(config) | config.kl_in_loss(kl_coef)
     options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
@@ -178,7 +179,7 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = rollout.batch.rows(index)
-        width = part.response_mask.shape[1]
+        width, index = part.response_mask.shape[1], on_device(index, policy.device)
         before = experience.rows(index, width)
         passed = policy.loss(
             part,

@@ -107,7 +107,8 @@ class MicroBatch(NamedTuple):
 
     def inputs(self) -> dict[str, object]:
         """What the model takes to score them."""
-        return {"input_ids": self.batch.input_ids, "mask": self.batch.response_mask, "packed": self.packed}
+        scored = {"input_ids": self.batch.input_ids, "mask": self.batch.response_mask}
+        return scored | {"packed": self.packed, "places": self.batch.places()}
 
 
 def micro_batches(
@@ -141,7 +142,7 @@ def _micro_batch(examples: list[Example], rows: list[list[int]] | None, pad_id: 
 
 def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
-    num_tokens = ranks.global_sum(sum(part.batch.response_mask.sum() for part in parts)).item()
+    num_tokens = ranks.global_sum(sum(part.batch.response_lengths.sum() for part in parts)).item()
     sums = Sums(step)
     model.train()
     for part in parts:

@@ -81,7 +81,7 @@ def patch(cuda) -> None:
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: None
     cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(device, 0)  # of torch.cuda.device_of
-    cuda.is_bf16_supported = lambda *options: True
+    cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
     # one generator, that of the CPU, draws for both

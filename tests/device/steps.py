@@ -116,14 +116,20 @@ def sampling_of(config, tokenizer, lm) -> Sampling:
     return Sampling(config.temperature, config.max_new_tokens, stop_ids, **truncation)
 
 
-def responses_of(config) -> list:
-    """To each prompt as many as a group has, drawn on the CPU: a device draws other ones."""
+def sampler_of(config, device) -> tuple[TransformersSampler, list[list[int]], Sampling]:
+    """The sampler of a policy, each prompt as often as a group has responses, and how they are drawn."""
     torch.manual_seed(3)
     tokenizer = encode.load_tokenizer(config.model)
-    lm = load_lm(config.model, None, config, config, CPU)
+    lm = placed(load_lm(config.model, None, config, config, CPU), device)
     sampler = TransformersSampler(lm.base, pad_id=tokenizer.pad_token_id, batch_size=16)
     prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(config.group_size)]
-    return sampler.sample(prompts, sampling_of(config, tokenizer, lm))
+    return sampler, prompts, sampling_of(config, tokenizer, lm)
+
+
+def responses_of(config) -> list:
+    """Drawn on the CPU: a device draws other ones."""
+    sampler, prompts, sampling = sampler_of(config, CPU)
+    return sampler.sample(prompts, sampling)
 
 
 def policy_of(config, device, responses, *, share=None, extend=None) -> policies.Policy:

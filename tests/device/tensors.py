@@ -103,9 +103,6 @@ class OnDevice(torch.Tensor):
     def numpy(self, **options):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
-    def resize_(self, *shape):
-        return OnDevice(self.inner.view(*shape))  # to the same number of elements
-
     def data_ptr(self):
         return self.inner.data_ptr()
 
@@ -268,6 +265,8 @@ def _count_copy(name, args, kwargs):
     else:
         to_device, source = _stays(args, kwargs), args[0]
         blocks = not kwargs.get("non_blocking", False)
+    if not source.numel():
+        return
     if to_device and not isinstance(source, OnDevice) and blocks and (source.dim() or name != "copy_"):
         _upload(name)
     elif not to_device and isinstance(source, OnDevice):

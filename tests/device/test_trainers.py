@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.device import steps, tensors
+from tests.marks import slow
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
@@ -16,21 +17,23 @@ def folders(tmp_path_factory):
     return model, tiny.reward_folder(folder / "reward", model)
 
 
+# Of four micro-batches each: how often a step waits for what the device has computed. Nowhere does it wait to send.
+# A pass over padded rows waits once in transformers, which looks for sequences in one row or for pads; over packed rows
+# never. A pass over kept sets waits once, to know how many rows it gathers, and once on its way back for the ids.
 STEPS = {
-    "sft": (steps.sft_step, {}),
-    "sft, padded": (steps.sft_step, {"packed": False}),
-    "reward": (steps.reward_step, {}),
-    "reward, padded": (steps.reward_step, {"packed": False}),
-    "ppo": (steps.ppo_step, {"critic": "reward"}),
-    "ppo, shared critic": (steps.ppo_step, {"critic": "shared"}),
-    "grpo": (steps.grpo_step, {}),
-    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}),
-    "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}),
-    "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}),
-    "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}),
-    "gspo": (steps.grpo_step, {"preset": "gspo"}),
-    "dapo": (steps.grpo_step, {"preset": "dapo", "mask_truncated": True, "zero_variance": "drop"}),
-    "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}),
+    "sft": (steps.sft_step, {}, 7),  # rows of these lengths are cheapest one by one: padded
+    "reward": (steps.reward_step, {}, 3),  # scores; the norm of the gradient, twice
+    "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4 * 2),  # lengths; transformers
+    "ppo": (steps.ppo_step, {"critic": "reward"}, 15 + 4 * (3 + 2)),
+    "ppo, shared critic": (steps.ppo_step, {"critic": "shared"}, 11 + 4 * 4),
+    "grpo": (steps.grpo_step, {}, 8),  # two updates: metrics, and the norm of the gradient, twice; entropy and KL
+    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 8 + 4 * 3),
+    "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 8),
+    "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 8 + 4 * (3 + 1)),
+    "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}, 9),
+    "gspo": (steps.grpo_step, {"preset": "gspo"}, 8),
+    "dapo": (steps.grpo_step, {"preset": "dapo", "mask_truncated": True, "zero_variance": "drop"}, 8),
+    "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}, 8),
 }
 
 
@@ -61,17 +64,40 @@ def show(name, waits):
             print("   ", kind, count, where)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["grpo", *map(slow, [name for name in STEPS if name != "grpo"])])
 def test_a_step_is_that_of_the_cpu(device, folders, name):
-    make, options = STEPS[name]
+    make, options, reads = STEPS[name]
     with steps.process_group():
         responses = drawn(folders, make, options)
         cpu, _ = found_on(CPU, folders, make, options, responses)
         found, waits = found_on(device, folders, make, options, responses)
     show(name, waits)
+    assert waits.reads.total() == reads and not waits.uploads
     for key, value in cpu.metrics.items():
         if not key.startswith(("time/", "perf/")):
             assert found.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
     for ours, theirs in zip(found.modules, cpu.modules, strict=True):
         for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.inner, b.detach(), rtol=1e-4, atol=1e-6, msg=key)
+
+
+# Of at most 32 tokens: transformers looks at the mask of the padded prompts, twice; then the sampler looks every 16.
+OF_PROMPTS = 2
+SAMPLED = {
+    "whole vocabulary": ({}, OF_PROMPTS + 2),
+    "kept sets": ({"top_p": 0.9, "top_k": 20}, OF_PROMPTS + 4),
+}
+
+
+@pytest.mark.parametrize("name", [slow("whole vocabulary"), slow("kept sets")])
+def test_sampling_waits_once_for_eight_tokens(device, folders, name):
+    options, reads = SAMPLED[name]
+    config = steps.config_of(steps.grpo.GRPOConfig, folders[0], max_new_tokens=32, **options)
+    sampler, prompts, sampling = steps.sampler_of(config, device)
+    with tensors.counted() as waits:
+        responses = sampler.sample(prompts, sampling)
+    show(name, waits)
+    longest = max(len(response.ids) for response in responses)
+    assert waits.reads.total() == reads and longest == 32
+    assert reads - OF_PROMPTS <= longest / 8
+    assert not waits.uploads

@@ -128,3 +128,18 @@ def test_partitioned_models_return_the_same(folders):
         for value, wanted in zip(found, expected, strict=False):
             torch.testing.assert_close(torch.tensor(value), wanted.detach(), rtol=1e-5, atol=1e-5)
         assert found[-1] == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_model_is_tried_where_it_is_to_run(folder, monkeypatch):
+    """Attention that runs on a GPU alone, such as flash_attention_2, would refuse the CPU's tensors."""
+    tried = []
+    monkeypatch.setattr(language_model, "check_causal", lambda lm, what: tried.append(lm.device.type))
+    language_model.load_to_sample(folder, device=torch.device("meta"))
+    assert tried == ["meta"]
+
+
+def test_a_gpu_that_only_emulates_bf16_takes_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert engine.fastest_dtype(torch.device("cuda")) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert engine.fastest_dtype(torch.device("cuda")) == torch.bfloat16

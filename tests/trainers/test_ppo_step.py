@@ -278,6 +278,12 @@ def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, sets, 
 # Metrics.
 
 
+def as_wide(batch, index):
+    """`Batch.rows` that drops no column of pads."""
+    names = ("input_ids", "response_mask", "prompts", "prompt_lengths", "response_lengths")
+    return dataclasses.replace(batch, **{name: getattr(batch, name)[index] for name in names})
+
+
 def step_of_a_rank(rank, world, folders, pads, options):
     """The metrics of one `train_step`, with `pads` more columns."""
     engine.setup(1)
@@ -288,9 +294,7 @@ def step_of_a_rank(rank, world, folders, pads, options):
     if pads:
         given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}
         roll_out.make_batch = lambda *a, **k: make_batch(*a, **k, width=pads + 2 + LENGTH)
-        Batch.rows = lambda self, index: dataclasses.replace(
-            self, input_ids=self.input_ids[index], response_mask=self.response_mask[index]
-        )
+        Batch.rows = as_wide
     critic = OwnCritic(Stale(load_critic(config, tokenizer, torch.device("cpu"), 4).engine))
     return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
 

@@ -98,10 +98,18 @@ def teardown(orderly: bool = True) -> None:
         barrier()
 
 
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """bf16 on a GPU that computes in it, from sm_80 on; fp32 on an older one, which would emulate it, and on a CPU."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float32
+
+
 def torch_dtype(config: EngineConfig) -> torch.dtype:
     """The dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() and config.zero_stage else torch.float32
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return fastest_dtype(device) if config.zero_stage else torch.float32
     if config.dtype == "bfloat16" and config.zero_stage == 0:
         raise InputError("dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1")
     return getattr(torch, config.dtype)

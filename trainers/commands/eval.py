@@ -245,8 +245,7 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
 
 
 def _dtype(config: EvalConfig, device: torch.device) -> torch.dtype:
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return auto if config.dtype == "auto" else getattr(torch, config.dtype)
+    return engine.fastest_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Sampling:

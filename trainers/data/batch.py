@@ -78,7 +78,7 @@ class Batch:
 
 
 def mask_of(start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
-    """(B,) int64 each -> (B, width - 1) bool: True from the token at `start` to that before `end`, without the first."""
+    """(B,) int64 each -> (B, width - 1) bool: True from the token at `start` to the one before `end`."""
     position, start = torch.arange(1, width), start[:, None]
     return (position >= start) & (position < end[:, None])
 

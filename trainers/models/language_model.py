@@ -208,8 +208,8 @@ def _check_plain_head(lm) -> None:
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
 
-def _read_lm(name: str, revision: str | None, what: str, **options) -> nn.Module:
-    """A causal LM without its own sampling defaults; refuses what transformers would draw at random."""
+def _read_lm(name: str, revision: str | None, what: str, device: torch.device, **options) -> nn.Module:
+    """A causal LM on its device, without its own sampling defaults; refuses what transformers would draw at random."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     # All of its weights.
@@ -225,7 +225,7 @@ def _read_lm(name: str, revision: str | None, what: str, **options) -> nn.Module
     check_weights(lm, what)
     if "quantization_config" in options:
         four_bit.keep_trainable(lm)
-    check_causal(lm, what)
+    check_causal(lm.to(device), what)  # there: some attention runs on a GPU alone
 
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
@@ -266,7 +266,7 @@ def load_lm(
         four_bit.check(options, held, adapters=with_adapters)
         reading |= four_bit.reading_options(options, reading["dtype"], device)
     base = (name, revision) if adapters is None else adapters.base
-    lm = _read_lm(*base, f"{option}={base[0]!r}", **reading).to(device)
+    lm = _read_lm(*base, f"{option}={base[0]!r}", device, **reading)
 
     # What of it is trained.
     if not trainable:
@@ -290,14 +290,15 @@ def load_to_sample(
 ) -> nn.Module:
     """A transformers causal LM to sample from and score with, without its own sampling defaults; adapters merged in.
 
-    Where none is named, the device is the GPU where there is one, and the dtype bf16 there and fp32 on a CPU; `option`
-    is what named it, for errors.
+    Where none is named, the device is the GPU where there is one, and the dtype bf16 where that computes in it, else
+    fp32; `option` is what named it, for errors.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = dtype or engine.fastest_dtype(device)
     adapters = find_adapters(name, revision)
     base = (name, revision) if adapters is None else adapters.base
-    lm = _read_lm(*base, f"{option}={base[0]!r}", dtype=dtype, attn_implementation=attn_implementation)
+    reading = {"dtype": dtype, "attn_implementation": attn_implementation}
+    lm = _read_lm(*base, f"{option}={base[0]!r}", device, **reading)
     lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
     return lm.to(device).eval()
 

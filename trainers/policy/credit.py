@@ -156,7 +156,6 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
     count = len(lengths) * ranks.world_size()
     totals = ranks.global_sum(ranks.arrived([column.double().sum() for column in columns.values()]))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
-
     tokens = ranks.global_sum(mask.sum()).item()
     values, returns = experience.values, experience.returns
     sums = Sums(step)

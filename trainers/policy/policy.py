@@ -70,7 +70,7 @@ class Policy:
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
-        return scored | {"packed": self._packed(part), "support": part.support}
+        return scored | {"packed": self._packed(part), "places": part.places(), "support": part.support}
 
     def _packed(self, part: Batch) -> Packed | None:
         """The part with shared prompts, where that is cheaper."""

@@ -1,0 +1,174 @@
+"""Responses drawn with a past that is written in place, and looks at what has ended that are several tokens apart."""
+
+import pytest
+import torch
+
+from bench.trainer_steps import decode_passes
+from fused_rl.trainers.rollouts import generate, past
+from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
+from tests.trainers.test_packing import model
+
+PADDED = ([5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13, 14], [9, 10, 11, 12, 13, 14], [8] * 12)  # the shortest first
+EVEN = ([5, 6, 7], [5, 6, 7], [8, 9, 10], [8, 9, 11], [8, 9, 11])
+STOPS = (3, 4, 20, 40, 60, 80)
+WINDOW = {"sliding_window": 8, "head_dim": 8}
+KINDS = {
+    "all of the past": ("Llama", {}),
+    "eager": ("Qwen2", {"attn_implementation": "eager"}),
+    "a window": ("Mistral", WINDOW),
+    "a window in some layers": ("Gemma3Text", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
+}
+
+
+def drawn(lm, prompts, sampling, *, every=None, seed=0, **options):
+    """The responses, from a seed."""
+    torch.manual_seed(seed)
+    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=8, look_every=every, **options)
+    return sampler.sample([list(prompt) for prompt in prompts], sampling)
+
+
+def token_ids(responses) -> list[list[int]]:
+    return [response.ids for response in responses]
+
+
+def watch_scores(monkeypatch) -> list[torch.Tensor]:
+    """What tokens are drawn from, (b, V) for each step, in a list that fills."""
+    seen, draw = [], generate._draw
+
+    def watched(scores, sampling):
+        seen.append(scores.clone())
+        return draw(scores, sampling)
+
+    monkeypatch.setattr(generate, "_draw", watched)
+    return seen
+
+
+@pytest.mark.parametrize("prompts", [PADDED, EVEN], ids=["padded", "even"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_have_the_bits_of_those_of_a_past_that_is_copied(kind, prompts, monkeypatch):
+    monkeypatch.setattr(past, "BLOCK", 4)  # the room is full several times, and with it the window moves
+    name, options = KINDS[kind]
+    lm = model(name, **options).eval()
+    seen = watch_scores(monkeypatch)
+    responses = token_ids(drawn(lm, prompts, Sampling(1.0, 24, STOPS)))
+    copied = []
+    decode_passes(lm, list(prompts), responses, 0, check=lambda logits, *_: copied.append(logits))
+    assert len(seen) == len(copied) == max(map(len, responses)) > 12
+    for in_place, plain in zip(seen, copied, strict=True):
+        assert torch.equal(in_place, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_takes_the_same_tokens_however_rare_the_looks(kind):
+    name, options = KINDS[kind]
+    lm = model(name, **options).eval()
+    without = token_ids(drawn(lm, PADDED, Sampling(0.0, 24, ())))
+    stops = (without[4][4], without[2][9])  # between looks
+    wanted = token_ids(drawn(lm, PADDED, Sampling(0.0, 24, stops)))
+    assert wanted == generate.until_stop(torch.tensor(without), stops)
+    assert len(wanted[4]) < 8 and len(wanted[2]) < 16
+    for every in (8, 16, 100):
+        assert token_ids(drawn(lm, PADDED, Sampling(0.0, 24, stops), every=every)) == wanted
+
+
+def test_tokens_after_a_stop_are_not_recorded():
+    # One id is kept of each row, so that the draws are the same for every interval.
+    lm = model("Llama").eval()
+    wanted = drawn(lm, PADDED, Sampling(1.0, 24, STOPS, top_k=1), every=1)
+    for every in (8, 16):
+        found = drawn(lm, PADDED, Sampling(1.0, 24, STOPS, top_k=1), every=every)
+        assert token_ids(found) == token_ids(wanted)
+        for response, other in zip(found, wanted, strict=True):
+            assert response.support.ids.tolist() == other.support.ids.tolist() == response.ids
+            assert response.support.offsets.tolist() == other.support.offsets.tolist()
+
+
+def test_sets_are_those_of_the_tokens_whatever_the_interval():
+    lm, sampling = model("Llama").eval(), Sampling(1.0, 20, STOPS, top_k=7, top_p=0.9)
+    for every in (1, 8):
+        for prompt, response in zip(PADDED, drawn(lm, PADDED, sampling, every=every), strict=True):
+            logits = lm(torch.tensor([[*prompt, *response.ids]])).logits[0, len(prompt) - 1 : -1]
+            kept = generate._scores(logits, sampling).isfinite()
+            assert [ids.tolist() for ids in response.support.ids.split(response.support.offsets.diff().tolist())] == [
+                row.nonzero()[:, 0].tolist() for row in kept
+            ]
+
+
+def test_draws_are_as_likely_with_rare_looks():
+    # The second token of 4000 responses, of which some have ended with the first: by the model, and as drawn.
+    lm, count = model("Llama").eval(), 4000
+    first = torch.softmax(lm(torch.tensor([[5, 6, 7]])).logits[0, -1], -1)
+    stops = tuple(first.topk(2).indices.tolist())
+    torch.manual_seed(0)
+    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=count, look_every=8)
+    found = token_ids(sampler.sample([[5, 6, 7]] * count, Sampling(1.0, 2, stops)))
+    second = torch.softmax(lm(torch.tensor([[5, 6, 7, token] for token in range(97)])).logits[:, -1], -1)
+    chance = first[:, None] * second
+    chance[list(stops)] = 0
+    counts = torch.zeros(97, 97)
+    for response in found:
+        if len(response) == 2:
+            counts[tuple(response)] += 1
+    expected = count * chance
+    assert (counts[list(stops)] == 0).all()
+    assert ((counts - expected).abs() <= 5 * expected.clamp(min=1).sqrt()).all()
+
+
+def test_on_the_cpu_a_random_number_is_drawn_for_each_response_that_goes_on(monkeypatch):
+    lm = model("Llama").eval()
+    sizes, rand = [], torch.rand
+    monkeypatch.setattr(torch, "rand", lambda count, **options: sizes.append(count) or rand(count, **options))
+    lengths = [len(ids) for ids in token_ids(drawn(lm, PADDED, Sampling(1.0, 24, STOPS)))]
+    assert len(set(lengths)) > 2
+    assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
+
+
+def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatch):
+    lm = model("Llama").eval()
+    without = token_ids(drawn(lm, PADDED, Sampling(0.0, 12, ())))
+    stops, feed = (without[4][3],), generate._Rows.feed
+    wanted = token_ids(drawn(lm, PADDED, Sampling(0.0, 12, stops)))
+    assert len(wanted[4]) <= 4 and max(map(len, wanted)) == 12
+
+    def spoilt(rows, token):
+        feed(rows, token)
+        if rows.width > 12 + 5:
+            rows.logits[rows.numbers.index(4)] = torch.nan
+
+    monkeypatch.setattr(generate._Rows, "feed", spoilt)
+    assert token_ids(drawn(lm, PADDED, Sampling(0.0, 12, stops), every=16)) == wanted
+    with pytest.raises(NoDistribution) as error:
+        drawn(lm, PADDED, Sampling(0.0, 12, ()), every=16)
+    assert error.value.responses == [4]
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_the_past_is_copied_when_rows_are_left_out_and_not_for_a_token(every, monkeypatch):
+    lm, places, feed = model("Llama").eval(), [], generate._Rows.feed
+
+    def watched(rows, token):
+        feed(rows, token)
+        layers = rows.cache.layers
+        places.append((len(rows.numbers), [room.data_ptr() for layer in layers for room in layer.room]))
+
+    monkeypatch.setattr(generate._Rows, "feed", watched)
+    drawn(lm, PADDED, Sampling(1.0, 24, STOPS), every=every)
+    moved = [step for step in range(1, len(places)) if places[step][1] != places[step - 1][1]]
+    left_out = [step for step in range(1, len(places)) if places[step][0] < places[step - 1][0]]
+    assert moved == left_out
+    assert left_out and all((step + 1) % every == 0 for step in left_out)
+
+
+def test_a_rank_that_has_ended_keeps_step_with_those_that_go_on(monkeypatch):
+    lm, passes = model("Llama").eval(), []
+    monkeypatch.setattr(generate.dist, "all_reduce", lambda over, op: over.zero_())  # another rank goes on
+    lm.register_forward_hook(lambda *_: passes.append(1))
+    stops = tuple(range(97))
+    for every in (1, 8):
+        passes.clear()
+        alone = drawn(lm, PADDED, Sampling(1.0, 20, stops), every=every)
+        assert len(passes) == every
+        passes.clear()
+        together = drawn(lm, PADDED, Sampling(1.0, 20, stops), every=every, synced_gpus=True)
+        assert len(passes) == 20
+        assert token_ids(together) == token_ids(alone)
