@@ -106,6 +106,9 @@ class OnDevice(torch.Tensor):
     def data_ptr(self):
         return self.inner.data_ptr()
 
+    def resize_(self, *shape):  # the shape that torch knows of is fixed
+        return OnDevice(self.inner.resize_(*shape))
+
     def __tensor_flatten__(self):
         return ["inner"], None
 
