@@ -22,6 +22,7 @@ LOSSES = "tests/test_losses.py tests/test_losses_trl.py tests/test_aggregation.p
 METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
 LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
+ON_DEVICE = "-p tests.device.process tests/device/test_launches.py"
 PPO_STEP = "tests/trainers/test_ppo_step.py"
 PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
@@ -57,6 +58,18 @@ MUTATIONS = {
         "one_minus_p = tl.where(y == m, rest * p_m, 1.0 - p)",
         "one_minus_p = 1.0 - p",
         "tests/test_logprobs.py -k next_to_certainty",
+    ),
+    "a gradient in place overwrites the target's logit before all threads have it": Mutation(
+        "kernels/logprob_gradient.py",
+        "tl.debug_barrier()  # dx may be x",
+        "pass  # dx may be x",
+        f"{ON_DEVICE} -k 'long_rows and inplace and aligned'",
+    ),
+    "where a row of advantages begins is counted in 32 bits": Mutation(
+        "kernels/gae.py",
+        "row = tl.program_id(0).to(tl.int64)",
+        "row = tl.program_id(0)",
+        f"{ON_DEVICE} -k more_than_32_bits",
     ),
     "columns beyond the vocabulary are read": Mutation(
         "kernels/lanes.py",

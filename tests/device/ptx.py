@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.device import instructions
-from tests.device.instructions import BITS, WARP, Unknown, width_of
+from tests.device.instructions import BITS, WARP, width_of
 from tests.device.memory import Fault, process_memory, shared_memory
 
 TOGETHER = {"bra", "ret", "bar", "shfl", "redux", "ldmatrix", "stmatrix"}  # what all threads of a CTA do at once
@@ -263,21 +263,28 @@ class CTA:
             memory.store(at, width, bits[on])
 
     def matrix(self, step: Instruction, on):
-        """ldmatrix and stmatrix: of each 8 x 8 matrix of 16 bits, row i begins at the address that thread i has."""
-        if "trans" in step.words:
-            raise Unknown(step.text)
+        """ldmatrix and stmatrix: of each 8 x 8 matrix of 16 bits, row i begins at the address that thread i has.
+
+        A thread has two neighbours of a row, or of a column where they are transposed.
+        """
         loads = step.name == "ldmatrix"
         names, rows = step.operands if loads else reversed(step.operands)
-        rows = self.addresses(rows, on)
-        memory = self.memories["shared"]
+        rows, memory = self.addresses(rows, on), self.memories["shared"]
         lane = self.thread % WARP
         for i, name in enumerate(_list(names)):
-            at = rows[self.thread - lane + 8 * i + lane // 4] + 4 * (lane % 4)
-            memory.touch(at, self.thread, 4, writes=not loads)
+            both = self.get(name, "b32") if not loads else np.zeros(self.threads, np.uint32)
+            for half in range(2):
+                row, column = lane // 4, lane % 4 * 2 + half
+                if "trans" in step.words:
+                    row, column = column, row
+                at = rows[self.thread - lane + 8 * i + row] + 2 * column
+                memory.touch(at, self.thread, 2, writes=not loads)
+                if loads:
+                    both |= memory.load(at, 16).astype(np.uint32) << np.uint32(16 * half)
+                else:
+                    memory.store(at, 16, (both >> np.uint32(16 * half)).astype(np.uint16))
             if loads:
-                self.put(name, memory.load(at, 32), "b32", on)
-            else:
-                memory.store(at, 32, self.get(name, "b32"))
+                self.put(name, both, "b32", on)
 
     # warps
 

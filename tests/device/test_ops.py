@@ -27,9 +27,7 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_op_is_that_of_the_cpu(device, name):
-    case = CASES[name]
+def assert_that_of_the_cpu(case):
     with process_group():
         cpu = run(case, on_cpu)
         with tensors.counted() as waits:
@@ -37,10 +35,21 @@ def test_an_op_is_that_of_the_cpu(device, name):
     for ours, theirs in zip(sum(found, []), sum(cpu, []), strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            assert ours.device == device and ours.dtype == theirs.dtype
+            assert ours.device == tensors.DEVICE and ours.dtype == theirs.dtype
             torch.testing.assert_close(ours.inner, theirs, rtol=1e-4, atol=2e-6)
     assert waits.reads.total() == case.reads, waits.reads
     assert not waits.uploads
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_is_that_of_the_cpu(device, name):
+    assert_that_of_the_cpu(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_on_compiled_kernels_is_that_of_the_cpu(kernels, name):
+    assert_that_of_the_cpu(CASES[name])
 
 
 def test_every_public_op_has_a_case():
