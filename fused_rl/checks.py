@@ -87,16 +87,17 @@ def check_mask(mask: Tensor, of: str, shape: Collection[int], hint: str = "") ->
     check_shape("mask", mask, of, shape, hint)
 
 
-def check_targets(targets: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
-    """One target per row, or K: then the targets have a dimension more."""
+def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None:
+    """One target per row of x (..., V), called `name`, or K: then the targets have as many dimensions."""
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
         raise ValueError(f"targets must be an integer tensor (int64 or int32), got {described(targets)}")
-    if targets.dim() != len(shape) + 1:
+    several = targets.dim() == x.dim()
+    if (targets.shape[:-1] if several else targets.shape) == x.shape[:-1]:
+        return
+    of, shape = f"the rows of {name} {tuple(x.shape)}", tuple(x.shape[:-1])
+    if not several:
         check_shape("targets", targets, of, shape, hint)
-    elif tuple(targets.shape[:-1]) != tuple(shape):
-        raise ValueError(
-            f"targets (..., K) must begin with the shape of {of}, {tuple(shape)}, got {tuple(targets.shape)}{hint}"
-        )
+    raise ValueError(f"targets (..., K) must begin with the shape of {of}, {shape}, got {tuple(targets.shape)}{hint}")
 
 
 def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> None:
@@ -140,7 +141,7 @@ def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int, severa
     if targets.numel() == 0:
         return
     least, most = torch.aminmax(targets)  # one pass, where nothing is wrong
-    if least >= 0 and most < vocab:
+    if least.item() >= 0 and most.item() < vocab:
         return
     bad = (targets < 0) | (targets >= vocab)
     if mask is not None:

@@ -171,7 +171,7 @@ def _check_head(hidden, weight, targets, bias):
             f"hidden must be (..., H) and weight (V, H), as in torch.nn.Linear; got {tuple(hidden.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    check_targets(targets, f"the rows of hidden {tuple(hidden.shape)}", hidden.shape[:-1])
+    check_targets(targets, "hidden", hidden)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got {tuple(bias.shape)}")
     given = [t for t in (hidden, weight, bias) if t is not None]

@@ -27,12 +27,12 @@ from fused_rl.checks import (
     check_positive,
     check_target_values,
     check_targets,
-    check_temperature,
     check_temperature_values,
     no_second_derivative,
     split_temperature,
     values_are_checked,
 )
+from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
 from fused_rl.rows import inverse, of_slab, row_bwd, row_fwd, slabs
@@ -98,20 +98,20 @@ def token_logprobs(
             synchronisation per call.
     """
     # what does not fit is refused
-    check_row_arguments(logits, targets, temperature, mask, softcap, shift, (*LOGITS_DTYPES, torch.float64))
+    options = temperature, mask, softcap, shift
+    temperature, row_temperature = check_row_arguments(logits, targets, *options, (*LOGITS_DTYPES, torch.float64))
     row_support = None, None, None
     if support is not None:
         check_support(support, several=targets.dim() == logits.dim())
         row_support = support.of_rows(targets.shape, targets.device, shift)
     if logits.dtype == torch.float64:
-        return _in_fp64(logits, targets, temperature, mask, softcap, shift, support)
+        return _in_fp64(logits, targets, temperature, row_temperature, mask, softcap, shift, support)
     if inplace:
         _check_inplace(logits)
 
     # shift: position t takes the target of t + 1; the last has none: masked, so that its gradient is zeros
-    rows = _rows_shape(logits, shift)
-    temperature, row_temperature = split_temperature(temperature, rows, logits.device)
     if shift:
+        rows = _rows_shape(logits, shift)
         last = (0, targets.shape[1] - rows[1])
         mask = torch.ones(rows, dtype=torch.bool, device=logits.device) if mask is None else mask
         mask = pad(mask, last, value=False)
@@ -140,35 +140,36 @@ def check_row_arguments(
     softcap: float | None,
     shift: bool = False,
     dtypes: tuple[torch.dtype, ...] = LOGITS_DTYPES,
-) -> None:
-    """What can be told of `token_logprobs`'s arguments without reading a tensor."""
+) -> tuple[float, Tensor | None]:
+    """What can be told of `token_logprobs`'s arguments without reading a tensor; `split_temperature` of theirs."""
     # shapes, and what `shift` wants of them
     check_logits("logits", logits, dtypes)
     if shift and logits.dim() != 3:
         raise ValueError(f"shift=True takes logits (B, T, V), got {tuple(logits.shape)}; add the batch dimension")
     hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
-    check_targets(targets, f"the rows of logits {tuple(logits.shape)}", logits.shape[:-1], hint)
+    check_targets(targets, "logits", logits, hint)
     rows = _rows_shape(logits, shift)
     if mask is not None:
         hint = "; shift=True takes mask[:, 1:] of a mask over all T tokens" if shift else ""
         check_mask(mask, "the outputs", rows, hint)
 
     # options, devices
-    check_temperature(temperature, rows)
     if softcap is not None:
         check_positive("softcap", softcap, "pass None for no capping")
     for name, x in (("targets", targets), ("mask", mask), ("temperature", temperature)):
         if isinstance(x, Tensor) and x.device != logits.device and x.dim():
             raise ValueError(f"{name} is on {x.device}, the logits are on {logits.device}; move it there")
+    temperatures = split_temperature(temperature, rows, logits.device)
 
     # transforms would see a function that has no rule for them
     if torch.compiler.is_compiling():
-        return
+        return temperatures
     if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
         raise RuntimeError(
             "token_logprobs supports neither torch.func transforms (grad, vmap, jvp, ...) nor forward-mode "
             "differentiation; use torch.autograd, or fused_rl.reference.token_logprobs"
         )
+    return temperatures
 
 
 def _rows_shape(logits, shift):
@@ -193,15 +194,14 @@ def _check_inplace(logits):
         )
 
 
-def _in_fp64(logits, targets, temperature, mask, softcap, shift, support) -> TokenLogprobs:
+def _in_fp64(logits, targets, temperature, row_temperature, mask, softcap, shift, support) -> TokenLogprobs:
     """The reference, whose arguments are checked as those of the operators."""
-    number, row_temperature = split_temperature(temperature, _rows_shape(logits, shift), logits.device)
     scored = targets[:, 1:] if shift else targets
     row_support = None if support is None else support.of_rows(targets.shape, targets.device)
     if shift and support is not None:
         row_support = row_support.at((slice(None), slice(1, None)))
     _check_values(logits, scored, mask, row_temperature, row_support)
-    temperature = number if row_temperature is None else row_temperature
+    temperature = temperature if row_temperature is None else row_temperature
     options = {"mask": mask, "softcap": softcap, "shift": shift, "support": support}
     return reference.token_logprobs(logits, targets, temperature=temperature, **options)
 
@@ -220,7 +220,7 @@ def _unwatched(logits):
     """Where nobody looks at operators, and their dispatch is half the time of a small input."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
-    return logits.device.type == "cpu" and type(logits) in (Tensor, torch.nn.Parameter)
+    return logits.is_cpu and type(logits) in (Tensor, torch.nn.Parameter)
 
 
 @torch.library.custom_op("fused_rl::token_logprobs", mutates_args=())
@@ -236,7 +236,8 @@ def _token_logprobs(
     end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """fp32: logprobs as the targets; entropy, lse, m, rest (...); x (M,), the logits of the support."""
-    return _statistics(logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end)
+    *found, x = _statistics(logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end)
+    return *found, found[0].new_empty(0) if x is None else x
 
 
 @_token_logprobs.register_fake
@@ -247,13 +248,13 @@ def _empty_statistics(logits, targets, mask, temperature, row_temperature, softc
 
 
 def _statistics(*inputs):
-    """What the operator returns, of its arguments: tensors of their own."""
+    """What the operator returns, of its arguments: tensors of their own; of no support no x."""
     logits, targets, mask, temperature, row_temperature, softcap, *support = inputs
     ids, begin, end = support
     _check_values(logits, targets, mask, row_temperature, None if ids is None else RowSupport(*support))
     if logits.numel() == 0:
         return _empty_statistics(*inputs)
-    x = torch.zeros(0 if ids is None else ids.shape, dtype=torch.float32, device=logits.device)
+    x = None if ids is None else torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
     outputs = None
 
     # a slab of rows at a time; as a rule it is all of them
@@ -293,7 +294,7 @@ def _token_logprobs_backward(
 ) -> Tensor:  # (..., V), contiguous, in the dtype of the logits
     upstream = (dlogprobs, dentropy, dlse)
     state = (entropy, m, rest)
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dlogits = _empty_gradient(logits)
     options = temperature, row_temperature, softcap, x, ids, begin, end
     return _gradient_into(dlogits, *upstream, logits, targets, mask, *state, *options)
 
@@ -301,6 +302,10 @@ def _token_logprobs_backward(
 @_token_logprobs_backward.register_fake
 def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _empty_gradient(logits):
+    return in_huge_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device))
 
 
 def _gradient_into(dlogits, *arguments):
@@ -365,7 +370,7 @@ class _Unregistered(torch.autograd.Function):
                 raise RuntimeError("inplace=True leaves no logits to differentiate again; leave out create_graph")
             return None, *_registered_gradient(ctx, *upstream)
         logits, *saved = _saved(ctx)
-        dlogits = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype)
+        dlogits = logits.detach() if ctx.inplace else _empty_gradient(logits)
         _gradient_into(dlogits, *upstream, logits, *saved)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # a kernel's store is invisible to the version counter

@@ -56,9 +56,8 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
-    check_row_arguments(local_logits, targets, temperature, mask, softcap)
+    temperature, row_temperature = check_row_arguments(local_logits, targets, temperature, mask, softcap)
     rows = local_logits.shape[:-1]
-    temperature, row_temperature = split_temperature(temperature, tuple(rows), targets.device)
     mask = None if mask is None else mask.reshape(-1).contiguous()
     targets = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :])
 

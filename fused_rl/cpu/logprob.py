@@ -23,7 +23,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     n = logits.shape[0]
     if softcap is None and native.takes(logits):
         found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are handed out
-        x = logits, logits.stride(0), logits.dtype, *logits.shape
+        x = logits, logits.stride(0), native.DTYPES[logits.dtype], *logits.shape
         native.call("logprob_fwd", logits.numel(), *x, *_per_row(targets, mask), *_either(inv_temperature), *found)
         return RowStatistics(*found)
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
@@ -45,7 +45,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     n = logits.shape[0]
     out = in_huge_pages(torch.empty_like(logits)) if out is None else out
     if softcap is None and native.takes(logits, out):
-        x = logits, logits.stride(0), out, out.stride(0), logits.dtype, *logits.shape
+        x = logits, logits.stride(0), out, out.stride(0), native.DTYPES[logits.dtype], *logits.shape
         per_row = _per_row(targets, mask, entropy, m, rest)
         upstream = _per_row(*(None if d is None else d.float() for d in (dlogprobs, dentropy, dlse)))
         native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))

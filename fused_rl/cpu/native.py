@@ -30,7 +30,7 @@ _FLAGS = [
     "-fPIC",
     "-Wno-psabi",
 ]
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as rows.c counts them
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as rows.c counts them
 _SPAN = 1 << 16  # as rows.c has it
 _SERIAL = 1 << 15  # elements; below, waking other threads takes longer than the work
 
@@ -39,30 +39,27 @@ _log = logging.getLogger(__name__)
 
 def takes(*matrices: torch.Tensor) -> bool:
     """Whether rows.c serves these: columns side by side, on a machine with a compiler that compiles it."""
-    adjacent = all(x.stride(1) == 1 or x.shape[1] == 1 for x in matrices)
-    return adjacent and compiler_found() and _library() is not None
+    for x in matrices:
+        if x.stride(1) != 1 and x.shape[1] != 1:
+            return False
+    return compiler_found() and _library() is not None
 
 
-def call(name: str, elements: int, *arguments: object) -> None:
-    """The function of rows.c: a tensor goes as its address, None as a null pointer, a dtype as its number.
+def call(name: str, elements: int, *arguments: torch.Tensor | float | None) -> None:
+    """The function of rows.c: a tensor goes as its address, None as a null pointer.
 
     The number of threads comes last. What is per row must be contiguous.
     """
     threads = torch.get_num_threads() if elements >= _SERIAL else 1
-    _function(name)(*map(_as_c, arguments), threads)
+    given = [x if x is None or x.__class__ in (int, float) else x.data_ptr() for x in arguments]
+    _function(name)(*given, threads)
 
 
 def squares(x: torch.Tensor) -> torch.Tensor:
     """Sums of the squares of a contiguous tensor's spans, (spans,) fp64."""
     sums = torch.empty(-(-x.numel() // _SPAN), dtype=torch.float64)
-    call("squares", x.numel(), x, x.dtype, x.numel(), sums)
+    call("squares", x.numel(), x, DTYPES[x.dtype], x.numel(), sums)
     return sums
-
-
-def _as_c(x):
-    if x is None or x.__class__ in (int, float):
-        return x
-    return x.data_ptr() if isinstance(x, torch.Tensor) else _DTYPES[x]
 
 
 _POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
