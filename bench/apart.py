@@ -5,13 +5,15 @@ implementations of one case share its inputs and its fp64 truth.
 """
 
 import sys
+import time
 
 from bench import machine, options, results, run, timing
 from bench.cases.case import Case, Spec
 from bench.groups import GROUPS
-from bench.worker import Answer, Worker
+from bench.worker import Answer, Worker, end_in_order
 
 ANSWER_S = 75  # to import, make a case, compile one implementation and measure it
+LATE_S = 8  # after its time a group's questions end; its results are written by then
 _kept = {}  # in the worker: the case of the last question
 
 
@@ -29,9 +31,10 @@ def _case(kind: str, spec: list, device: str) -> Case:
 
 
 def contenders(*key, wanted: str) -> dict:
-    """Names of the implementations that run, ours first, with their roles; rows of those that cannot."""
+    """Names of the implementations that run, ours first, their roles, who compiles; rows of those that cannot."""
     found, missing = _case(*key).contenders(wanted)
-    return {"names": [[peer.name, peer.role] for peer in found], "missing": missing}
+    names = [[peer.name, peer.role, peer.role == "ours" or peer.compiles] for peer in found]
+    return {"names": names, "missing": missing}
 
 
 def measured(*key, wanted: str, name: str, ms: float) -> dict:
@@ -69,7 +72,7 @@ def run_case(worker: Worker, kind: type[Case], spec: Spec, args, copy: float, se
     rows, samples = known.value["missing"], {}
     names = known.value["names"]
     ms = min(200.0, max(20.0, 1e3 * seconds / len(names) / 4))
-    for name, role in names:
+    for name, role, _ in names:
         if role == "peer" and budget.left() < 0:
             reason = "left out for time; --budget gives more"
             rows.append(results.not_run(name, results.NO_TIME, reason, **where))
@@ -98,9 +101,10 @@ def warm_up(worker: Worker, kinds: dict, args) -> None:
         for spec in kind.warm_ups(specs, args.device)[:1]:
             key = kind.__name__, list(spec), args.device
             known = worker.ask("bench.apart:contenders", *key, wanted=args.peers, limit=ANSWER_S)
-            for name, _ in (known.value or {"names": []})["names"]:
-                options = {"wanted": args.peers, "name": name, "ms": 1.0, "limit": ANSWER_S}
-                worker.ask("bench.apart:measured", *key, **options)
+            for name, _, compiles in (known.value or {"names": []})["names"]:
+                if compiles:
+                    options = {"wanted": args.peers, "name": name, "ms": 1.0, "limit": ANSWER_S}
+                    worker.ask("bench.apart:measured", *key, **options)
 
 
 def command(group: str, words: list[str] | None = None) -> int:
@@ -108,13 +112,14 @@ def command(group: str, words: list[str] | None = None) -> int:
     args = options.arguments(run.__doc__, group, words)
     if args.device == "cpu":
         return run.main(args)
+    end_in_order()
     kinds = {kind: kind.specs(args) for kind in run.CASES[group]}
     return main(args, kinds, args.budget or GROUPS[group].seconds)
 
 
 def main(args, kinds: dict, seconds: float) -> int:
     """Run the cases {kind: specs}; 1 where an answer of ours is wrong or missing."""
-    with Worker() as worker:
+    with Worker(end=time.monotonic() + seconds + LATE_S) as worker:
         answer = worker.ask("bench.machine:copy_bandwidth", args.device, limit=ANSWER_S)
         if answer.status:
             print(f"copy: {answer.reason}")

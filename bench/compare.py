@@ -20,7 +20,7 @@ def ratios(folder: Path) -> dict[tuple, float]:
         for row in results.measured(results.load(path)["rows"]):
             case = (row["op"], *row.get("shape", ()), row.get("dtype"), row.get("layout"), row.get("masked"))
             for base, ratio in row.get("time_over", {}).items():
-                if base != row["implementation"]:
+                if base != row["implementation"] and isinstance(ratio, float):  # not "nan"
                     found[path.stem, case, row["implementation"], base] = ratio
     return found
 

@@ -1,11 +1,11 @@
-"""What a GPU is asked when one is met, in one command of at most 10 minutes, with torch, triton and pytest alone.
+"""What a GPU is asked when one is met, in one command of at most 10 minutes.
 
     python -m bench gpu --out folder
 
-First facts (`bench/gpu_facts.py`), the first of them within seconds; then every test of the kernels, on the device;
-then groups of the suite. Each has a limit of its own, and what breaks or runs out of time ends nothing else. What is
-known is written at once: gpu-facts.jsonl (a line per fact, per failed test and per file of tests), tests.txt,
-groups.txt, and a JSON file per group.
+It needs torch, triton, numpy, transformers and pytest alone. First facts (`bench/gpu_facts.py`), the first of them
+within seconds; then every test of the kernels, on the device; then groups of the suite. Each has a limit of its own,
+and what breaks or runs out of time ends nothing else. What is known is written at once: gpu-facts.jsonl (a line per
+fact, per failed test and per file of tests), tests.txt, groups.txt, and a JSON file per group.
 """
 
 import argparse
@@ -41,7 +41,7 @@ STEPS = [
 FACTS_FILE = "gpu-facts.jsonl"
 AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 2))  # files of tests: to compile takes a core each
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--on-device", "-m", "not mutations"]
-OUTCOME = re.compile(r"^(tests/\S+?::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b")
+OUTCOME = re.compile(r"^(tests/\S+?::.*) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def parse(words: list[str]) -> tuple[Path, list[Step]]:

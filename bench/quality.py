@@ -131,8 +131,10 @@ def finished(name: str, steps: int | None, out: Path) -> list[dict]:
     if not path.exists():
         return []
     written = json.loads(path.read_text())
-    same = (machine.environment("cpu")["commit"], steps or STEPS[name.partition("-")[0]])
-    return written["rows"] if (written["commit"], written["steps"]) == same else []
+    here = machine.environment("cpu")
+    same = (here["commit"], steps or STEPS[name.partition("-")[0]])
+    known = here["commit"] and not here["modified"]
+    return written["rows"] if known and (written["commit"], written["steps"]) == same else []
 
 
 def run_part(name: str, args) -> bool:

@@ -192,10 +192,10 @@ def run_task(task: Task, wanted: str, seconds: float) -> list[dict]:
 
 
 def over_trl(rows: list[dict]) -> None:
-    """Note in each row how many of its steps fit in one of TRL's, by the first of TRL's."""
-    theirs = [row["ms"]["step"] for row in rows if not results.ours(row)]
+    """Note in each row how many of its steps fit in one of TRL's, whose weights are fp32."""
+    theirs = [row for row in rows if not results.ours(row) and not row["implementation"].endswith("bf16 weights")]
     for row in rows if theirs else []:
-        row["steps_over_trl"] = theirs[0] / row["ms"]["step"]
+        row["steps_over_trl"] = theirs[0]["ms"]["step"] / row["ms"]["step"]
 
 
 def show(task: Task, rows: list[dict]) -> None:

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -35,9 +36,11 @@ class Worker:
 
     Args:
         environment: what the process's differs by; what it prints goes to standard error.
+        end: of `time.monotonic`, after which no question is waited for.
     """
 
-    def __init__(self, environment: dict[str, str] | None = None):
+    def __init__(self, environment: dict[str, str] | None = None, end: float = float("inf")):
+        self.end = end
         self.environment = os.environ | (environment or {})
         self.process = None
 
@@ -65,10 +68,11 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # it has died: there will be no answer
             self.process.stdin.write(question.encode())
             self.process.stdin.flush()
+        limit = min(limit, self.end - time.monotonic())
         line = self._line(time.monotonic() + limit)
         if line is None:
             self.stop()
-            return Answer(status=FAILED, reason=f"no answer within {limit:.0f} s")
+            return Answer(status=FAILED, reason=f"no answer within {max(0.0, limit):.0f} s")
         if not line.endswith(b"\n"):
             return Answer(status=FAILED, reason=f"its process ended: {_ending(self.stop(kill=False))}")
         answer = Answer(*json.loads(line))
@@ -109,6 +113,11 @@ class Worker:
 
     def __exit__(self, *_):
         self.stop()
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end this process as an exit does, and with it its workers, which are sessions of their own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _ending(status: int) -> str:

@@ -97,7 +97,7 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
         () fp64, on the device of `x`; not differentiable. Any element that is not finite makes it so.
     """
     x = x.detach().reshape(-1)
-    if x.device.type == "cpu" and x.numel() and native.takes(x[None]):
+    if x.device.type == "cpu" and x.numel() and x.dtype in native.DTYPES and native.takes(x[None]):
         return native.squares(x).sum()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for part in x.split(_PART):

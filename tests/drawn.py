@@ -1,6 +1,6 @@
 """What hypothesis draws, where it is installed; else plain draws from the same descriptions, seeded, without shrinking.
 
-A borrowed machine has torch, triton, numpy and pytest: the tests of drawn inputs are those that it must not go without.
+A bare image has torch, triton, numpy and pytest: the tests of drawn inputs are those that it must not go without.
 """
 
 import importlib.util

@@ -37,7 +37,7 @@ NOT_ON_DEVICE = {
     "tests/test_integrations_trl_logits.py",
     "tests/test_occupancy.py",
 }
-"""Those that compare with packages which a borrowed machine lacks, or launch nothing."""
+"""Those that compare with packages which a bare image lacks, or launch nothing."""
 
 
 def on_both_paths() -> Iterator[str]:

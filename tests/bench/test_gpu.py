@@ -1,6 +1,7 @@
 """The first contact with a GPU, rehearsed without one: every fact at a tiny size, and what breaks ends nothing else."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +124,30 @@ def test_steps_end_on_their_own(tmp_path, monkeypatch, capfd):
     assert gpu.command("gpu", ["--out", str(tmp_path), "--steps", "good"]) == 0
 
 
+ASKER = """
+from bench import worker
+
+worker.end_in_order()
+with worker.Worker() as asked:
+    asked.start()
+    print(asked.process.pid, flush=True)
+    asked.ask("time:sleep", 600, limit=600)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_ends_with_who_asked_it(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        assert gpu.run(["-c", ASKER], 10, log, print) == "stopped after 10 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "log").read_text()), 0)
+
+
+def test_no_question_is_waited_for_beyond_the_end():
+    with Worker(end=gpu.time.monotonic() - 1) as asked:
+        assert asked.ask("time:sleep", 600, limit=600).reason == "no answer within 0 s"
+
+
 def test_a_file_of_tests_is_counted_case_by_case(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "PYTEST", ["-c", PRINTED])
     with (tmp_path / "tests.txt").open("w") as log:
@@ -150,6 +175,9 @@ def test_a_group_is_measured_apart_and_a_broken_peer_loses_its_own_row(tmp_path,
 
     class Here:
         """A worker that asks itself, but for a peer that breaks."""
+
+        def __init__(self, end):
+            pass
 
         def ask(self, function, *args, limit, **options):
             asked.append((function, options.get("name")))

@@ -260,12 +260,15 @@ def test_time_to_quality(tmp_path):
 
 
 def test_parts_of_an_earlier_commit_are_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(quality.machine, "environment", lambda device: {"commit": "abc"})
+    here = {"commit": "abc", "modified": False}
+    monkeypatch.setattr(quality.machine, "environment", lambda device: here)
     written = {"commit": "abc", "steps": 7, "rows": [{"op": "grpo"}]}
     (tmp_path / "grpo-1.json").write_text(json.dumps(written))
     assert quality.finished("grpo-1", 7, tmp_path) == [{"op": "grpo"}]
     assert quality.finished("grpo-1", None, tmp_path) == [] == quality.finished("grpo-2", 7, tmp_path)
-    monkeypatch.setattr(quality.machine, "environment", lambda device: {"commit": "def"})
+    here["modified"] = True
+    assert quality.finished("grpo-1", 7, tmp_path) == []
+    here |= {"commit": "def", "modified": False}
     assert quality.finished("grpo-1", 7, tmp_path) == []
 
 

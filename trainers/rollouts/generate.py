@@ -21,6 +21,7 @@ Drawn = tuple[list[list[int]], list[TokenSupport] | None, torch.Tensor]
 """Token ids of each response; what each token was drawn from, None for the whole vocabulary; and (B,) bool, of the
 responses whose logits were NaN or infinite."""
 LOOK_EVERY = 16  # tokens of each response, on an accelerator
+NOTED = 1 << 28  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
 
 
 class TransformersSampler:
@@ -56,7 +57,7 @@ class TransformersSampler:
         by_length = list(chain.from_iterable(runs))
 
         self.lm.eval()
-        in_place = functools.partial(_decode, every=self.look_every)
+        in_place = functools.partial(_decode, every=self._between_looks(sampling))
         draw = in_place if _keeps_keys_and_values(self.lm) else _transformers_generate
         responses = {}
         for start in range(0, len(by_length), self.batch_size):
@@ -69,6 +70,13 @@ class TransformersSampler:
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
                 responses[i] = Response(ids, finish, support=support)
         return [responses[i] for i in range(len(prompts))]
+
+    def _between_looks(self, sampling: Sampling) -> int:
+        """Tokens from look to look: fewer where the sets that are noted between them would fill a device's memory."""
+        if not sampling.truncates:
+            return self.look_every
+        of_token = self.batch_size * self.lm.config.get_text_config().vocab_size
+        return max(1, min(self.look_every, NOTED // of_token))
 
     def publish(self, step: int) -> None:
         """The weights are the policy's: only their step is noted, for errors."""
@@ -191,7 +199,8 @@ def _pays(going: int, rows: int, every: int) -> bool:
     On an accelerator, where looks are rare, a row costs little but the reading of its past, and a copy of those that go
     on costs as much as to read them twice: in the steps until the next look an eighth of the rows pays for that.
     """
-    return going < rows if every == 1 else (rows - max(going, 1)) * 8 >= rows
+    left = max(going, 1)
+    return left < rows if every == 1 else (rows - left) * 8 >= rows
 
 
 def _drawn(ids: torch.Tensor, broken: torch.Tensor, record: Record | None, sampling: Sampling) -> Drawn:
