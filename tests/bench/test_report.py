@@ -78,7 +78,6 @@ def test_the_pages_that_stand_here_are_those_of_the_results(pages, monkeypatch):
         assert (pages / name).read_text() == (ROOT / name).read_text()
 
 
-@pytest.mark.xfail(strict=True, reason="measured at several commits, until `make bench` has run whole")
 def test_every_group_was_measured_at_one_commit(committed):
     assert {f"{name}-cpu" for name in GROUPS} <= committed.keys()
     assert len(report.commits(committed)) == 1
