@@ -7,7 +7,7 @@ import deepspeed
 import pytest
 import torch
 
-from fused_rl.trainers.base import engine, zero
+from fused_rl.trainers.base import engine, optim, zero
 from fused_rl.trainers.options.config import EngineConfig, OptimConfig
 from tests.distributed import run_distributed
 from tests.marks import slow
@@ -88,3 +88,16 @@ def test_offload_and_zero_3_take_deepspeeds_own_step():
     assert zero.own_step(EngineConfig(zero_stage=2)) == (not torch.cuda.is_available())
     assert not zero.own_step(EngineConfig(zero_stage=2, offload=True))
     assert not zero.own_step(EngineConfig(zero_stage=3))
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-6, 1e-5, 0.5])
+@pytest.mark.parametrize("size", [1e-7, 9.4e-6, 0.4999, 3.0])
+def test_without_zero_a_gradient_is_clipped_as_torch_does(limit, size):
+    """Small limits, too, where the 1e-6 that torch adds to a norm decides."""
+    ours, torchs = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    ours.grad, torchs.grad = (torch.tensor([size, 0.0, 0.0]) for _ in range(2))
+    optimizer = torch.optim.SGD([ours], lr=1.0)
+    optim.LastStep(optimizer).clip([ours], limit)
+    optimizer.step()
+    torch.nn.utils.clip_grad_norm_([torchs], limit or float("inf"))
+    assert torch.equal(-ours.detach(), torchs.grad)

@@ -61,7 +61,7 @@ class LastStep:
             norm = self.grad_norm.item()
             if not math.isfinite(norm):
                 self.optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
-            elif norm > 0.99 * limit:  # far below, every gradient would be multiplied by 1
+            elif norm + 1e-6 > 0.99 * limit:  # torch adds that; below, it would multiply every gradient by 1
                 nn.utils.clip_grads_with_norm_(parameters, limit, self.grad_norm)
 
         self.optimizer.register_step_pre_hook(before_step)
