@@ -18,8 +18,12 @@ def ratios(folder: Path) -> dict[tuple, float]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         for row in results.measured(results.load(path)["rows"]):
-            case = (row["op"], *row.get("shape", ()), row.get("dtype"), row.get("layout"), row.get("masked"))
-            for base, ratio in row.get("time_over", {}).items():
+            over = dict(row.get("time_over", {}))
+            for name, base in (("steps_over_trl", "TRL"), ("over_generate", "generate")):
+                over |= {base: row[name]} if name in row else {}
+            told = (row.get(name) for name in ("op", "task", "dtype", "layout", "masked"))
+            case = (*told, *row.get("shape", ()))
+            for base, ratio in over.items():
                 if base != row["implementation"] and isinstance(ratio, float):  # not "nan"
                     found[path.stem, case, row["implementation"], base] = ratio
     return found

@@ -65,14 +65,20 @@ def by_kind(rows: list[dict]) -> dict[str, dict[str, list[dict]]]:
     return found
 
 
+def reaching(kinds: dict[str, list[dict]]) -> tuple[float, dict[str, list[float]]]:
+    """The accuracy that every run of one algorithm came to, and each implementation's CPU seconds to it, by seed."""
+    wanted = reached(list(itertools.chain.from_iterable(kinds.values())))
+    return wanted, {name: sorted(seconds_to(row, wanted) for row in rows) for name, rows in kinds.items()}
+
+
 def quality_table(rows: list[dict], markdown: bool = False) -> str:
     """A line per algorithm and implementation: medians over seeds."""
     lines = []
     for op, kinds in by_kind(rows).items():
-        wanted = reached(list(itertools.chain.from_iterable(kinds.values())))
+        wanted, times = reaching(kinds)
         theirs = None
         for name, found in reversed(kinds.items()):
-            spent = sorted(seconds_to(row, wanted) for row in found)
+            spent = times[name]
             middle = statistics.median(spent)
             theirs = middle if theirs is None else theirs
             last = statistics.median(row["accuracy"][-1][2] for row in found)

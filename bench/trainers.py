@@ -26,7 +26,7 @@ from bench.trainer_tasks import MORE, TASKS, Task
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.options.config import InputError
 
-SECONDS = 150  # of the CPU, for the steps of all tasks, unless --budget says otherwise; what they need takes 50 more
+SECONDS = 110  # of the CPU, for the steps of all tasks, unless --budget says otherwise; what they need takes 50 more
 LEAST, MOST = 3, 10  # samples of a row
 WARM_UP = 1  # step of each that is not counted where there is time for more: it touches memory for the first time
 PATIENCE = 1.5  # so much of its time a task may take for the sake of a warm-up

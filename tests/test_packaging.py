@@ -97,6 +97,24 @@ def sdist(sources, folder):
     return folder / run_python(code, cwd=sources).splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_the_tests_run_from_the_source_distribution(tmp_path):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    for name in names:
+        place = tmp_path / "checkout" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, place, follow_symlinks=False)
+    shutil.unpack_archive(sdist(tmp_path / "checkout", tmp_path), tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("fused_rl-*/")
+    assert [name for name in names if name[0] != "." and not (unpacked / name).exists()] == []
+    few = ["-q", "-m", "not slow and not mutations", "tests/test_presets.py", "tests/test_architecture.py"]
+    code = f"import pytest; raise SystemExit(pytest.main({few}))"
+    assert "passed" in run_python(code, cwd=unpacked)
+
+
 def pip_install(python, *arguments):
     pip = [
         sys.executable,
@@ -191,7 +209,7 @@ def command(places, *words):
 def test_without_extras_help_is_help(without_extras):
     status, out, _ = command(without_extras, "--help")
     assert status == 0
-    assert out.startswith("usage: fused-rl {sft,reward")
+    assert out.startswith("usage: fused-rl COMMAND")
 
 
 def test_without_extras_a_command_says_what_to_install(without_extras):
