@@ -12,7 +12,7 @@ Where arXiv:2402.03300 (eq. 3 and 4) is computed, of token t in response i of n_
     aggregation  fused_rl/aggregation.py  1/B sum_i 1/n_i sum_t (l_it + kl_coef k_it)             (LOSS_AGGS)
     presets      fused_rl/presets.py      the same five of dr_grpo, dapo, rloo, gspo, …           (PRESETS)
 
-docs/training.md says what each option does. Left out: an inference server, several turns, tools.
+docs/training.md says what each option does. Left out: tools.
 """
 
 import math
@@ -27,7 +27,9 @@ import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.models import language_model, moving_reference
+from fused_rl.trainers.metrics.sums import Sums
+from fused_rl.trainers.metrics.table import KEYS, keyed
+from fused_rl.trainers.models import moving_reference
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.needs import check_needs
 from fused_rl.trainers.policy import prepare, reference
@@ -45,12 +47,11 @@ from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_l
 from fused_rl.trainers.policy.policy import Measured, Policy, measure, plan, rows_of
 from fused_rl.trainers.policy.reference import REFERENCE_NEEDS, ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run import beginning, command
 from fused_rl.trainers.run.curves import Against
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
+from fused_rl.trainers.samplers.build import Make
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import Reader
@@ -58,10 +59,10 @@ from fused_rl.trainers.scorers.reward_model import Reader
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 COLUMNS = {
     "reward": "reward",
+    "held-out": "eval/accuracy_greedy",
     "KL": "objective/kl_exact",
     "entropy": "policy/entropy_avg",
     "tokens/s": "perf/tokens_per_second",
-    "held-out": "eval/accuracy_greedy",
 }
 CURVES = {
     "reward (mean of a step)": ["reward"],
@@ -180,7 +181,7 @@ def accumulate(
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
     trained, index = drawn.trained(config.mask_truncated), torch.cat(parts)
     mask = batch.response_mask & on_device(trained, policy.device)[:, None]
-    tokens = (batch.response_lengths * trained)[index].sum()
+    tokens = (batch.token_counts * trained)[index].sum()
     num_tokens, num_sequences, num_trained = ranks.counted(tokens, drawn.counts[index].sum(), trained[index].sum())
     options = loss_options(config) | config.kl_in_loss(config.kl_coef)
     options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
@@ -236,11 +237,11 @@ def train_step(
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, drawn, measured, advantages, updates, step)
-    policy.sampler.publish(step)
+    policy.publish(step)
     ended = time.monotonic()
 
     # Beside what the update measured: what was drawn, and what became of the reward.
-    metrics |= drawn.metrics | {"time/train": ended - sampled}
+    metrics |= drawn.metrics | policy.mismatch(drawn.rollout, measured.old_logprobs) | {"time/train": ended - sampled}
     if charged is not None:
         metrics["objective/kl"] = _per_response(charged, drawn.counts)
     tokens = ranks.global_sum(drawn.rollout.lengths[drawn.counts].sum()).item()
@@ -253,11 +254,11 @@ def train_step(
     }
 
 
-def train(config: GRPOConfig) -> str:
-    """Run the whole training; returns the folder of the trained model."""
+def train(config: GRPOConfig, sampler: Make | None = None) -> str:
+    """Run the whole training; returns the folder of the trained model. `sampler` is what its option would name."""
     # What is read: tokenizer, scorers, rows, models.
-    run = begin(config, arithmetic)
-    read = prepare.read(config, run, load_scorers, Reader.beside)
+    run = beginning.begin(config, arithmetic)
+    read = prepare.read(config, run, load_scorers, Reader.beside, sampler)
     config = read.config
     with phase("loaded the models"):
         shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
@@ -269,8 +270,8 @@ def train(config: GRPOConfig) -> str:
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
         engines["reference"] = moving_reference.SavedReference(policy.reference)
-    loop = Loop(config, run, engines, order, COLUMNS, CURVES)
-    policy.sampler.publish(loop.step)
+    loop = Loop(config, run, engines, order, COLUMNS, CURVES, own=policy.own)
+    policy.publish(loop.step)
     if loop.begins and held_out.prompts:
         loop.log(*evaluate(policy, held_out))
 
@@ -279,6 +280,7 @@ def train(config: GRPOConfig) -> str:
 
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
     for step, indices in loop:
+        policy.begin(step, lambda later: read.mine(order.after(later)))
         metrics, samples = train_step(policy, read.mine(indices), step, more), []
         metrics["episode"] = order.position * config.group_size
         if loop.evaluates and held_out.prompts:
@@ -287,9 +289,7 @@ def train(config: GRPOConfig) -> str:
         loop.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             moving_reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
-    return loop.finish(
-        lambda folder: language_model.save_lm(policy.model, read.tokenizer, folder, merged=config.save_merged)
-    )
+    return loop.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
 def main(argv: list[str] | None = None) -> None:

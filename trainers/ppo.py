@@ -12,7 +12,7 @@ Where arXiv:1707.06347, as in arXiv:1909.08593 and arXiv:2403.17031, is computed
     KL           fused_rl/estimators.py   k1 = log pi(o_t) - log pi_ref(o_t), in the reward of each token: -kl_coef k1
     aggregation  fused_rl/aggregation.py  1/N sum_t l_t, and 1/N sum_t v_t                             (LOSS_AGGS)
 
-docs/ppo.md says what each option does. Left out: several turns, tools, a critic on other devices than the policy.
+docs/ppo.md says what each option does. Left out: tools, a critic on other devices than the policy.
 """
 
 import dataclasses
@@ -26,33 +26,35 @@ import fused_rl
 from fused_rl.trainers.base.ranks import counted
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.models import language_model
+from fused_rl.trainers.metrics.sums import Sums
+from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, check_needs
 from fused_rl.trainers.policy import credit, prepare
 from fused_rl.trainers.policy.credit import CREDIT_NEEDS, CreditConfig, Experience
-from fused_rl.trainers.policy.critic import CRITIC_NEEDS, CriticConfig, Watch, check_critic, load_critic, planned
+from fused_rl.trainers.policy.critic import CRITIC_NEEDS, CriticConfig, check_critic, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
 from fused_rl.trainers.rollouts.solved import win_rate
+from fused_rl.trainers.rollouts.stuck import IdleCritic
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.curves import Against
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
+from fused_rl.trainers.samplers.build import Make
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import Reader
 
 COLUMNS = {
     "score": "objective/scores",
+    "held-out": "eval/score",
     "KL": "objective/kl_exact",
     "entropy": "policy/entropy_avg",
     "explained": "val/var_explained",
-    "held-out": "eval/score",
     "tokens/s": "perf/tokens_per_second",
 }
 CURVES = {
@@ -70,6 +72,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     """Proximal policy optimisation of a causal language model against any scorers, with a critic."""
 
     command: ClassVar[str] = "ppo"
+    sections: ClassVar[dict[str, str]] = {"target_kl advantage": "loss", "stop_token": "rollout"}
 
     preset: str = "ppo"
     """A row of fused_rl.PRESETS whose advantages come from a critic: it chooses ratio, clipping and aggregation."""
@@ -214,11 +217,11 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, critic, experience, updates, kl_coef, step)
-    policy.sampler.publish(step)
+    policy.publish(step)
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= credit.experience_metrics(experience, step)
+    metrics |= credit.experience_metrics(experience, step) | policy.mismatch(rollout, experience.measured.old_logprobs)
     metrics |= win_rate(experience.scores, rollout.solved, config.group_size)
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]
@@ -242,12 +245,12 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
     return (*stop_ids, *ids)
 
 
-def train(config: PPOConfig) -> str:
-    """Run the whole training; returns the folder of the trained model."""
+def train(config: PPOConfig, sampler: Make | None = None) -> str:
+    """Run the whole training; returns the folder of the trained model. `sampler` is what its option would name."""
     # What is read: tokenizer, scorers, rows, models.
     config = planned(config)
     run = begin(config, arithmetic)
-    read = prepare.read(config, run, load_scorers, Reader.beside)
+    read = prepare.read(config, run, load_scorers, Reader.beside, sampler)
     config = read.config
     with phase("loaded the models"):
         critic = load_critic(config, read.tokenizer, run.device, read.updates)
@@ -258,16 +261,17 @@ def train(config: PPOConfig) -> str:
 
     # Where the run begins, or goes on.
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
-    kl_coef, watch = config.kl_coef, Watch()
+    kl_coef, watch = config.kl_coef, IdleCritic()
     engines = {"policy": policy.model} | critic.engines  # what checkpoints hold
-    loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef})
+    loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef}, policy.own)
     kl_coef = loop.restored.get("kl_coef", kl_coef)
-    policy.sampler.publish(loop.step)
+    policy.publish(loop.step)
     if loop.begins and held_out.prompts:
         loop.log(*evaluate(policy, held_out))
 
     # Step by step; the weight of the KL may follow it: https://arxiv.org/abs/1909.08593, section 2.2.
     for step, indices in loop:
+        policy.begin(step, lambda later: read.mine(order.after(later)))
         metrics, samples = train_step(policy, critic, read.mine(indices), step, kl_coef), []
         if not policy.tell_if_all_left_out(metrics["val/stop_rate"], step):
             watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
@@ -280,7 +284,7 @@ def train(config: PPOConfig) -> str:
         loop.log(metrics, samples)
 
     def save(model_folder):
-        language_model.save_lm(policy.model, read.tokenizer, model_folder, merged=config.save_merged)
+        policy.save(model_folder, merged=config.save_merged)
         critic.save(model_folder.with_name("critic"))
 
     return loop.finish(save)

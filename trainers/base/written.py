@@ -22,6 +22,7 @@ NAMES = (
     "tensorboard",
     "model",
     "critic",
+    "published",
     "metrics.jsonl",
     "samples.jsonl",
     "curves.png",
@@ -29,7 +30,7 @@ NAMES = (
     "scores.png",
     "config.yaml",
 )
-FOLDERS = ("checkpoints", "tensorboard", "model", "critic")
+FOLDERS = ("checkpoints", "tensorboard", "model", "critic", "published")
 # Files that every run may write; those of checkpoints and models are listed when they are known.
 USUAL = [name for name in NAMES if name not in FOLDERS]
 USUAL += ["checkpoints/latest", "tensorboard/events.out.tfevents.*"]

@@ -4,12 +4,14 @@ The options and the arithmetic of PPO's rewards, on tensors alone; the models an
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.metrics.sums import Sums
+from fused_rl.trainers.metrics.updates import explained_variance
 from fused_rl.trainers.options.config import ClosedUnitInterval, Finite, InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, without
 from fused_rl.trainers.policy.options import RolloutConfig
@@ -17,7 +19,6 @@ from fused_rl.trainers.policy.policy import Measured, rows_of
 from fused_rl.trainers.policy.reference import KL_NEEDS, KLConfig
 from fused_rl.trainers.rollouts.roll_out import scorer_metrics
 from fused_rl.trainers.rollouts.types import Rollout
-from fused_rl.trainers.run.metrics import Sums, explained_variance
 
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
@@ -25,6 +26,8 @@ LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 @dataclass(kw_only=True)
 class CreditConfig(RolloutConfig, KLConfig):
     """How scores become the reward, the advantage and the return of each token."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     gamma: ClosedUnitInterval = 1.0
     """Discount per token."""

@@ -13,7 +13,6 @@ from typing import ClassVar, TypeVar
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.reward_model import check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.models.value_model import Critic, PolicyWithValues
@@ -39,6 +38,8 @@ APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max
 @dataclass(kw_only=True)
 class CriticConfig(as_options(OptimConfig, APART, "critic_", "Of the critic; None is the policy's."), OptimConfig):
     """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "critic"}
 
     critic: str | None = None
     """Folder or Hub name of what it starts from: a causal language model (with a head of zeros), a reward model or a
@@ -161,34 +162,3 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
     if config.critic is not None:
         check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
     return OwnCritic(engine.initialize(critic, optim_of(config), config, updates), tokenizer)
-
-
-class Watch:
-    """Says once each what is wrong with a critic that does not learn."""
-
-    PATIENCE = 10
-
-    def __init__(self):
-        self.dead_said, self.worse_said, self.worse = False, False, 0
-
-    def look(self, grad_norm: float | None, var_explained: float) -> None:
-        """After each step: the norm of the critic's gradient (None: not known), and the variance it explained."""
-        self.worse = self.worse + 1 if var_explained < 0 else 0
-        if grad_norm == 0 and not self.dead_said:
-            self.dead_said = True
-            _warn(
-                "the critic has no gradient: its value loss is 0, every response is empty, or value_clip holds every "
-                "token; look at loss/value_avg, completions/mean_length and val/clipfrac_avg"
-            )
-        if self.worse >= self.PATIENCE and not self.worse_said:
-            self.worse_said = True
-            _warn(
-                f"val/var_explained was below 0 for {self.PATIENCE} steps: the critic is worse than a constant, and "
-                "adds noise to the advantages; look at critic_lr, value_clip (smaller than the rewards' scale?), and "
-                "warm it up first: --critic_only N, then --critic OUTPUT_DIR/critic"
-            )
-
-
-def _warn(text: str) -> None:
-    if ranks.rank() == 0:
-        tell(f"warning: {text}")

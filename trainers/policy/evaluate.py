@@ -7,8 +7,10 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.seeds import Seeds
+from fused_rl.trainers.rollouts.shown import as_rows, drawn_from
 from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at
-from fused_rl.trainers.rollouts.types import Prompt, Rollout
+from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run.logger import evaluation
 
 
@@ -38,7 +40,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     with torch.random.fork_rng():
         torch.manual_seed(config.seed + ranks.rank())
         greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
-        sampled = policy.roll_out(held_out.prompts, policy.sampling, k)
+        sampled = policy.roll_out(held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank()))
     parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
     measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
 
@@ -62,13 +64,8 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     metrics |= {f"eval/{name}": value for name, value in outcomes(totals).items()}
     for key, struck in greedy.incidents.items():
         metrics[f"eval/{key}"] = struck + sampled.incidents[key]
-    return metrics, _shown(policy, greedy)
 
-
-def _shown(policy: Policy, rollout: Rollout) -> list[dict]:
-    """A few responses as they are shown to the user, special tokens included."""
-    decode, shown = policy.tokenizer.decode, []
-    for sample, reward in zip(rollout.samples, rollout.rewards.tolist(), strict=True):
-        row = {"prompt": decode(sample.prompt_ids), "response": decode(sample.response.ids), "reward": reward}
-        shown.append(row)
-    return shown[: policy.config.show_samples]
+    # To look at: always the same held-out problems, and some of what the last step trained on.
+    most = config.show_samples - len(policy.shown)
+    shown = as_rows("held-out, greedy", drawn_from(greedy, most, config.seed, count), policy.tokenizer)
+    return metrics, shown + as_rows("training", policy.shown, policy.tokenizer)

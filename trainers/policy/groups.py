@@ -7,7 +7,7 @@ of many such groups is a small one; new prompts are drawn in their place, up to 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -28,6 +28,8 @@ DIVIDED = ("group-std", "batch-std", "group-mean-batch-std")  # by a standard de
 @dataclass(kw_only=True)
 class GroupConfig(RolloutConfig, LossConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     group_size: PositiveInt = 8
     """Responses per prompt."""
@@ -69,6 +71,7 @@ GROUP_NEEDS = (
         lambda config: config.zero_variance == "refill",
         "has no meaning without --zero_variance refill; give it, or leave max_refills out",
     ),
+    Needs("lag", lambda config: config.zero_variance != "refill", "draws before refills are known; drop one of them"),
     Needs(
         "overlong_factor",
         lambda config: config.overlong_buffer > 0,
@@ -94,7 +97,7 @@ def advantage_of(config: GroupConfig) -> str:
 
 
 def overlong_penalty(config: GroupConfig, lengths: torch.Tensor) -> torch.Tensor:
-    """(B,) fp32, 0 or more, of responses of `lengths` (B,): soft overlong punishment (arXiv:2503.14476, eq. 13)."""
+    """(B,) fp32, 0 or more, of whole responses of `lengths` (B,): soft overlong punishment (2503.14476, eq. 13)."""
     if not config.overlong_buffer:
         return torch.zeros(len(lengths))
     beyond = lengths - (config.max_new_tokens - config.overlong_buffer)
@@ -135,7 +138,7 @@ def groups_per_rank(config: GroupConfig, groups: int, world: int) -> int:
 def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str, float]:
     """What all responses of a step were like, over all ranks; `rollout.rewards` are those after the penalty."""
     groups = rollout.solved.view(-1, config.group_size)
-    penalties = overlong_penalty(config, rollout.lengths)
+    penalties = overlong_penalty(config, rollout.batch.response_lengths)
     columns = {
         "frac_groups_all_solved": groups.all(1).double().mean(),
         "frac_groups_none_solved": (~groups.any(1)).double().mean(),
@@ -213,7 +216,7 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
 def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
     """Scored responses whose rewards have paid for their length."""
     rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
-    return replace(rollout, rewards=rollout.rewards - overlong_penalty(policy.config, rollout.lengths))
+    return replace(rollout, rewards=rollout.rewards - overlong_penalty(policy.config, rollout.batch.response_lengths))
 
 
 def _with_signal(config: GroupConfig, rollout: Rollout) -> int:

@@ -1,56 +1,26 @@
 """The options that PPO and GRPO share: how responses are drawn, and what their loss can be told."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
-from fused_rl.trainers.options.config import (
-    ClosedUnitInterval,
-    InputError,
-    NonNegativeInt,
-    Options,
-    PositiveFraction,
-    PositiveInt,
-    RunConfig,
-    Temperature,
-    names_of,
-)
+from fused_rl.trainers.options.config import InputError, PositiveInt, RunConfig, names_of
 from fused_rl.trainers.options.derived import as_options
 from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.policy.own_surrogate import load_surrogate
-from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.samplers.options import SAMPLER_NEEDS, SamplerConfig
 
 WEIGHTS = {"kl_coef": 0.0, "entropy_coef": 0.0}  # of the loss: numbers, on which other options depend
 
 
 @dataclass(kw_only=True)
-class SamplingConfig(Options):
-    """What each token of a response is drawn from."""
-
-    temperature: Temperature = 1.0
-    """Of the distribution drawn from, and of every log-probability in a loss."""
-    top_p: PositiveFraction = 1.0
-    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
-    this, top_k or min_p leaves tokens out, every log-probability, entropy and KL is over what was left."""
-    top_k: NonNegativeInt = 0
-    """Draw from so many of the likeliest tokens; 0 draws from all."""
-    min_p: ClosedUnitInterval = 0.0
-    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
-
-    def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
-        """As a sampler takes it."""
-        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingConfig)}
-        return Sampling(max_new_tokens=max_new_tokens, stop_ids=stop_ids, **chosen)
-
-
-@dataclass(kw_only=True)
-class RolloutConfig(SamplingConfig):
+class RolloutConfig(SamplerConfig):
     """Which prompts are rolled out, and how long their responses may be."""
 
     batch_option: ClassVar[str] = "prompts_per_step"
+    sections: ClassVar[dict[str, str]] = {"*": "rollout", "prompt_column": "data"}
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
@@ -60,13 +30,13 @@ class RolloutConfig(SamplingConfig):
     """Responses per prompt; each has its own advantages."""
     max_new_tokens: PositiveInt = 256
     """Longer responses are cut; they are scored as they are."""
-    rollout_batch_size: PositiveInt = 64
-    """Responses generated together."""
 
 
 @dataclass(kw_only=True)
 class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WEIGHTS)):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     preset: str = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
@@ -91,7 +61,8 @@ class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
     eval_samples: PositiveInt = 4
     """Sampled responses per held-out problem: the k of pass@k."""
     show_samples: PositiveInt = 4
-    """Responses shown as a table at each evaluation."""
+    """Responses shown at each evaluation, chosen at random: half of held-out rows, the same ones each time, and half of
+    the step's own."""
 
 
 def loss_options(config: LossConfig) -> dict[str, object]:
@@ -126,6 +97,7 @@ def check_loss_options(config: LossConfig) -> None:
 
 POLICY_NEEDS = (
     *RUN_NEEDS,
+    *SAMPLER_NEEDS,
     Needs("eval_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
     Needs("show_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
 )

@@ -5,7 +5,8 @@ The algorithms themselves (`update`, `train_step`) are in their own files, and n
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,16 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import Scored, keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.options.config import names_of
-from fused_rl.trainers.policy.options import LossConfig, PolicyConfig
-from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
+from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
+from fused_rl.trainers.rollouts.mismatch import mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out
-from fused_rl.trainers.rollouts.sampling import Sampling, check_correction, check_sampler
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.seeds import Seeds
+from fused_rl.trainers.rollouts.shown import Shown, drawn_from
 from fused_rl.trainers.rollouts.stuck import Stuck
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
+from fused_rl.trainers.samplers.build import Make, build_sampler
 
 
 class Passed(NamedTuple):
@@ -66,6 +71,14 @@ class Policy:
     """Whether it stays as it is, while its critic learns."""
     stuck: Stuck = field(default_factory=Stuck)
     """Tells where the rollouts teach nothing."""
+    seeds: Seeds = field(default_factory=Seeds)
+    """Of the responses that are trained on."""
+    own: dict[str, object] = field(default_factory=dict)
+    """What each rank keeps in checkpoints for itself."""
+    published: int | None = None
+    """The step whose weights the next responses are of; None before they were published."""
+    shown: list[Shown] = field(default_factory=list)
+    """Of this rank's last rollout that is trained on; empty before there was one."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""
@@ -74,17 +87,43 @@ class Policy:
 
     def _packed(self, part: Batch) -> Packed | None:
         """The part with shared prompts, where that is cheaper."""
-        if self.costs is None or not part.response_lengths.any():
+        if self.costs is None or not part.token_counts.any():
             return None
         copies = int(part.prompts.bincount().max())
         prompt, response = part.prompt_lengths.max().item(), part.response_lengths.double().mean().item()
         in_row = responses_per_row(self.costs, prompt, response, copies)
         return pack(part, in_row) if in_row > 1 else None
 
-    def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int) -> Rollout:
-        """`copies` scored responses to each of this rank's prompts."""
-        known = {"copies": copies, "vocab": self.model.module.base.config.get_text_config().vocab_size}
-        return roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
+    def publish(self, step: int) -> None:
+        """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""
+        self.sampler.publish(step, self.save)
+        self.published = step
+
+    def save(self, folder: Path, *, merged: bool = True) -> None:
+        """Write the model in the Hub format, complete or not at all; adapters alone unless `merged`. For all ranks."""
+        language_model.save_lm(self.model, self.tokenizer, folder, merged=merged)
+
+    def mismatch(self, rollout: Rollout, old_logprobs: torch.Tensor) -> dict[str, float]:
+        """How far the sampler's log-probabilities are from the policy's own (B, T - 1), in metrics."""
+        options = loss_options(self.config)
+        return mismatch(rollout, old_logprobs, resolve_options(options.pop("preset"), options))
+
+    def begin(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
+        """Step `step` begins; with `lag` later rollouts are drawn meanwhile, of the prompts so many steps after it."""
+        if self.config.lag:
+            asked = (step, self.config.steps, prompts_of, self.config.group_size)
+            self.published = self.sampler.begin(*asked, lambda n: replace(self.sampling, seeds=self.seeds.draw(n)))
+
+    def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int, seeds: Seeds | None = None) -> Rollout:
+        """`copies` scored responses to each of this rank's prompts; an evaluation has `seeds` of its own."""
+        if sampling.temperature:
+            sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
+        vocab = self.model.module.base.config.get_text_config().vocab_size
+        known = {"copies": copies, "vocab": vocab, "version": self.published}
+        rollout = roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
+        if sampling.temperature and seeds is None:
+            self.shown = drawn_from(rollout, self.config.show_samples // 2, f"{self.config.seed} {self.published}")
+        return rollout
 
     def loss(
         self,
@@ -208,6 +247,7 @@ def load_policy(
     share_prompts: bool | None = False,
     needs_reference: bool = True,
     frozen: bool = False,
+    own_sampler: Make | None = None,
 ) -> Policy:
     """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
 
@@ -216,6 +256,7 @@ def load_policy(
         share_prompts: compute a prompt once for several responses; None where the model can.
         needs_reference: whether anything is measured against the starting model.
         frozen: whether it is not trained.
+        own_sampler: makes the sampler in place of the option `sampler`.
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
@@ -230,18 +271,15 @@ def load_policy(
     model = engine.initialize(lm, config, config, updates)
 
     # What draws its responses, and how.
-    sampler = TransformersSampler(
-        lm.base,
-        pad_id=tokenizer.pad_token_id,
-        batch_size=config.rollout_batch_size,
-        synced_gpus=config.zero_stage == 3,
-    )
+    sampler = build_sampler(config, config, model, tokenizer, own_sampler, longest=longest)
     sampling = config.sampling(config.max_new_tokens, stop_ids)
     check_sampler(sampler, sampling)
     corrections = ("rollout_correction", "rollout_low", "rollout_high")
     check_correction(sampler, [name for name in corrections if getattr(config, name) is not None])
     made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
-    return Policy(*made, has_values=extend is not None, frozen=frozen)
+    seeds = Seeds(config.seed + ranks.rank() * 100_003)
+    own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
+    return Policy(*made, has_values=extend is not None, frozen=frozen, seeds=seeds, own=own)
 
 
 @dataclass
@@ -282,6 +320,7 @@ def measure(
         exact_kl: also from the logits of both.
         skipped: so many of the first parts the policy is run on for the exact KL alone.
     """
+    policy.model.module.eval()  # as what was sampled: not every sampler has left it so
     shape, device = batch.response_mask.shape, policy.device
     old_logprobs, entropy, ref_logprobs, kl = (torch.zeros(shape, device=device) for _ in range(4))
     for number, index in enumerate(parts):

@@ -18,6 +18,7 @@ from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.logger import phase
+from fused_rl.trainers.samplers.build import Make, check_own
 
 
 def divided(config: PolicyConfig, world: int) -> dict[str, object]:
@@ -36,7 +37,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         "optimizer updates per step": updates,
         "optimizer updates in the run": in_run(config, updates),
         "responses in the run": in_run(config, local * world),
-    }
+    } | ({} if config.server is None else {"servers, not asked yet": " ".join(config.server)})
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Read:
     prompts: list[Prompt]
     held_out: list[Prompt]
     device: torch.device
+    own_sampler: Make | None = None
 
     @property
     def updates(self) -> int:
@@ -58,7 +60,8 @@ class Read:
 
     def load_policy(self, **options) -> Policy:
         """The policy, which has room for every prompt and its response; options as of `policy.load_policy`."""
-        policy = load_policy(self.config, self.tokenizer, self.scorers, self.device, self.updates, **options)
+        made = (self.config, self.tokenizer, self.scorers, self.device, self.updates)
+        policy = load_policy(*made, own_sampler=self.own_sampler, **options)
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out))
         new, remedy = self.config.max_new_tokens, "max_new_tokens or max_prompt_length"
         check_fits(policy.model.module.base, self.tokenizer, rows, new, remedy)
@@ -69,14 +72,15 @@ class Read:
         return [self.prompts[i] for i in indices[ranks.rank() :: ranks.world_size()]]
 
 
-def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callable) -> Read:
-    """Tokenizer, scorers and prompts, compared with what the other processes and a resumed run have read."""
+def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callable, sampler: Make | None = None) -> Read:
+    """All but the models, compared with what the other processes and a resumed run have read."""
     with phase("read tokenizer, scorers and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         scorers = load_scorers(config, reader(config, config, tokenizer, run.device, config.rollout_batch_size))
         prompts, held_out = load_prompts(config, tokenizer, scorers)
+        check_own(config)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
-    return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device)
+    return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device, sampler)
 
 
 def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -18,6 +18,8 @@ NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it
 @dataclass(kw_only=True)
 class KLConfig(LossConfig):
     """Where the KL to the reference is paid for."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: token by token, by the estimator rk3 where none is given; reward: less reward for it before the advantages
@@ -51,6 +53,8 @@ class KLConfig(LossConfig):
 @dataclass(kw_only=True)
 class ReferenceConfig(KLConfig):
     """Which model the reference is, and when it is read."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     kl_every: NonNegativeInt = 1
     """Measure the exact KL to the reference every so many steps, by one more pass of both models; 0 is never, and then

@@ -9,8 +9,58 @@ import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.sampling import Sampling, joined, of_response
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, shortened, where
+from fused_rl.trainers.rollouts.sampling import Sampling, of_response
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, shortened, support_of, where
+
+
+def check_sampler(sampler: Sampler, sampling: Sampling) -> None:
+    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from."""
+    if sampling.truncates and not sampler.records_support:
+        raise InputError(
+            f"top_p={sampling.top_p:g} top_k={sampling.top_k} min_p={sampling.min_p:g} with a sampler that reports no "
+            f"kept sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the "
+            "option, or have the sampler record the sets"
+        )
+
+
+def check_correction(sampler: Sampler, given: Sequence[str]) -> None:
+    """Refuse options, `given` by name, that correct for a sampler whose log-probabilities are the policy's own."""
+    if given and not sampler.tells_logprobs:
+        raise InputError(
+            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
+            "sampled; leave it out"
+        )
+
+
+def check_declared(
+    sampler: Sampler, responses: list[Response], prompts: list[Prompt], version: int | None = None
+) -> None:
+    """Refuse responses that are not what their sampler declares, or drawn with other weights than was agreed.
+
+    `version` is the step whose weights they must be of; None where that is not known.
+    """
+    for response, prompt in zip(responses, prompts, strict=True):
+        problem = _undeclared(sampler, response) or _other_weights(response.weight_version, version)
+        if problem is not None:
+            raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
+
+
+def _undeclared(sampler: Sampler, response: Response) -> str | None:
+    tells = response.logprobs is not None
+    if tells != sampler.tells_logprobs:
+        return f"{'' if tells else 'no '}logprobs, but the sampler declares tells_logprobs = {sampler.tells_logprobs}"
+    if sampler.has_versions and response.weight_version is None:
+        return "no weight_version, but the sampler declares has_versions = True"
+    return None
+
+
+def _other_weights(found: int | None, version: int | None) -> str | None:
+    if found is None or version is None or found == version:
+        return None
+    return (
+        f"drawn with the weights after step {found}, but those after step {version} are to be sampled: the sampler did "
+        "not take what was published, or somebody else gave it other weights"
+    )
 
 
 def check_responses(
@@ -28,45 +78,66 @@ def check_responses(
             raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
 
     # What is in the kept sets, of all responses at once: one by one it would take longer than all else.
-    lengths = [len(response.ids) for response in responses]
-    support = joined([response.support for response in responses], lengths)
+    support = support_of(responses)
     if support is None:
         return
-    tokens = torch.tensor(list(chain.from_iterable(response.ids for response in responses)), dtype=torch.int64)
+    drawn = [response.drawn(response.ids) for response in responses]
+    tokens = torch.tensor(list(chain.from_iterable(drawn)), dtype=torch.int64)
     broken = _broken_row(support, tokens, vocab)
     if broken is not None:
         row, problem = broken
-        ends = list(accumulate(lengths))
+        ends = list(accumulate(map(len, drawn)))
         number = bisect_right(ends, row)
-        token = row - ends[number] + lengths[number]
+        of_response = responses[number].drawn(range(len(responses[number].ids)))
+        token = of_response[row - ends[number]]  # counted from the response's end
         place = where(prompts[number])
         raise InputError(f"the sampler's response to {place}: the kept set of token {token} {problem}")
 
 
 def _broken_promise(response: Response, sampling: Sampling) -> str | None:
-    ids, told = response.ids, response.logprobs
-    stops = [i for i, token in enumerate(ids) if token in sampling.stop_ids]
+    ids, told, trained = response.ids, response.logprobs, response.trained
     if len(ids) > sampling.max_new_tokens:
         return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
     if not all(isinstance(token, int) and token >= 0 for token in ids):
         return "ids must be whole numbers, 0 or more"
     if response.finish not in ("stop", "length"):
         return f"finish={response.finish!r}, which must be stop or length"
-    if (response.finish == "stop") != (stops == [len(ids) - 1]) or stops[:-1]:
+    if trained is not None and not _are_flags(trained, len(ids)):
+        return f"trained is {shortened(trained)}; it must be a bool for each of {len(ids)} ids"
+    if told is not None and len(told) != len(ids):
+        return f"{len(told)} logprobs for {len(ids)} ids"
+    if told is not None and not all(map(_is_finite, response.drawn(told))):
+        return "a logprob is NaN or infinite"
+    return _broken_end(response, sampling.stop_ids)
+
+
+def _are_flags(trained: list[bool], count: int) -> bool:
+    return isinstance(trained, list) and [type(flag) for flag in trained] == [bool] * count
+
+
+def _is_finite(logprob: float | None) -> bool:
+    return logprob is not None and math.isfinite(logprob)
+
+
+def _broken_end(response: Response, stop_ids: Sequence[int]) -> str | None:
+    """What is wrong with where stop tokens stand."""
+    ids, trained = response.ids, response.trained
+    stops = [i for i, token in enumerate(ids) if token in stop_ids]
+    if trained is None and ((response.finish == "stop") != (stops == [len(ids) - 1]) or stops[:-1]):
         return (
             f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; only the last one may be, with stop"
         )
-    if told is not None and len(told) != len(ids):
-        return f"{len(told)} logprobs for {len(ids)} ids"
-    if told is not None and not all(map(math.isfinite, told)):
-        return "a logprob is NaN or infinite"
+    passed = [i for i in stops if trained and trained[i] and trained[i + 1 : i + 2] == [True]]
+    if passed:
+        return f"the policy drew on after its stop token at {passed[0]} of {len(ids)}; its turn ends there"
     return None
 
 
 def _broken_record(response: Response, needed: bool) -> str | None:
     """What is wrong with the form of a record of kept sets."""
     if response.support is None:
-        return "no kept sets, though the sampling truncates" if needed and response.ids else None
+        drawn = response.drawn(response.ids)
+        return "no kept sets, though the sampling truncates" if needed and drawn else None
     try:
         count = len(of_response(response.support))
     except (TypeError, ValueError) as error:
@@ -89,8 +160,9 @@ def _broken_row(support: TokenSupport, tokens: torch.Tensor, vocab: int | None) 
     return missing, f"of {int(lengths[missing])} ids lacks the token itself, {int(tokens[missing])}"
 
 
-def without_stop(response: Response) -> list[int]:
-    return response.ids[:-1] if response.finish == "stop" else response.ids
+def without_stop(response: Response, stop_ids: Sequence[int]) -> list[int]:
+    """Its ids without the stop token at its end."""
+    return response.ids[:-1] if response.ids and response.ids[-1] in stop_ids else response.ids
 
 
 def check_scores(name: str, scores: list[float | None], samples: Sequence[Sample]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From prompts to scored responses: what a sampler returns, what a scorer sees, and the rollout made of both.
 
-A sampler may be this process's model (generate.py) or a server; a scorer may read text (a verifier), token ids (a
-reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
+A sampler may be this process's model (samplers/generate.py) or a server; a scorer may read text (a verifier), token ids
+(a reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
 """
 
 import math
@@ -17,9 +17,25 @@ from fused_rl.trainers.base.guests import own_generators
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.checks import check_responses, check_scores, without_stop
-from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling, check_sampler, joined
-from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample, Sampler, Scorer, Watched, where
+from fused_rl.trainers.rollouts.checks import (
+    check_declared,
+    check_responses,
+    check_sampler,
+    check_scores,
+    without_stop,
+)
+from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
+from fused_rl.trainers.rollouts.types import (
+    Prompt,
+    Response,
+    Rollout,
+    Sample,
+    Sampler,
+    Scorer,
+    Watched,
+    support_of,
+    where,
+)
 
 
 @torch.no_grad()
@@ -33,10 +49,11 @@ def roll_out(
     *,
     copies: int = 1,
     vocab: int | None = None,
+    version: int | None = None,
 ) -> Rollout:
     """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none.
 
-    `vocab` is the size of the model's vocabulary, where it is known.
+    Where they are known: `vocab`, the size of the model's vocabulary, and `version`, the step of the weights to sample.
     """
     # What can go wrong on one rank alone: a server, a verifier.
     began = time.monotonic()
@@ -45,9 +62,10 @@ def roll_out(
         prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
         responses = _sampled(sampler, prompts, sampling)
         check_responses(responses, prompts, sampling, vocab)
+        check_declared(sampler, responses, prompts, version)
         sampled = time.monotonic()
 
-        texts = tokenizer.batch_decode([without_stop(response) for response in responses])
+        texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
         parts = zip(prompts, responses, texts, strict=True)
         samples = [Sample(prompt.row, prompt.ids, response, text, prompt.where) for prompt, response, text in parts]
         with own_generators():
@@ -75,10 +93,12 @@ def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> lis
 
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
-    """Prompts and responses as one batch, with the sets that the tokens were drawn from."""
-    prompt_ids, response_ids = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
-    batch = make_batch(prompt_ids, response_ids, pad_id, device, where=[where(sample) for sample in samples])
-    support = joined([s.response.support for s in samples], list(map(len, response_ids)))
+    """Prompts and responses as one batch, with the sets that the tokens that count were drawn from."""
+    responses, places = [sample.response for sample in samples], [where(sample) for sample in samples]
+    prompt_ids, response_ids = [sample.prompt_ids for sample in samples], [response.ids for response in responses]
+    trained = [response.trained for response in responses]
+    batch = make_batch(prompt_ids, response_ids, pad_id, device, where=places, trained=trained)
+    support = support_of(responses)
     return batch if support is None else replace(batch, support=support)
 
 

@@ -39,36 +39,14 @@ class Sampling:
     """So many of the likeliest ids; 0 is all."""
     min_p: float = 0.0
     """The ids with at least this fraction of the likeliest one's probability; 0 is all."""
+    seeds: tuple[int, ...] | None = None
+    """One for each response, to draw it with where the sampler has generators of its own; None where it is greedy, or
+    where nothing needs to be drawn again."""
 
     @property
     def truncates(self) -> bool:
         """Whether a token may be drawn from less than the whole vocabulary; greedy is no draw."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-
-
-def check_sampler(sampler: object, sampling: Sampling) -> None:
-    """Refuse a sampling that truncates by a sampler that does not record what it left to draw from.
-
-    One that does says so by `records_support = True`.
-    """
-    if sampling.truncates and not getattr(sampler, "records_support", False):
-        raise InputError(
-            f"top_p={sampling.top_p:g} top_k={sampling.top_k} min_p={sampling.min_p:g} with a sampler that reports no "
-            f"kept sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the "
-            "option, or have the sampler record the sets"
-        )
-
-
-def check_correction(sampler: object, given: Sequence[str]) -> None:
-    """Refuse options, `given` by name, that correct for a sampler whose log-probabilities are the policy's own.
-
-    A sampler says so by `tells_logprobs = False`; one that says nothing may tell them in its responses.
-    """
-    if given and not getattr(sampler, "tells_logprobs", True):
-        raise InputError(
-            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
-            "sampled; leave it out"
-        )
 
 
 def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -33,6 +33,32 @@ class Stuck:
             )
 
 
+class IdleCritic:
+    """Says once each what is wrong with a critic that does not learn."""
+
+    PATIENCE = 10
+
+    def __init__(self):
+        self.dead_said, self.worse_said, self.worse = False, False, 0
+
+    def look(self, grad_norm: float | None, var_explained: float) -> None:
+        """After each step: the norm of the critic's gradient (None: not known), and the variance it explained."""
+        self.worse = self.worse + 1 if var_explained < 0 else 0
+        if grad_norm == 0 and not self.dead_said:
+            self.dead_said = True
+            _warn(
+                "the critic has no gradient: its value loss is 0, every response is empty, or value_clip holds every "
+                "token; look at loss/value_avg, completions/mean_length and val/clipfrac_avg"
+            )
+        if self.worse >= self.PATIENCE and not self.worse_said:
+            self.worse_said = True
+            _warn(
+                f"val/var_explained was below 0 for {self.PATIENCE} steps: the critic is worse than a constant, and "
+                "adds noise to the advantages; look at critic_lr, value_clip (smaller than the rewards' scale?), and "
+                "warm it up first: --critic_only N, then --critic OUTPUT_DIR/critic"
+            )
+
+
 def _warn(text: str) -> None:
     if ranks.rank() == 0:
         tell(f"warning: {text}")

@@ -1,14 +1,18 @@
 """What is drawn, who draws it and who judges it: the seams of a rollout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from itertools import chain, compress
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.sampling import Sampling, joined
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,24 @@ class Response:
     """What a sampler returns for one prompt."""
 
     ids: list[int]
-    """Token ids alone, the stop token included; may be empty."""
+    """Token ids alone, the stop token included, at most `max_new_tokens`; may be empty."""
     finish: Literal["stop", "length"]
     """Ended by a stop token, or cut at `max_new_tokens`."""
-    logprobs: list[float] | None = None
+    logprobs: list[float | None] | None = None
     """Of each id, in nats, of the distribution that it was drawn from; None where the sampler does not tell."""
     support: TokenSupport | list[list[int]] | None = None
     """The ids that each token was drawn from, itself among them; those of a token may be empty, for the whole
     vocabulary, and None is that for all tokens. Lists are taken too, but long responses by the thousand are slow so."""
     weight_version: int | None = None
-    """The step that the sampler's weights are of; None where they are the policy's own."""
+    """The step whose weights it was drawn with; None where the sampler declares that it does not know."""
+    trained: list[bool] | None = None
+    """Of each id whether the policy drew it; None is that for all. What it did not draw, an environment's turn or a
+    tool's answer, is context: it gets no gradient and counts in no mean, and its logprob and kept set, which are there,
+    are not looked at. A stop token that the policy drew ends its turn; `finish` says how the last turn ended."""
+
+    def drawn(self, of_ids: Sequence[Value]) -> list[Value]:
+        """Of values of each id, those of the ids that the policy drew."""
+        return list(of_ids) if self.trained is None else list(compress(of_ids, self.trained))
 
 
 @dataclass
@@ -54,11 +66,23 @@ class Sample:
 class Sampler(Protocol):
     """Draws responses; every rank calls it with its own prompts."""
 
+    tells_logprobs: bool
+    """Every response has the log-probabilities of its ids; False where they are the policy's own, as the trainer
+    measures them."""
+    records_support: bool
+    """Every response has its kept sets, where the sampling truncates."""
+    has_versions: bool
+    """Every response says of which step the weights are that it was drawn with."""
+
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """One response per prompt (token ids), in their order."""
 
-    def publish(self, step: int) -> None:
-        """The policy's weights have changed: after an update, and after a resume."""
+    def publish(self, step: int, save: Callable[[Path], None]) -> None:
+        """The policy's weights have changed: after an update, when a run begins, and after a resume.
+
+        `save(folder)` writes them in the Hub format, gathered and with adapters merged, complete or not at all; all
+        ranks call it together, or none.
+        """
 
 
 class Scorer(Protocol):
@@ -119,19 +143,28 @@ class Rollout:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) int64: tokens of each response."""
-        return torch.tensor([len(sample.response.ids) for sample in self.samples])
+        """(B,) int64: tokens of each response that the policy drew."""
+        return torch.tensor([len(sample.response.drawn(sample.response.ids)) for sample in self.samples])
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:
         """(B, T - 1) fp32: the sampler's own log-probabilities, 0 where masked; None where it does not tell."""
-        told = [sample.response.logprobs for sample in self.samples]
-        if any(logprobs is None for logprobs in told):
+        told = [sample.response.drawn(sample.response.logprobs or []) for sample in self.samples]
+        if any(sample.response.logprobs is None for sample in self.samples):
             return None
         mask = self.batch.response_mask
         made = torch.zeros(mask.shape, device=mask.device)
-        made[mask] = torch.cat([torch.tensor(logprobs) for logprobs in told]).to(mask.device)
+        made[mask] = torch.tensor(list(chain.from_iterable(told)), dtype=torch.float32).to(mask.device)
         return made
+
+
+def support_of(responses: Sequence[Response]) -> TokenSupport | None:
+    """The sets of all ids that the policy drew, response by response; None where no sampler told any."""
+    support = joined([response.support for response in responses], [len(response.ids) for response in responses])
+    if support is None or all(response.trained is None for response in responses):
+        return support
+    drawn = [response.trained or [True] * len(response.ids) for response in responses]
+    return support.select(torch.tensor(list(chain.from_iterable(drawn)), dtype=torch.bool))
 
 
 def where(of: Prompt | Sample) -> str:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base import ending, engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints, sources
 from fused_rl.trainers.data.fingerprints import Fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.run import there
 from fused_rl.trainers.run.checkpoint import Checkpoints
 from fused_rl.trainers.run.folder import Folder
 from fused_rl.trainers.run.logger import phase
@@ -56,13 +57,17 @@ class Run:
 
 
 def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
-    """Meet the other processes, refuse what all or any of them cannot do, open the output folder."""
+    """Meet the other processes, refuse what all or any of them cannot do, open the folder, look for what is read."""
     if config.dry_run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
         )
+    ending.begin()
     device = engine.setup(config.seed)
     fingerprints.check_options(config)
     with ranks.together():
         arithmetic(config, ranks.world_size())
-    return Run(config, device, Folder(config).open())
+    folder = Folder(config).open()
+    with ranks.together():
+        there.check(config.reads())
+    return Run(config, device, folder)

@@ -4,7 +4,7 @@ checkpoints/latest              the name of one
 checkpoints/step-4/manifest.json    size and checksum of every file below
                    state.json       the step, the trainer's state, what the run was
                    config.yaml      its options
-                   rng-0.pt         the generators of each rank
+                   rng-0.pt         the generators of each rank, and what else it keeps for itself
                    policy/          what DeepSpeed writes of each engine
 """
 
@@ -14,7 +14,10 @@ import random
 import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 import yaml
@@ -34,10 +37,21 @@ from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.data.fingerprints import Fingerprints
+from fused_rl.trainers.options import resume
 from fused_rl.trainers.options.config import InputError, RunConfig, to_yaml
-from fused_rl.trainers.run import resume
 
 OF_A_RUN = "# fused-rl "  # how the config.yaml of a run begins
+NOTHING: Mapping[str, "Kept"] = MappingProxyType({})
+
+
+class Kept(Protocol):
+    """What each rank keeps for itself over a resume; its state holds tensors, numbers, text, lists and dicts alone."""
+
+    def state_dict(self) -> dict:
+        """What goes on from here."""
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from there."""
 
 
 class Checkpoints:
@@ -52,10 +66,11 @@ class Checkpoints:
 
     # Writing.
 
-    def save(self, engines: dict[str, object], step: int, state: dict) -> None:
+    def save(self, engines: dict[str, object], step: int, state: dict, own: Mapping[str, Kept] = NOTHING) -> None:
         """Write checkpoint `step`: all files first, under another name, then the rename, then `latest`.
 
-        Of each DeepSpeed engine weights, optimizer and schedule go into a folder of its name; `state` is JSON.
+        Of each DeepSpeed engine weights, optimizer and schedule go into a folder of its name; `state` is JSON, `own` is
+        what each rank keeps for itself.
 
         Raises:
             InputError: the disk is full or refuses; nothing of the checkpoint is left, and those before it are.
@@ -64,7 +79,7 @@ class Checkpoints:
         with storing(f"checkpoint {tag}", self.folder):
             # All files, on the disk.
             try:
-                self._write(engines, unfinished, {"step": step, **state})
+                self._write(engines, unfinished, {"step": step, **state}, own)
                 _seal(unfinished)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -81,7 +96,7 @@ class Checkpoints:
                 self._prune(step)
         barrier()
 
-    def _write(self, engines: dict[str, object], folder: Path, state: dict) -> None:
+    def _write(self, engines: dict[str, object], folder: Path, state: dict, own: Mapping[str, Kept]) -> None:
         """All files of a checkpoint but its manifest."""
         if rank() == 0:
             self._sweep()
@@ -90,7 +105,8 @@ class Checkpoints:
         for name, trained in engines.items():
             trained.save_checkpoint(str(folder), tag=name, save_latest=False)
         # DeepSpeed keeps the client state of rank 0 only (ZeRO 0 to 2), so each rank writes its generators itself.
-        torch.save(_generators(), folder / f"rng-{rank()}.pt")
+        kept = {name: mine.state_dict() for name, mine in own.items()}
+        torch.save(_generators() | {"own": kept}, folder / f"rng-{rank()}.pt")
         if rank() == 0:
             about = {"engines": sorted(engines), "facts": self._facts(), "scheduled": bool(self.config.save_every)}
             (folder / "state.json").write_text(json.dumps(about | state))
@@ -183,8 +199,10 @@ class Checkpoints:
             )
         return fingerprints.check_resumed(made_of, recorded.get("made_of"), accepted, chosen)
 
-    def load(self, engines: dict[str, object]) -> dict:
-        """Restore the checkpoint into `engines` and this rank's generators; returns the saved state.
+    def load(self, engines: dict[str, object], own: Mapping[str, Kept] = NOTHING) -> dict:
+        """Restore the checkpoint into `engines`, this rank's generators and its `own`; returns the saved state.
+
+        What the checkpoint does not have, one of an earlier version, stays as it is made when a run begins.
 
         The optimizers' options (learning rate, betas, weight decay, schedule) stay those of this run.
         """
@@ -194,7 +212,10 @@ class Checkpoints:
             raise InputError(f"checkpoint {chosen} holds {state['engines']}, this run trains {sorted(engines)}")
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
-        _restore_generators(torch.load(chosen / f"rng-{rank()}.pt", weights_only=True))
+        kept = torch.load(chosen / f"rng-{rank()}.pt", weights_only=True)
+        _restore_generators(kept)
+        for name, state_of_rank in kept.get("own", {}).items():
+            own[name].load_state_dict(state_of_rank)
         self._refuse_fewer_steps(state["step"])
         return state
 

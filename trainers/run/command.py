@@ -4,12 +4,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from fused_rl.trainers.base import engine, launch, ranks
+from fused_rl.trainers.base import ending, engine, launch, ranks
 from fused_rl.trainers.base.screen import kept_up, tell
 from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.options.config import InputError, Options, RunConfig, to_yaml
 from fused_rl.trainers.options.parse import Config, Refused, config_files, parse
 from fused_rl.trainers.options.text import shown
+from fused_rl.trainers.run import there
 from fused_rl.trainers.run.beginning import Arithmetic
 from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.loop import Stopped
@@ -31,6 +32,7 @@ def run(
         if config.dry_run:
             counted, steps = foresee(config, config)
             tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
+            there.check(config.reads())
             return
         try:
             arithmetic(config, launch.processes())
@@ -47,6 +49,7 @@ def run(
             orderly = True
             raise
         finally:
+            ending.end()
             release()
             engine.teardown(orderly)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.metrics.table import description, row_of
 from fused_rl.trainers.options.config import InputError, OutputConfig, RunConfig
 from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run.curves import Curves, draw_curves
-from fused_rl.trainers.run.metrics import KEYS, PREFIXES
 
 
 class Logger:
@@ -24,7 +24,8 @@ class Logger:
 
     def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
         self.folder, self.steps, self.columns = Path(config.output_dir), config.steps, columns
-        self.keys, self.last, self.line = KEYS[config.command], {}, 0.0
+        self.command, self.last, self.line = config.command, {}, 0.0
+        self.described: set[str] = set()
         self.active = rank() == 0
         if not self.active:
             return
@@ -39,9 +40,9 @@ class Logger:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl; the keys must be those of the table."""
-        unknown = [k for k in metrics if k not in self.keys and not k.startswith(PREFIXES)]
+        unknown = [key for key in metrics if row_of(self.command, key) is None]
         if unknown:
-            raise KeyError(f"metrics {unknown} are not in the table of metrics.py")
+            raise KeyError(f"metrics {unknown} are not in the table of trainers/metrics/table.py")
         if not self.active:
             return
         entry = {"step": step, **{k: float(v) for k, v in metrics.items()}}
@@ -49,7 +50,7 @@ class Logger:
         self.file.write(as_json(entry) + "\n")
         self.file.flush()
         for key, value in metrics.items():
-            self.board.add_scalar(key, value, step)
+            self._draw(key, value, step)
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
         self.last.update(metrics)
@@ -59,6 +60,18 @@ class Logger:
         elif told and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
             self.line = time.monotonic()
             tell(f"step {step}/{self.steps}  {told}")
+
+    def _draw(self, key: str, value: float, step: int) -> None:
+        """A point of a curve in TensorBoard; the first one has the description, which SummaryWriter cannot give."""
+        if key in self.described:
+            self.board.add_scalar(key, value, step)
+            return
+        from torch.utils.tensorboard.summary import scalar
+
+        summary = scalar(key, value)
+        summary.value[0].metadata.summary_description = description(self.command, key)
+        self.board.file_writer.add_summary(summary, step)
+        self.described.add(key)
 
     def samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Show a few responses as a table, and keep them in samples.jsonl."""
@@ -71,8 +84,13 @@ class Logger:
             file.write("".join(as_json({"step": step, **row}) + "\n" for row in rows))
         table = rich.table.Table(*map(shown, rows[0]), title=f"samples at step {step}", title_justify="left")
         for row in rows:
-            table.add_row(*(Text(shown(str(value)[-200:], keep="\n\t")) for value in row.values()))
+            table.add_row(*(Text(shown(_short(value), keep="\n\t")) for value in row.values()))
         (self.progress.console.print if self.progress is not None else rich.print)(table)
+
+    def draw(self, curves: Curves) -> None:
+        """curves.png of what there is."""
+        if self.active:
+            draw_curves(self.history, curves, self.folder / "curves.png")
 
     def close(self, curves: Curves) -> None:
         """Flush everything and draw curves.png."""
@@ -84,7 +102,12 @@ class Logger:
         self.board.close()
         for tracker in self.trackers:
             tracker.finish()
-        draw_curves(self.history, curves, self.folder / "curves.png")
+        self.draw(curves)
+
+
+def _short(value: object) -> str:
+    """Of a number four digits, of a text its end."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[-200:]
 
 
 @contextmanager

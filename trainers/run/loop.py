@@ -17,8 +17,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -29,6 +30,7 @@ from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.beginning import Run
+from fused_rl.trainers.run.checkpoint import NOTHING, Kept
 from fused_rl.trainers.run.curves import Curves
 from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.logger import Logger, phase
@@ -41,18 +43,25 @@ class Stopped(KeyboardInterrupt):
 class Interruption:
     """From `begin` to `end` the first Ctrl-C or SIGTERM is only noted; the second one stops at once."""
 
+    taken: ClassVar["Interruption | None"] = None  # the one of this process that has the signals
+
     def __init__(self):
         self.received, self.previous = False, {}
 
     def begin(self) -> None:
-        """Take over the signals."""
+        """Take over the signals, also from a run that died, where its traceback keeps its loop alive."""
+        if Interruption.taken:
+            Interruption.taken.end()
+        Interruption.taken = self
         self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def end(self) -> None:
-        """Give the signals back."""
+        """Give the signals back, once."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self.previous = {}
+        if Interruption.taken is self:
+            Interruption.taken = None
 
     def _handle(self, number, _frame):
         self.received = True
@@ -75,6 +84,7 @@ class Loop:
         order: which rows come next; its position is in the checkpoints.
         columns, curves: {header: key} of the progress bar, panels of curves.png.
         state: returns what else the trainer needs to continue, JSON.
+        own: what each rank keeps for itself, by name.
     """
 
     def __init__(
@@ -86,16 +96,17 @@ class Loop:
         columns: dict[str, str],
         curves: Curves,
         state: Callable[[], dict] = dict,
+        own: Mapping[str, Kept] = NOTHING,
     ):
         if not run.made_of:
             raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
         self.config, self.folder, self.engines, self.made_of = config, run.folder, engines, run.made_of
         output = Folder(config)
         self.checkpoints = output.checkpoints
-        self.order, self.curves, self.state = order, curves, state
+        self.order, self.curves, self.state, self.own = order, curves, state, own
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
         if config.resume:
-            self.restored = self.checkpoints.load(engines)
+            self.restored = self.checkpoints.load(engines, own)
             self.step, order.position = self.restored["step"], self.restored["position"]
         output.claim(self.step)
         with storing("metrics.jsonl", run.folder):
@@ -119,21 +130,26 @@ class Loop:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         self.interruption.begin()
+        saved = False
         try:
             while not self.last:
                 self.step += 1
                 yield self.step, next(self.order)
                 self._save_or_stop()
+            saved = True
         finally:
-            if not self.last:  # at the last step the signals stay ours until the model is saved
+            if not saved:  # else the signals stay ours until the model is there, too
                 self.interruption.end()
 
     def log(self, metrics: dict[str, float], samples: list[dict] = ()) -> None:
-        """Write one line of metrics, and show a few responses."""
+        """Write one line of metrics, show a few responses; with an evaluation within the run draw its curves."""
         timed = {} if self.begins else {"time/save": self.save_seconds}
         with storing("metrics.jsonl", self.folder):
             self.logger.log(self.step, metrics | timed)
             self.logger.samples(self.step, samples)
+        if self.evaluates and not self.begins and not self.last:  # at the end they are drawn anyhow
+            with storing("curves.png", self.folder):
+                self.logger.draw(self.curves)
 
     def _save_or_stop(self) -> None:
         """A checkpoint on schedule, when the run is told to stop, and at the end: the model is not saved yet."""
@@ -143,7 +159,7 @@ class Loop:
             began = time.monotonic()
             told = {"rows": self.order.size, "made_of": self.made_of}
             state = {"position": self.order.position, **told, **self.state()}
-            self.checkpoints.save(self.engines, self.step, state)
+            self.checkpoints.save(self.engines, self.step, state, self.own)
             self.save_seconds = time.monotonic() - began
         if stop:
             with storing("curves.png", self.folder):

@@ -5,8 +5,10 @@ Where a model keeps its past in another form than keys and values, transformers'
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, groupby
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,21 @@ from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
 from fused_rl.trainers.rollouts.types import Response
 
-Drawn = tuple[list[list[int]], list[TokenSupport] | None, torch.Tensor]
-"""Token ids of each response; what each token was drawn from, None for the whole vocabulary; and (B,) bool, of the
-responses whose logits were NaN or infinite."""
 LOOK_EVERY = 16  # tokens of each response, on an accelerator
 NOTED = 1 << 28  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
+
+
+class Drawn(NamedTuple):
+    """B responses."""
+
+    ids: list[list[int]]
+    """Token ids of each."""
+    supports: list[TokenSupport] | None
+    """What each token was drawn from; None for the whole vocabulary."""
+    broken: torch.Tensor
+    """(B,) bool: logits that are NaN or infinite."""
+    logprobs: list[list[float]] | None = None
+    """Of each token, in nats; None where they are not asked for."""
 
 
 class TransformersSampler:
@@ -38,6 +50,7 @@ class TransformersSampler:
 
     records_support = True
     tells_logprobs = False  # the trainer would compute the same
+    has_versions = False  # they are always those of now
 
     def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False, look_every: int | None = None):
         self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
@@ -57,18 +70,23 @@ class TransformersSampler:
         by_length = list(chain.from_iterable(runs))
 
         self.lm.eval()
-        in_place = functools.partial(_decode, every=self._between_looks(sampling))
-        draw = in_place if _keeps_keys_and_values(self.lm) else _transformers_generate
+        options = {"every": self._between_looks(sampling), "tells": self.tells_logprobs}
+        in_place = functools.partial(_decode, **options, generator=self.generator(prompts, sampling))
+        draw = in_place if keeps_keys_and_values(self.lm) else _transformers_generate
         responses = {}
         for start in range(0, len(by_length), self.batch_size):
             indices = by_length[start : start + self.batch_size]
             ids_of = [prompts[i] for i in indices]
-            drawn, supports, broken = draw(self.lm, ids_of, sampling, self.pad_id, self.synced_gpus)
-            if broken.any():
-                raise NoDistribution([indices[number] for number in broken.nonzero()[:, 0].tolist()], self.step)
-            for i, ids, support in zip(indices, drawn, supports or [None] * len(drawn), strict=True):
+            drawn = draw(self.lm, ids_of, sampling, self.pad_id, self.synced_gpus)
+            if drawn.broken.any():
+                raise NoDistribution([indices[number] for number in drawn.broken.nonzero()[:, 0].tolist()], self.step)
+            nothing = [None] * len(indices)
+            for i, ids, told, support in zip(
+                indices, drawn.ids, drawn.logprobs or nothing, drawn.supports or nothing, strict=True
+            ):
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
-                responses[i] = Response(ids, finish, support=support)
+                version = self.step if self.has_versions else None
+                responses[i] = Response(ids, finish, told, support, version)
         return [responses[i] for i in range(len(prompts))]
 
     def _between_looks(self, sampling: Sampling) -> int:
@@ -78,12 +96,16 @@ class TransformersSampler:
         of_token = self.batch_size * self.lm.config.get_text_config().vocab_size
         return max(1, min(self.look_every, NOTED // of_token))
 
-    def publish(self, step: int) -> None:
+    def generator(self, prompts: list[list[int]], sampling: Sampling) -> torch.Generator | None:
+        """What tokens are drawn with; None is the process's own generator."""
+        return None
+
+    def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """The weights are the policy's: only their step is noted, for errors."""
         self.step = step
 
 
-def _keeps_keys_and_values(lm) -> bool:
+def keeps_keys_and_values(lm) -> bool:
     """Whether the past of a model is a key and a value per token, and positions can be told."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -94,7 +116,17 @@ def _keeps_keys_and_values(lm) -> bool:
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synced_gpus: bool, every: int) -> Drawn:
+def _decode(
+    lm,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    pad_id: int,
+    synced_gpus: bool,
+    *,
+    every: int,
+    tells: bool = False,
+    generator: torch.Generator | None = None,
+) -> Drawn:
     """One response per prompt; rows that have ended are computed no further than the next look, `every` so many steps.
 
     Between looks the host does not wait for the device.
@@ -102,6 +134,7 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
     # What is on the device until the end: token ids by step and response, and which responses are broken.
     rows, device, count = _Rows(lm, prompts, sampling, pad_id), lm.device, len(prompts)
     ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
+    told = torch.zeros(ids.shape, device=device) if tells else None
     broken = torch.zeros(count, dtype=torch.bool, device=device)
     ended = broken.clone()  # by row, of which there is one for each response at first
     stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
@@ -110,8 +143,10 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
     # Token by token. What a row draws after its stop token counts for nothing.
     for step in range(sampling.max_new_tokens):
         scores = _scores(rows.logits, sampling)
-        token, bad = _draw(scores, sampling)
+        token, bad = _draw(scores, sampling, generator)
         ids[step].scatter_(0, rows.number, token)
+        if told is not None:
+            told[step].scatter_(0, rows.number, _logprobs(scores, token))
         broken[rows.number] |= bad & ~ended
         if record is not None:
             record.note(scores, ended, rows.numbers)
@@ -126,14 +161,14 @@ def _decode(lm, prompts: list[list[int]], sampling: Sampling, pad_id: int, synce
                 index = rows.keep(going or [0])  # another rank is still going: one row keeps step with it
                 token, ended = token[index], ended[index]
         rows.feed(token)
-    return _drawn(ids, broken, record, sampling)
+    return _drawn(ids, broken, told, record, sampling)
 
 
 class _Rows:
     """The responses that are computed: those that go on, and until the next look those that have ended since."""
 
     def __init__(self, lm, prompts: list[list[int]], sampling: Sampling, pad_id: int):
-        from fused_rl.trainers.rollouts.past import in_place
+        from fused_rl.trainers.samplers.past import in_place
 
         # The distinct prompts, padded on the left.
         runs = [list(run) for _, run in groupby(prompts)]
@@ -203,15 +238,20 @@ def _pays(going: int, rows: int, every: int) -> bool:
     return left < rows if every == 1 else (rows - left) * 8 >= rows
 
 
-def _drawn(ids: torch.Tensor, broken: torch.Tensor, record: Record | None, sampling: Sampling) -> Drawn:
-    """What was drawn, from token ids (steps, B) and (B,) bool on the device: each response up to its stop token."""
+def _drawn(
+    ids: torch.Tensor, broken: torch.Tensor, told: torch.Tensor | None, record: Record | None, sampling: Sampling
+) -> Drawn:
+    """What was drawn, from token ids and log-probabilities (steps, B) and (B,) bool on the device: each response up to
+    its stop token."""
     found = torch.cat([broken, ids.flatten()])
     found = found.cpu() if record is None else record.fetch(found)
     broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
     responses = until_stop(ids.t(), sampling.stop_ids)
-    if record is None or broken.any():
-        return responses, None, broken
-    return responses, record.of_responses([len(response) for response in responses]), broken
+    lengths, logprobs = [len(response) for response in responses], None
+    if told is not None:
+        logprobs = [row[:length] for row, length in zip(told.t().tolist(), lengths, strict=True)]
+    supports = None if record is None or broken.any() else record.of_responses(lengths)
+    return Drawn(responses, supports, broken, logprobs)
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -222,7 +262,14 @@ def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return truncated(scores, sampling) if sampling.truncates else scores
 
 
-def _draw(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def _logprobs(scores: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """(B, V), (B,) -> (B,) fp32 nats, of what a token was drawn from; greedy, of the softmax at temperature 1."""
+    return scores.float().log_softmax(-1).gather(1, token[:, None])[:, 0]
+
+
+def _draw(
+    scores: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, V) -> (B,) int64, a token of each row; (B,) bool, whether there was none to draw: scores NaN or infinite."""
     if not sampling.temperature:
         token = scores.argmax(-1)
@@ -231,9 +278,9 @@ def _draw(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch
     bad = probabilities[:, 0].isnan()  # as the whole row is then
     if probabilities.device.type != "cpu":
         # What torch.multinomial does for one token, less its look at every probability, which waits for the device.
-        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1), bad
+        return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1), bad
     # There multinomial draws a random number for every token of the vocabulary.
-    token = token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64))
+    token = token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64, generator=generator))
     return token.clamp(max=scores.shape[1] - 1), bad
 
 
@@ -272,11 +319,11 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
     tokens = output.sequences[:, input_ids.shape[1] :].cpu()
     responses = until_stop(tokens, sampling.stop_ids)
     if not sampling.truncates or watch.broken.any():
-        return responses, None, watch.broken
+        return Drawn(responses, None, watch.broken)
     lengths = torch.tensor([len(response) for response in responses])
     drawn_from = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
     own = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return responses, drawn_from.select(own.flatten()).split(lengths.tolist()), watch.broken
+    return Drawn(responses, drawn_from.select(own.flatten()).split(lengths.tolist()), watch.broken)
 
 
 class _Watch:

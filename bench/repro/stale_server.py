@@ -1,0 +1,364 @@
+"""What a server answers with HTTP 200 and gets wrong: each trap on a real vLLM, the size of its error, what finds it.
+
+    python bench/repro/stale_server.py            prints the table, draws docs/stale-server.png
+    python bench/repro/stale_server.py --draw     table and figure from the results that are there
+
+The demo's model, warm-started and after 60 steps of GRPO: the old weights and the new. A server has the old, then comes
+what should be a push of the new; what the server tells of the tokens that it draws from then on is compared with the
+log-probabilities that the new weights give them. The prompts are problems with their answers, 18 in a row. What finds
+a trap is the trainer's own check at that moment. Needs .venv-vllm (`make test-server`), no GPU.
+"""
+
+import argparse
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # run as a file
+
+import torch
+
+from bench import machine, plots, results, vllm_server
+from bench.repro import pushed_weights as weights
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import write_atomically
+from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.samplers.http import connect
+from fused_rl.trainers.servers.digests import tensors_of
+from fused_rl.trainers.servers.verify import EXACT, Expected, Verifier, scored
+
+RESULTS = results.RESULTS / "repro" / "stale_server.json"
+PICTURE = plots.DOCS / "stale-server.png"
+COPIES, TOKENS = 8, 8
+# Of every request that says nothing else: what is left out has the server's default.
+FIELDS = {
+    "model": "policy",
+    "n": COPIES,
+    "max_tokens": TOKENS,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": True,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
+
+
+class Told(NamedTuple):
+    """A response, and what the server says of it."""
+
+    prompt: list[int]
+    ids: list[int]
+    logprobs: list[float]
+    finish: str
+
+
+class Scene(NamedTuple):
+    """A server, and the weights that it should have."""
+
+    url: str
+    old: Path
+    new: Path
+    lm: object
+    """Of the new weights, in fp32."""
+    tokenizer: object
+    prompts: list[list[int]]
+
+
+# What a server is asked.
+
+
+def call(url: str, path: str, body: dict | None = None) -> dict | None:
+    """The answer to a POST."""
+    data = b"" if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def push(url: str, folder: Path, *, reset: bool = True) -> None:
+    """The server reads the weights of a folder; without a reset its prefix cache keeps what the old ones made."""
+    call(url, "/pause?mode=wait&clear_cache=false")
+    call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    if reset and not call(url, "/reset_prefix_cache")["success"]:
+        raise RuntimeError("the prefix cache was not reset")
+    call(url, "/resume")
+
+
+def ask(url: str, prompts: list[list[int]], *, without: tuple[str, ...] = (), **fields) -> list[Told]:
+    """`n` responses to each prompt; `without` are fields that the request leaves out."""
+    told = []
+    for number, prompt in enumerate(prompts):
+        body = FIELDS | {"prompt": prompt, "seed": 1000 * number} | fields
+        for name in without:
+            del body[name]
+        for choice in call(url, "/v1/completions", body)["choices"]:
+            logprobs = choice["logprobs"]["token_logprobs"]
+            told.append(Told(prompt, choice["token_ids"], logprobs, choice["finish_reason"]))
+    return told
+
+
+@torch.no_grad()
+def right(lm, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
+    """(len(ids),) fp64 nats of a response under the model's softmax at a temperature."""
+    logits = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    logp = (logits.double() / temperature).log_softmax(-1)
+    return logp.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def errors(lm, told: list[Told], temperature: float) -> torch.Tensor:
+    """(tokens,) fp64 nats: what the server tells of each token less what the model gives it."""
+    found = []
+    for response in told:
+        exact = right(lm, response.prompt, response.ids, temperature)
+        found.append(torch.tensor(response.logprobs, dtype=torch.float64) - exact)
+    return torch.cat(found)
+
+
+# Traps that log-probabilities show: what is done in place of a push of the new weights, and how it is then asked.
+
+
+def pushed(scene: Scene) -> None:
+    push(scene.url, scene.new)
+
+
+def nothing(scene: Scene) -> None:
+    """As a server that takes no weights, or reads another folder."""
+
+
+def cache_kept(scene: Scene) -> None:
+    ask(scene.url, scene.prompts, n=1, max_tokens=1)  # the old weights' keys and values of all prompts
+    push(scene.url, scene.new, reset=False)
+
+
+def partly(scene: Scene) -> None:
+    push(scene.url, weights.partial(scene.new))
+
+
+class Trap(NamedTuple):
+    """How the new weights come, on a server with which flags, and what it is asked then."""
+
+    name: str
+    act: Callable[[Scene], None] = pushed
+    temperature: float = 1.0
+    flags: str = "right"
+    asked: dict = {}
+    prevented: str = ""
+    """What the trainer does that it cannot happen; empty where a check finds it."""
+
+
+SERVERS = {
+    "right": ("--generation-config", "auto"),
+    "raw": ("--logprobs-mode", "raw_logprobs"),
+    "bfloat16": ("--dtype", "bfloat16"),
+}
+DEFAULTS = {"without": ("temperature", "top_k", "top_p"), "temprature": 1.0}
+TRAPS = (
+    Trap("none: as it should be, T = 1"),
+    Trap("none: as it should be, T = 0.5", temperature=0.5),
+    Trap("no reset of the prefix cache", cache_kept),
+    Trap("weights never read", nothing),
+    Trap("one tensor of 21 missing in the folder", partly),
+    Trap("`temprature`: the folder's own defaults", asked=DEFAULTS, prevented="every field is sent"),
+    Trap("raw log-probabilities, T = 0.7", temperature=0.7, flags="raw"),
+    Trap("raw log-probabilities, T = 0.5", temperature=0.5, flags="raw"),
+    Trap("bf16 server, fp32 trainer", flags="bfloat16"),
+)
+
+
+def expected_of(scene: Scene, temperature: float) -> Expected:
+    """The policy that the trainer's checks hold a server to."""
+
+    def score(prompts, responses, at, support):
+        return [right(scene.lm, *pair, at).tolist() for pair in zip(prompts, responses, strict=True)]
+
+    sampling = Sampling(temperature, TOKENS, ())
+    known = {"vocab": scene.lm.config.vocab_size, "longest": weights.POSITIONS, "exact": True}
+    return Expected(scene.tokenizer, sampling=sampling, score=score, **known)
+
+
+def sprung(trap: Trap, scene: Scene) -> dict:
+    """The row of a trap, its error in nats, and what the trainer's checks said."""
+    push(scene.url, scene.old)
+    verifier = Verifier(connect(scene.url), expected_of(scene, trap.temperature))
+    verifier.before_pushes()
+    trap.act(scene)
+    told = ask(scene.url, scene.prompts, **{"temperature": trap.temperature} | trap.asked)
+    found = errors(scene.lm, told, trap.temperature)
+    try:
+        probes = verifier.after_push(scene.new, 1, tensors_of(scene.new))
+        verifier.judge(probes, *scored(probes, verifier.expected.score), 1)
+        said = trap.prevented or "all checks pass"
+    except InputError as error:
+        said = str(error).replace(scene.url, "")
+    sizes = found.abs()
+    return {
+        "trap": trap.name,
+        "status": results.OK,
+        "tokens": len(found),
+        "mean": found.mean().item(),
+        "mean_abs": sizes.mean().item(),
+        "max_abs": sizes.max().item(),
+        "said": said,
+    }
+
+
+# Traps that show in the tokens.
+
+OPEN = {"max_tokens": 64, "temperature": 2.0}  # the most that vLLM takes: few responses are equal by chance
+
+
+def one_seed(scene: Scene) -> str:
+    told = ask(scene.url, scene.prompts[:1] * COPIES, n=1, seed=1, **OPEN)
+    return f"{_different(told)} of {COPIES} responses differ: all advantages are 0"
+
+
+def near_seeds(scene: Scene) -> str:
+    """Two requests for eight responses each."""
+    found = []
+    for apart in (1, COPIES):
+        told = []
+        for seed in (1, 1 + apart):
+            told += ask(scene.url, scene.prompts[:1], seed=seed, **OPEN)
+        found.append(_different(told))
+    near, far = found
+    return f"{near} of {2 * COPIES} responses differ, {far} with seeds {COPIES} apart: sample k draws with seed + k"
+
+
+def cut(scene: Scene) -> str:
+    (told,) = ask(scene.url, scene.prompts[:1], n=1, max_tokens=weights.POSITIONS)
+    return f"{len(told.ids)} of {weights.POSITIONS} tokens, finish_reason {told.finish!r}"
+
+
+def own_eos(scene: Scene) -> str:
+    """Where the run's stop tokens are not the EOS of the model's config; here there are none."""
+    told = ask(scene.url, scene.prompts, ignore_eos=False)
+    ended = sum(response.finish == "stop" for response in told)
+    return f"{ended} of {len(told)} responses end before {TOKENS} tokens, at an EOS that is no stop token of the run"
+
+
+def aborted(scene: Scene) -> str:
+    """Somebody else pauses the server, in the mode that is the default."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, scene.url, scene.prompts[:1], max_tokens=200)
+        time.sleep(0.3)
+        call(scene.url, "/pause")
+        call(scene.url, "/resume")
+        told = asked.result()
+    ended = sum(response.finish == "abort" for response in told)
+    shortest = min(len(response.ids) for response in told)
+    return f"{ended} of {len(told)} responses have finish_reason 'abort', the shortest {shortest} of 200 tokens"
+
+
+def _different(told: list[Told]) -> int:
+    return len({tuple(response.ids) for response in told})
+
+
+IN_TOKENS = {
+    "one seed for a group": (one_seed, "a seed for each response; four seeds must not draw clones"),
+    "seeds one apart, n = 8": (near_seeds, "a request for each response, seeds drawn at random"),
+    "longer than max_model_len": (cut, "refused before it is asked; 'length' has max_new_tokens ids"),
+    "no ignore_eos": (own_eos, "ignore_eos is sent; 'stop' ends with a stop token of the run"),
+    "a pause in mid-request": (aborted, "only 'stop' and 'length' count"),
+}
+
+
+# What came of them.
+
+
+def spring_all(folder: Path) -> list[dict]:
+    """A row of every trap; one server after the other."""
+    import transformers
+
+    old, new = weights.prepare(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(new)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32).eval()
+    prompts = weights.long_prompts(tokenizer)
+    rows = []
+    for name, flags in SERVERS.items():
+        with vllm_server.serving(old, folder / f"{name}.log", *flags) as server:
+            scene = Scene(server.url, old, new, lm, tokenizer, prompts)
+            for trap in TRAPS:
+                if trap.flags == name:
+                    rows.append(sprung(trap, scene))
+                    print(f"{trap.name}: {rows[-1]['max_abs']:.2g} nats", flush=True)
+            if name == "right":
+                push(server.url, new)
+                for title, (spring, prevented) in IN_TOKENS.items():
+                    rows.append({"trap": title, "status": results.OK, "shows": spring(scene), "said": prevented})
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, a line per trap."""
+    lines = []
+    for row in rows:
+        shown = row.get("shows") or f"{row['mean_abs']:.1e} mean, {row['max_abs']:.1e} max"
+        said = row["said"].rpartition("): ")[2]  # without the server and its figures
+        lines.append({"trap": row["trap"], "off by, in nats of a token": shown, "what finds it": said})
+    return results.table_of(lines, markdown=True)
+
+
+def check(rows: list[dict]) -> None:
+    """Raises AssertionError where a check missed a trap, or found one where there is none."""
+    for row in rows:
+        if "max_abs" in row:
+            right = row["trap"].startswith("none")
+            passed = row["said"] == "all checks pass"
+            assert right == passed == (row["max_abs"] < EXACT), row
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """A line per trap: from the mean to the largest error of a token."""
+    shown = [row for row in rows if "max_abs" in row]
+    figure, (axes,) = plots.panels(1, (9, 0.8 + 0.36 * len(shown)))
+    for y, row in enumerate(shown):
+        colour = plots.LOOKS[0][0] if row["max_abs"] < EXACT else plots.LOOKS[2][0]
+        axes.plot([row["mean_abs"], row["max_abs"]], [y, y], color=colour, lw=3, alpha=0.5)
+        axes.scatter([row["mean_abs"], row["max_abs"]], [y, y], color=colour, s=[24, 48], zorder=3)
+    axes.axvline(EXACT, color="black", lw=1, ls="--")
+    axes.text(EXACT, -0.6, " what the checks allow in fp32", fontsize=8, va="bottom")
+    axes.set_yticks(range(len(shown)), [row["trap"] for row in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="nats that the server's log-probability of a token is off: mean and largest")
+    plots.save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--draw", action="store_true", help="start no server, take the results that are there")
+    parser.add_argument("--folder", type=Path, default=Path("runs/stale_server"), help="of the models")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--png", type=Path, default=PICTURE)
+    arguments = parser.parse_args()
+    if not arguments.draw:
+        torch.set_num_threads(1)
+        engine.quiet()
+        environment = machine.environment("cpu")  # before: the commit may change while it lasts
+        try:
+            rows = spring_all(arguments.folder.resolve())
+        finally:
+            engine.teardown()
+        result = {"group": "stale_server", "environment": environment, "rows": rows}
+        arguments.results.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(arguments.results, results.dumps(result))
+    rows = results.load(arguments.results)["rows"]
+    print(f"\n{table(rows)}")
+    draw(rows, arguments.png)
+    print(f"drew {arguments.png.name}")
+    check(rows)
+    print("each trap is found, and nothing else")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,625 @@
+"""Rollouts drawn ahead: by a schedule, in a thread as one after the other, and over a stop as without one."""
+
+import dataclasses
+import functools
+import os
+import signal
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fused_rl.recipes.turns import Guessing
+from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.base import ending
+from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts import lag
+from fused_rl.trainers.rollouts.lag import Ahead
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.samplers import server
+from fused_rl.trainers.samplers.copied import CopySampler
+from tests.marks import slow
+from tests.trainers import fake_server, killed, served, tiny
+from tests.trainers.killed import UNDISTURBED, Moment
+from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config, on_ranks, stopped_after
+
+
+class InTurn:
+    """In place of a thread: the work is done when it would begin."""
+
+    def __init__(self, target, args, **_):
+        self.target, self.args = target, args
+
+    def start(self):
+        self.target(*self.args)
+
+    def join(self, timeout=None):
+        pass
+
+
+class Late(threading.Thread):
+    """A thread that is slow to begin."""
+
+    def run(self):
+        threading.Event().wait(0.02)
+        super().run()
+
+
+# The schedule.
+
+
+class Told:
+    """A sampler whose responses say with which weights and seed they were drawn."""
+
+    tells_logprobs = records_support = has_versions = True
+
+    def __init__(self):
+        self.version, self.asked, self.fails_at = None, [], None
+
+    def sample(self, prompts, sampling):
+        self.asked.append(prompts[0][0])
+        if self.fails_at == prompts[0][0]:
+            raise InputError(f"no more of {prompts[0][0]}")
+        seeds = sampling.seeds or [0] * len(prompts)
+        ids = [[*prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)]
+        return [Response(of_one, "length", [-1.0] * len(of_one), weight_version=self.version) for of_one in ids]
+
+    def publish(self, step, save):
+        self.version = step
+
+
+def nothing(folder):
+    raise AssertionError("nothing is to be written")
+
+
+def prompts_of(step):
+    return lambda later: [Prompt([step + later], {})]
+
+
+class Counted:
+    """Seeds that count up."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __call__(self, count):
+        self.given += count
+        return Sampling(1.0, 2, (), seeds=tuple(range(self.given - count, self.given)))
+
+
+def walked(ahead, seeds, steps, last=7):
+    """Of each step the version and the seeds of its rollout; between steps something else is asked for."""
+    found = {}
+    for step in steps:
+        version = ahead.begin(step, last, prompts_of(step), 2, seeds)
+        responses = ahead.sample([[step], [step]], Sampling(1.0, 2, ()))
+        assert [response.ids[0] for response in responses] == [step, step]
+        assert {response.weight_version for response in responses} == {version}
+        found[step] = (version, *(response.ids[1] for response in responses))
+        ahead.publish(step, nothing)
+        (beside,) = ahead.sample([[100 + step]], Sampling(0.0, 2, ()))  # an evaluation
+        assert beside.weight_version == step
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("kind", [threading.Thread, InTurn, Late])
+def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
+    monkeypatch.setattr(lag, "Thread", kind)
+    drawn_from = Told()
+    ahead = Ahead(drawn_from, k)
+    ahead.publish(0, nothing)
+    found = walked(ahead, Counted(), range(1, 8))
+    assert found == {step: (max(0, step - 1 - k), 2 * step - 2, 2 * step - 1) for step in range(1, 8)}
+    rollouts = [step for step in drawn_from.asked if step < 100]
+    assert rollouts == list(range(1, 8))  # each once, in order, and none beyond the end
+    assert not ahead.pending
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("at", [1, 4, 6])
+def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
+    first = Ahead(Told(), k)
+    first.publish(0, nothing)
+    seeds = Counted()
+    expected = walked(first, seeds, range(1, at + 1))
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    assert sorted(first.pending) == list(range(at + 1, min(at + k, 7) + 1))
+
+    second = Ahead(Told(), k)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    second.publish(at, nothing)
+    again = Counted()
+    again.given = seeds.given
+    assert walked(second, again, range(at + 1, 8)) == walked(first, seeds, range(at + 1, 8))
+    assert all(found[0] == max(0, step - 1 - k) for step, found in expected.items())
+
+
+def test_numbers_of_numpy_come_back_from_a_checkpoint_too(tmp_path):
+    sampler = Told()
+    sampler.version = np.int64(0)
+    ahead = Ahead(sampler, 1)
+    ahead.begin(1, 7, prompts_of(1), 1, Counted())
+    for pending in ahead.pending.values():
+        (response,) = pending.responses.result()
+        response.logprobs, response.trained = list(np.float32([-1.0, -2.0])), list(np.array([True, False]))
+        response.of_the_users_own = object()
+    torch.save(ahead.state_dict(), tmp_path / "state.pt")
+    again = Ahead(Told(), 1)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    (response,) = again.pending[2].responses.result()
+    assert (response.logprobs, response.trained, response.weight_version) == ([-1.0, -2.0], [True, False], 0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (Response([1, 2, 3], "length", [-1.0] * 3, weight_version=0), "3 tokens, but max_new_tokens is 2"),
+        (Response([1, 2], "length", [-1.0] * 2, weight_version=5), "step 5"),
+        (Response([1, 2], "length", weight_version=0), "no logprobs, but"),
+    ],
+)
+def test_what_can_never_be_trained_on_ends_the_run_before_a_checkpoint_holds_it(broken, reason):
+    sampler = Told()
+    sampler.version = 0
+    ahead = Ahead(sampler, 1)
+    sampler.sample = lambda prompts, sampling: [broken] * len(prompts)
+    ahead.begin(1, 7, prompts_of(1), 1, Counted())
+    with pytest.raises(InputError, match=reason):
+        ahead.publish(1, nothing)
+
+
+def test_prompts_that_changed_are_asked_for_again(capsys):
+    first = Ahead(Told(), 2)
+    first.publish(0, nothing)
+    walked(first, Counted(), range(1, 4))
+    second = Ahead(Told(), 2)
+    second.load_state_dict(first.state_dict())
+    second.publish(3, nothing)
+    assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
+    assert [response.ids[0] for response in second.sample([[14], [14]], Sampling(1.0, 2, ()))] == [14, 14]
+    assert "drawn again, as their prompts have changed: the rollouts of steps 4, 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [threading.Thread, InTurn])
+def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind, monkeypatch):
+    monkeypatch.setattr(lag, "Thread", kind)
+    drawn_from = Told()
+    drawn_from.fails_at = 3
+    ahead = Ahead(drawn_from, 1)
+    ahead.publish(0, nothing)
+    walked(ahead, Counted(), [1])
+    ahead.begin(2, 7, prompts_of(2), 2, Counted())  # and with it the rollout of step 3
+    assert len(ahead.sample([[2], [2]], Sampling(1.0, 2, ()))) == 2
+    with pytest.raises(InputError, match="no more of 3"):
+        ahead.publish(2, nothing)
+    assert drawn_from.version == 1  # what is in doubt gets no new weights
+    drawn_from.fails_at = 1
+    ahead = Ahead(drawn_from, 1)
+    ahead.publish(0, nothing)
+    ahead.begin(1, 7, prompts_of(1), 2, Counted())
+    with pytest.raises(InputError, match="no more of 1"):
+        ahead.sample([[1], [1]], Sampling(1.0, 2, ()))
+
+
+def test_a_rollout_of_other_prompts_is_never_given():
+    ahead = Ahead(Told(), 1)
+    ahead.publish(0, nothing)
+    ahead.begin(1, 7, prompts_of(1), 2, Counted())
+    with pytest.raises(RuntimeError, match="of other prompts"):
+        ahead.sample([[8], [9]], Sampling(1.0, 2, ()))
+
+
+def test_fewer_steps_and_more_steps_after_a_resume():
+    """What was drawn beyond an end that came nearer is kept; what was not drawn as the end was there is of now."""
+    first = Ahead(Told(), 2)
+    first.publish(0, nothing)
+    walked(first, Counted(), range(1, 5))
+    second = Ahead(Told(), 2)
+    second.load_state_dict(first.state_dict())
+    second.publish(4, nothing)
+    assert walked(second, Counted(), [5], last=5)[5][0] == 2 and list(second.pending) == [6]
+    assert {step: found[0] for step, found in walked(second, Counted(), [6, 7, 8], last=8).items()} == {
+        6: 3,
+        7: 5,
+        8: 5,
+    }
+
+
+def test_batches_to_come_are_those_that_come():
+    order, again = RowOrder(10, 4, seed=3), RowOrder(10, 4, seed=3)
+    batches = [next(again) for _ in range(9)]
+    for number in range(6):
+        assert next(order) == batches[number]
+        assert [order.after(later) for later in range(4)] == batches[number : number + 4]
+    assert order.position == 6 * 4
+
+
+# The copy.
+
+
+PROMPTS = [[1, 40, 41], [1, 40, 41], [1, 60], [1, 70, 71, 72]]
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    config = grpo_config((folder, ""), "")
+    return tiny.load_lm(config).base.train()
+
+
+def from_copy(lm, **options):
+    made = CopySampler(lm, pad_id=0, batch_size=3, **options)
+    made.publish(7, nothing)
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 20, "min_p": 0.02, "top_p": 0.9}], ids=["all", "truncated"])
+def test_log_probabilities_are_of_what_was_drawn_from(lm, options):
+    sampling = Sampling(0.7, 8, (3,), seeds=(5, 6, 7, 8), **options)
+    made = from_copy(lm)
+    state, mode = torch.get_rng_state(), lm.training
+    responses = made.sample(PROMPTS, sampling)
+    assert torch.equal(torch.get_rng_state(), state) and lm.training == mode and not made.lm.training
+    again = from_copy(lm).sample(PROMPTS, sampling)
+    assert [response.ids for response in again] == [response.ids for response in responses]
+    other = from_copy(lm).sample(PROMPTS, dataclasses.replace(sampling, seeds=(5, 6, 7, 9)))
+    assert [response.ids for response in other] != [response.ids for response in responses]
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        with torch.no_grad():
+            logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1].double()
+        scores = logits / 0.7
+        if options:
+            kept = torch.full_like(scores, -torch.inf)
+            for row, ids in enumerate(
+                part.tolist() for part in response.support.ids.split(response.support.offsets.diff().tolist())
+            ):
+                kept[row, ids or slice(None)] = 0.0
+            scores = scores + kept
+        expected = scores.log_softmax(-1)[torch.arange(len(response.ids)), torch.tensor(response.ids)]
+        torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=2e-6, rtol=0)
+        assert response.weight_version == 7
+
+
+def test_turns_of_a_conversation_draw_other_numbers(lm):
+    made, sampling = from_copy(lm), Sampling(1.0, 8, (3,), seeds=(5,))
+    assert made.generator([[1, 2]], sampling).initial_seed() != made.generator([[1, 2, 4]], sampling).initial_seed()
+
+
+def test_greedy_responses_tell_log_probabilities_too(lm):
+    (response,) = from_copy(lm).sample([PROMPTS[0]], Sampling(0.0, 4, (3,)))
+    with torch.no_grad():
+        logits = lm(input_ids=torch.tensor([PROMPTS[0] + response.ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    assert response.ids == logits.argmax(-1).tolist()
+    best = logits.log_softmax(-1).amax(-1)
+    torch.testing.assert_close(torch.tensor(response.logprobs), best, atol=2e-6, rtol=0)
+
+
+def test_the_copy_follows_when_it_is_published_and_not_before(folder):
+    lm = tiny.load_lm(grpo_config((folder, ""), "")).base
+    made = from_copy(lm)
+    with torch.no_grad():
+        lm.lm_head.weight.mul_(2.0)
+    assert not torch.equal(made.lm.lm_head.weight, lm.lm_head.weight)
+    made.publish(8, nothing)
+    for (name, copied), own in zip(made.lm.state_dict().items(), lm.state_dict().values(), strict=True):
+        assert torch.equal(copied, own) and copied.data_ptr() != own.data_ptr(), name
+    assert made.sample(PROMPTS, Sampling(0.0, 2, ()))[0].weight_version == 8
+
+
+def test_with_adapters_these_alone_are_copied(folder):
+    trained = tiny.load_lm(grpo_config((folder, ""), "", lora_rank=2))
+    made = from_copy(trained.base)
+    with torch.no_grad():
+        for weight in trained.parameters():
+            if weight.requires_grad:
+                weight.add_(1.0)
+    made.publish(8, nothing)
+    shared = {name for name, weight in trained.base.named_parameters() if not weight.requires_grad}
+    copied = dict(made.lm.named_parameters())
+    for name, own in trained.base.named_parameters():
+        assert torch.equal(copied[name], own)
+        assert (copied[name] is own) == (name in shared) and not copied[name].requires_grad
+    assert shared and shared < set(copied)
+
+
+def test_a_run_that_has_ended_breaks_off_what_is_drawn(lm):
+    drawn_from, passes = from_copy(lm), []
+
+    def third_pass(*_):
+        passes.append(1)
+        if len(passes) == 3:
+            ending.end()
+
+    ahead = Ahead(drawn_from, 1)
+    ahead.publish(0, nothing)
+    drawn_from.lm.register_forward_pre_hook(third_pass)
+    sampling = Sampling(1.0, 100, (999,), seeds=(1,))
+    begun = (1, 2, lambda later: [Prompt(PROMPTS[0], {})], 1, lambda count: sampling)
+    try:
+        ahead.begin(*begun)
+        with pytest.raises(CancelledError):
+            ahead.sample([PROMPTS[0]], sampling)
+        with pytest.raises(CancelledError):
+            ahead.publish(1, nothing)
+    finally:
+        ending.begin()
+    assert len(passes) == 3
+
+
+def test_a_run_that_has_ended_asks_servers_for_no_more(folder, tmp_path, monkeypatch):
+    served.hurry(monkeypatch)
+    monkeypatch.setattr(server, "AT_ONCE", 1)
+    policy = served.Policy(folder)
+    with fake_server.serving("vllm", folder) as fake:
+        sampler = served.sampler_of([fake], policy, tmp_path / "run")
+        sampler.publish(0, policy.save)
+        draw, drawn = fake.draw, []
+
+        def third(*args, **options):
+            drawn.append(args)
+            if len(drawn) == 3:
+                ending.end()
+            return draw(*args, **options)
+
+        fake.draw = third
+        try:
+            with pytest.raises(CancelledError):
+                sampler.sample(PROMPTS * 4, Sampling(0.9, 4, (3,), seeds=tuple(range(16))))
+        finally:
+            ending.begin()
+    assert len(drawn) == 3
+
+
+def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
+    monkeypatch.setattr("fused_rl.trainers.samplers.copied.keeps_keys_and_values", lambda lm: False)
+    with pytest.raises(InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"):
+        CopySampler(lm, pad_id=0, batch_size=3)
+
+
+# Runs.
+
+
+SMALL = {"steps": 4, "eval_every": 2, "lr": 1e-2}
+KEPT = {"save_every": 1, "keep_checkpoints": 9}
+OTHERS = {
+    "plain": {},
+    "truncated": {"top_k": 40, "top_p": 0.95, "temperature": 0.8},
+    "adapters": {"lora_rank": 2, "save_merged": True},
+    "bfloat16": {"dtype": "bfloat16", "zero_stage": 2},
+}
+
+
+def grpo_run(files, folder, **options):
+    grpo.train(grpo_config(files, folder, **(SMALL | options)))
+
+
+def ppo_run(files, folder, **options):
+    model, dataset = files
+    settings = {"verifiers": VERIFIER, "eval_size": 4, "eval_samples": 2, "prompts_per_step": 8, "minibatches": 2}
+    settings |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "micro_batch_size": 4, "critic": "shared"}
+    settings = tiny.settled(SMALL | settings | options)
+    ppo.train(ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(folder), **settings))
+
+
+RUNS = {"grpo": grpo_run, "ppo": ppo_run}
+
+
+@pytest.fixture(scope="module")
+def made(files, tmp_path_factory):
+    """`made(kind, k, …)` is the folder of a run in a thread that nothing interrupted; each is made once."""
+
+    @functools.cache
+    def make(kind: str, k: int, others: str = "plain") -> Path:
+        folder = tmp_path_factory.mktemp(f"{kind}-{k}") / "run"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "0")  # as conftest.py does for a test
+            RUNS[kind](files, folder, lag=k, **KEPT, **OTHERS[others])
+        return folder
+
+    return make
+
+
+CASES = [
+    ("grpo", 1, "plain"),
+    ("ppo", 2, "plain"),
+    slow("grpo", 2, "truncated"),
+    slow("ppo", 1, "truncated"),
+    slow("grpo", 1, "adapters"),
+    slow("grpo", 3, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "k", "others"), CASES)
+def test_a_thread_is_one_after_the_other_bit_for_bit(kind, k, others, made, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(lag, "Thread", InTurn)
+    RUNS[kind](files, tmp_path / "turns", lag=k, **KEPT, **OTHERS[others])
+    assert_equal_runs(tmp_path / "turns", made(kind, k, others))
+
+
+@pytest.mark.parametrize(("kind", "k", "others"), CASES)
+def test_a_run_that_is_resumed_equals_the_uninterrupted_one(kind, k, others, made, files, tmp_path):
+    whole, stopped = made(kind, k, others), tmp_path / "stopped"
+    forget_after(whole, stopped, 2)
+    RUNS[kind](files, stopped, lag=k, resume=True, **KEPT, **OTHERS[others])
+    assert_equal_runs(stopped, whole)
+
+
+@pytest.mark.parametrize(("kind", "k"), [("grpo", 1), slow("ppo", 2)])
+def test_metrics_say_which_weights_were_sampled_and_how_far_they_were(kind, k, made):
+    metrics = tiny.read_metrics(made(kind, k))[1:]
+    assert [m["rollout/weight_version"] for m in metrics] == [max(0, m["step"] - 1 - k) for m in metrics]
+    off = [m["rollout/logprob_diff_max"] for m in metrics]
+    assert off[0] < 1e-5 and min(off[1:]) > 1e-3
+
+
+def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path):
+    stopped = tmp_path / "stopped"
+    forget_after(made("grpo", 1), stopped, 2)
+    for other in (2, 0):
+        with pytest.raises(InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"):
+            grpo_run(files, stopped, lag=other, **KEPT, resume=True)
+        run_folder.release()  # as the command does when it ends
+
+
+def test_corrections_are_for_lag_and_refused_without(files, tmp_path):
+    with pytest.raises(InputError, match="rollout_high corrects for a sampler that differs"):
+        grpo_run(files, tmp_path / "none", rollout_high=1.5)
+    grpo_run(files, tmp_path / "one", rollout_high=1.5, lag=1, steps=1, eval_size=0)
+
+
+def test_an_error_in_the_thread_ends_the_run_with_its_own_line(files, tmp_path, monkeypatch):
+    sample, threads = CopySampler.sample, []
+
+    def failing(self, prompts, sampling):
+        threads.append(threading.current_thread() is threading.main_thread())
+        if self.step == 1 and not threads[-1]:
+            raise InputError("the wire is cut")
+        return sample(self, prompts, sampling)
+
+    monkeypatch.setattr(CopySampler, "sample", failing)
+    with pytest.raises(InputError, match="^the wire is cut$"):
+        grpo_run(files, tmp_path / "run", lag=1, **KEPT)
+    assert not all(threads)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-1"]
+    monkeypatch.undo()
+
+
+def test_a_run_that_is_told_to_stop_goes_on_bit_for_bit(made, files, tmp_path):
+    stopped, whole = tmp_path / "run", made("grpo", 1)
+    config = grpo_config(files, stopped, **SMALL, lag=1, **KEPT)
+    stopped_after(grpo, config, 2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts")]
+    grpo.train(dataclasses.replace(config, resume=True))
+    assert_equal_runs(stopped, whole)
+
+
+@pytest.mark.slow
+def test_rows_that_were_accepted_to_be_others_are_drawn_again(files, tmp_path, capsys):
+    rows = Path(tiny.jsonl(tmp_path / "rows.jsonl", tiny.sums(20)))
+    changing = (files[0], str(rows))
+    grpo_run(changing, tmp_path / "run", lag=2, **KEPT)
+    forget_after(tmp_path / "run", tmp_path / "stopped", 2)
+    rows.write_text(rows.read_text().replace("+", "&"))
+    grpo_run(changing, tmp_path / "stopped", lag=2, resume=True, accept_changes=["rows", "held_out"], **KEPT)
+    assert "drawn again, as their prompts have changed: the rollouts of steps 3, 4" in capsys.readouterr().out
+    versions = [m.get("rollout/weight_version") for m in tiny.read_metrics(tmp_path / "stopped")]
+    assert versions == [None, 0, 0, 2, 2]  # at step 4 lag 2 would have had those after step 1
+
+
+@pytest.mark.slow
+def test_a_sampler_of_the_users_own_is_called_in_the_thread(files, tmp_path, monkeypatch):
+    config = grpo_config(files, tmp_path / "thread", **SMALL, lag=2, **KEPT)
+    grpo.train(config, sampler=Guessing)
+    monkeypatch.setattr(lag, "Thread", InTurn)
+    grpo.train(dataclasses.replace(config, output_dir=str(tmp_path / "turns")), sampler=Guessing)
+    assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
+    forget_after(tmp_path / "thread", tmp_path / "stopped", 3)
+    grpo.train(dataclasses.replace(config, output_dir=str(tmp_path / "stopped"), resume=True), sampler=Guessing)
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "thread")
+
+
+class Silent(Told):
+    tells_logprobs = False
+
+    def __init__(self, built, tokenizer):
+        super().__init__()
+
+
+def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
+    with pytest.raises(InputError, match="lag=1 trains on responses of earlier weights.* or leave lag out$"):
+        grpo.train(grpo_config(files, tmp_path / "run", lag=1), sampler=Silent)
+    run_folder.release()
+
+
+SERVED = [("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2), slow("ppo", "sglang", 1)]
+
+
+@pytest.mark.parametrize(("trainer", "kind", "k"), SERVED)
+def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
+    """In a thread, one after the other, and from a checkpoint with another server: the same run."""
+    served.hurry(monkeypatch)
+
+    def run(name, **options):
+        with fake_server.serving(kind, files[0]) as fake:
+            options |= {"server": [fake.url], "lag": k, "steps": 3, "eval_size": 0, "max_prompt_length": 40, **KEPT}
+            RUNS[trainer](files, tmp_path / name, **options)
+        run_folder.release()
+
+    run("thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(lag, "Thread", InTurn)
+        run("turns")
+    assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
+    forget_after(tmp_path / "thread", tmp_path / "stopped", 2)
+    run("stopped", resume=True)
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "thread")
+
+    metrics = tiny.read_metrics(tmp_path / "thread")
+    assert [m["rollout/weight_version"] for m in metrics] == [max(0, m["step"] - 1 - k) for m in metrics]
+    assert metrics[0]["rollout/logprob_diff_max"] < 1e-4 < metrics[-1]["rollout/logprob_diff_max"]
+
+
+# At any moment, in processes of their own.
+
+
+KILLED = {
+    "as a checkpoint is begun": [Moment(1, "step-2.tmp")],
+    "as the rollouts are written": [Moment(2, "rng-0.pt", 0.002)],
+    "while a rollout is drawn": [Moment(3, "metrics.jsonl", 0.02), Moment(1, "latest", 0.03)],
+    "before anything was saved": [Moment(2, "metrics.jsonl")],
+    "as the model is saved": [Moment(1, "run/model", 0.01)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", KILLED.values(), ids=KILLED)
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_killed_run_goes_on_bit_for_bit(kind, moments, made, files, tmp_path):
+    whole = made(kind, 2, "truncated" if kind == "grpo" else "plain")
+    argv = (whole / "config.yaml").read_text().replace(str(whole), "run")
+    (tmp_path / "config.yaml").write_text(argv)
+    statuses = []
+    for moment in [*moments, UNDISTURBED]:
+        resumes = ["--resume"] if (tmp_path / "run" / "checkpoints" / "latest").exists() else ["--overwrite"]
+        statuses += killed.run(kind, ["--config", "config.yaml", *resumes], tmp_path, moment)
+    assert statuses[-1] == 0 and -signal.SIGKILL in statuses, (tmp_path / "log").read_text()
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_while_a_rollout_is_drawn_leaves_no_process(twice, made, tmp_path):
+    whole = made("grpo", 2, "truncated")
+    (tmp_path / "config.yaml").write_text((whole / "config.yaml").read_text().replace(str(whole), "run"))
+    (process,) = killed.start("grpo", ["--config", "config.yaml", "--steps", "100000"], tmp_path)
+    killed.wait_for_steps(process, tmp_path / "run", 3)
+    for _ in range(1 + twice):
+        os.killpg(process.pid, signal.SIGINT)
+        threading.Event().wait(0.02)
+    process.join(60)
+    log = (tmp_path / "log").read_text()
+    assert process.exitcode == 130 and "Traceback" not in log, log
+    # The second signal may find the step at its end.
+    assert "continue with --resume" in log or (twice and "stopped at once" in log)
+
+
+def train_and_resume(rank, world, files, folder, stage):
+    """A run on ranks with rows of their own, and from its second step on again."""
+    whole, stopped = Path(folder) / f"{stage}", Path(folder) / f"{stage}-stopped"
+    options = {"lag": 1, "zero_stage": stage} | KEPT
+    grpo_run(files, whole, **options)
+    forget_after(whole, stopped, 2)
+    grpo_run(files, stopped, resume=True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_over_two_ranks_a_run_resumes_bit_for_bit(stage, files, tmp_path):
+    on_ranks(train_and_resume, 2, files, str(tmp_path), stage)
+    assert_equal_runs(tmp_path / f"{stage}-stopped", tmp_path / f"{stage}")

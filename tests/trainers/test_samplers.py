@@ -1,0 +1,287 @@
+"""The seam to whoever draws: what a sampler declares and is held to, its seeds, and a sampler of the user's own."""
+
+import dataclasses
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fused_rl.presets import resolve_options
+from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.metrics.responses import SAMPLER
+from fused_rl.trainers.metrics.table import KEYS, row_of
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.rollouts.checks import check_correction
+from fused_rl.trainers.rollouts.mismatch import mismatch
+from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.seeds import Seeds
+from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
+from fused_rl.trainers.run import checkpoint
+from fused_rl.trainers.samplers import build
+from tests.trainers import tiny
+from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
+from tests.trainers.test_writing import Files
+
+CPU = torch.device("cpu")
+PROMPTS = [Prompt([1, 70], {}, f"d.jsonl, line {i}") for i in (1, 2)]
+
+
+class Told(tiny.Sampler):
+    """One token to each prompt, with what is told of it."""
+
+    def __init__(self, declared, **told):
+        vars(self).update(declared)
+        self.told = told
+
+    def sample(self, prompts, sampling):
+        return [Response([5], "length", **self.told) for _ in prompts]
+
+
+def rolled_out(sampler, version=None):
+    sampling = Sampling(1.0, 1, (3,))
+    return roll_out(sampler, [], PROMPTS, sampling, tiny.tokenizer(), CPU, version=version)
+
+
+@pytest.mark.parametrize(
+    ("declared", "told", "message"),
+    [
+        ({"tells_logprobs": True}, {}, "no logprobs, but the sampler declares tells_logprobs = True"),
+        ({}, {"logprobs": [-1.0]}, "logprobs, but the sampler declares tells_logprobs = False"),
+        ({"has_versions": True}, {}, "no weight_version, but the sampler declares has_versions = True"),
+        (
+            {"has_versions": True},
+            {"weight_version": 3},
+            "drawn with the weights after step 3, but those after step 4 are to be sampled: .* did not take what was",
+        ),
+        ({}, {"weight_version": 5}, "drawn with the weights after step 5, but those after step 4 are to be sampled"),
+    ],
+)
+def test_responses_that_are_not_what_was_declared_or_published_are_refused(declared, told, message):
+    with pytest.raises(InputError, match=f"^the sampler's response to d.jsonl, line 1: {message}"):
+        rolled_out(Told(declared, **told), version=4)
+
+
+def test_what_was_declared_is_taken_and_no_version_is_compared_where_none_is_known():
+    assert rolled_out(Told({"has_versions": True}, weight_version=4), version=4).rollout_logprobs is None
+    assert rolled_out(Told({}), version=4) and rolled_out(Told({"has_versions": True}, weight_version=4))
+    told = rolled_out(Told({"tells_logprobs": True}, logprobs=[-2.0])).rollout_logprobs
+    assert told.tolist() == [[0.0, -2.0]] * 2
+    check_correction(Told({"tells_logprobs": True}), ["rollout_high"])
+    with pytest.raises(InputError, match="^rollout_high corrects for a sampler"):
+        check_correction(Told({}), ["rollout_high"])
+
+
+# How far the sampler is from the policy.
+
+
+def told_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
+    """A rollout of 3, 1 and 2 ids of the policy, whose sampler is off by (6,) nats; the second id is another's."""
+    samples = []
+    for length in (3, 1, 2):
+        trained = [True, False] + [True] * (length - 1)
+        response = Response([7] * (length + 1), "length", weight_version=6, trained=trained)
+        samples.append(Sample({}, [1, 70], response, ""))
+    batch = batch_of(samples, 0, CPU)
+    mask = batch.response_mask
+    old = torch.where(mask, -3 * torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)), 0)
+    for sample, told in zip(samples, (old[mask] + difference).split((3, 1, 2)), strict=True):
+        first, *others = told.tolist()
+        sample.response.logprobs = [first, 1e9, *others]
+    return Rollout(samples, batch, {}, torch.zeros(3), torch.zeros(3), {}), old
+
+
+@pytest.mark.parametrize(
+    ("correction", "cut"),
+    [("token-truncate", 2 / 6), ("token-mask", 2 / 6), ("sequence-mask", 3 / 6), (None, None)],
+)
+def test_the_sampler_s_distance_is_told_before_any_correction(correction, cut):
+    difference = torch.tensor(
+        [-0.5, 0.25, -1.5, 0.1, -1.0, 0.75]
+    )  # policy less sampler: 0.5, -0.25, 1.5 | -0.1 | 1, -0.75
+    rollout, old = told_off_by(difference)
+    options = dataclasses.replace(
+        resolve_options("grpo", {}), rollout_correction=correction, rollout_low=0.0, rollout_high=2.0
+    )
+    metrics = mismatch(rollout, old, options)
+    exact = difference.double()
+    expected = {
+        "rollout/logprob_diff_mean": exact.mean().item(),
+        "rollout/logprob_diff_abs": exact.abs().mean().item(),
+        "rollout/logprob_diff_max": 1.5,
+        "rollout/kl_k3": (torch.expm1(-exact) + exact).mean().item(),
+        "rollout/weight_version": 6.0,
+    }
+    expected |= {} if cut is None else {"rollout/correction_cut": cut}
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    assert all(key in SAMPLER and row_of("grpo", key) == key and key not in KEYS["grpo"] for key in metrics)
+
+
+def test_a_server_that_is_half_a_nat_off_is_seen_in_a_step_of_grpo_and_of_ppo(files, tmp_path):
+    class Off(tiny.Sampler):
+        """Draws as the policy does, and tells log-probabilities half a nat too low."""
+
+        tells_logprobs = has_versions = True
+
+        def __init__(self, built, tokenizer):
+            self.built, self.step = built, None
+
+        def publish(self, step, save):
+            self.step = step
+            self.built.publish(step, save)
+
+        def sample(self, prompts, sampling):
+            lm, responses = self.built.lm, self.built.sample(prompts, sampling)
+            for prompt, response in zip(prompts, responses, strict=True):
+                logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
+                logp = (logits / (sampling.temperature or 1)).log_softmax(-1)
+                told = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0] - 0.5
+                response.logprobs, response.weight_version = told.tolist(), self.step
+            return responses
+
+    options = {"steps": 2, "eval_size": 0, "minibatches": 1, "preset": "grpo"}
+    grpo.train(grpo_config(files, tmp_path / "grpo", **options), sampler=Off)
+    settings = dataclasses.asdict(grpo_config(files, tmp_path / "ppo", **options))
+    known = {name: settings[name] for name in ("model", "dataset", "verifiers", "steps", "eval_size", "minibatches")}
+    known |= {"prompts_per_step": 4, "max_new_tokens": 6, "zero_stage": 0, "output_dir": str(tmp_path / "ppo")}
+    ppo.train(ppo.PPOConfig(**known), sampler=Off)
+    for name in ("grpo", "ppo"):
+        for metrics in tiny.read_metrics(tmp_path / name):
+            assert metrics["rollout/logprob_diff_mean"] == pytest.approx(-0.5, abs=1e-4)
+            assert metrics["rollout/logprob_diff_abs"] == pytest.approx(0.5, abs=1e-4)
+            assert metrics["rollout/kl_k3"] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-3)
+            assert metrics["rollout/weight_version"] == metrics["step"] - 1
+
+
+# Seeds.
+
+
+class Noting(tiny.Sampler):
+    """Draws by the seeds that it is given, and notes them."""
+
+    noted = []
+
+    def __init__(self, built, tokenizer):
+        pass
+
+    def sample(self, prompts, sampling):
+        self.noted.append(sampling.seeds)
+        numbers = sampling.seeds or [1] * len(prompts)
+        return [Response([70 + seed % 90, 3], "stop") for seed in numbers]
+
+
+def test_every_response_has_a_seed_that_a_resumed_run_draws_again(files, tmp_path):
+    def run(name, **options):
+        Noting.noted = []
+        grpo.train(
+            grpo_config(files, tmp_path / name, steps=3, save_every=1, keep_checkpoints=9, **options), sampler=Noting
+        )
+        return Noting.noted
+
+    whole = run("whole")
+    greedy, evaluated, first, second, third, greedy_again, evaluated_again = whole
+    assert greedy is greedy_again is None and evaluated == evaluated_again
+    assert [len(seeds) for seeds in (evaluated, first, second, third)] == [8, 16, 16, 16]
+    assert len({*first, *second, *third}) == 48 and all(0 <= seed < 2**31 for seed in first)
+    forget_after(tmp_path / "whole", tmp_path / "stopped", 1)
+    assert run("stopped", resume=True)[0] == second
+    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_seeds_draw_from_a_generator_of_their_own():
+    torch.manual_seed(1)
+    random.seed(1)
+    before, seeds = torch.get_rng_state(), Seeds(5)
+    first = seeds.draw(4)
+    state = seeds.state_dict()
+    then = seeds.draw(3)
+    assert torch.equal(torch.get_rng_state(), before) and first != then
+    seeds.load_state_dict(state)
+    assert seeds.draw(3) == then and Seeds(5).draw(4) == first != Seeds(6).draw(4)
+
+
+def test_a_checkpoint_of_before_there_were_seeds_leaves_those_that_a_run_begins_with(files, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = checkpoint.Checkpoints(grpo_config(files, tmp_path, save_every=1, resume=True))
+    drawn, fresh = Seeds(5), Seeds(5)
+    drawn.draw(9)
+
+    for step, own, expected in ((1, {"seeds": drawn}, drawn), (2, {}, fresh)):
+        checkpoints.save({"policy": Files()}, step, {"position": 0}, own)
+        if not own:  # as an earlier version wrote it
+            path = tmp_path / "checkpoints" / f"step-{step}" / "rng-0.pt"
+            kept = torch.load(path, weights_only=True)
+            assert kept.pop("own") == {}
+            torch.save(kept, path)
+        loaded = Seeds(5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.engine, "load_engine", lambda *_: None)
+            checkpoints.load({"policy": Files()}, {"seeds": loaded})
+        assert torch.equal(loaded.generator.get_state(), expected.generator.get_state())
+
+
+# A sampler of the user's own.
+
+OWN = """
+class Half:
+    tells_logprobs = records_support = has_versions = False
+    def __init__(self, built, tokenizer):
+        self.built, self.publish = built, built.publish
+    def sample(self, prompts, sampling):
+        return self.built.sample(prompts, sampling)
+def number(built, tokenizer):
+    return 7
+def raises(built, tokenizer):
+    raise OSError("no such game")
+class Late(Half):
+    def sample(self, prompts, sampling):
+        raise KeyError("the game")
+class Vague(Half):
+    has_versions = "yes"
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_sampler.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_path, own):
+    grpo.train(grpo_config(files, tmp_path / "a"))
+    grpo.train(grpo_config(files, tmp_path / "b", sampler="own_sampler:Half"))
+    assert_equal_runs(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_sampler:nothing", "sampler 'own_sampler:nothing': AttributeError"),
+        ("own_sampler", "sampler 'own_sampler': expected module:function"),
+        (
+            "own_sampler:number",
+            "'own_sampler:number' returned 7 .int. without tells_logprobs, records_supp",
+        ),
+        ("own_sampler:raises", "sampler 'own_sampler:raises' raised OSError: no such game .own_sampler.py, line 11."),
+        ("own_sampler:Late", "sampler 'own_sampler:Late' raised KeyError: 'the game' .own_sampler.py, line 14."),
+        ("own_sampler:Vague", "sampler 'own_sampler:Vague': has_versions is 'yes'; it must be True or False"),
+    ],
+)
+def test_a_sampler_that_is_none_is_a_line(files, tmp_path, own, name, message):
+    with pytest.raises(InputError, match=message) as refused:
+        grpo.train(grpo_config(files, tmp_path / "run", sampler=name, steps=1, eval_size=0))
+    assert "\n" not in str(refused.value)
+
+
+def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):
+    config = SimpleNamespace(sampler="own_sampler:Half", server=None)
+    with pytest.raises(InputError, match="^sampler=own_sampler:Half and a sampler given to train.. are two; give one"):
+        build.build_sampler(config, config, None, None, Noting, longest=1)
+    words = ["--model=m", "--dataset=d.jsonl", "--output_dir=o", f"--verifiers={VERIFIER}"]
+    named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1", "http://b:2", "--steps=3"], "fused-rl grpo")
+    assert named.server == ["http://a:1", "http://b:2"] and named.steps == 3
+    with pytest.raises(InputError, match="expected URLs"):
+        dataclasses.replace(named, server=" , ")

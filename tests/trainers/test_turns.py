@@ -1,0 +1,349 @@
+"""Responses of several turns: what the policy did not draw is context, and nothing else, in GRPO and PPO alike."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import TokenSupport, reference
+from fused_rl.recipes import turns as recipe
+from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import packing
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.policy import credit, groups, policy
+from fused_rl.trainers.policy.critic import Critic, OwnCritic
+from fused_rl.trainers.rollouts.checks import check_responses, without_stop
+from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.turns import after_turn, of_turn
+from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
+from fused_rl.trainers.run.logger import read_metrics
+from tests.trainers import steps, tiny
+from tests.trainers.steps import EOS, TEMPERATURE, Plain
+
+LENGTH = 9
+PROMPTS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
+SCORES = [0.0, 2, 1, 2, 3, 0, 1, 1]
+
+
+def spoken(seed: int = 0) -> list[Response]:
+    """Four responses to each prompt: turns of two speakers, one of nothing but the other's, one of the policy's."""
+    made = torch.Generator().manual_seed(seed)
+    patterns = ["ttoot", "oott", "toto", "ooo", "t", "otttottot", "ttttt", "tot"]
+    responses = []
+    for i, pattern in enumerate(patterns):
+        ids = torch.randint(10, 200, (len(pattern),), generator=made).tolist()
+        trained = None if i == 6 else [speaker == "t" for speaker in pattern]
+        ids = [EOS if speaker == "o" and i % 2 else token for token, speaker in zip(ids, pattern, strict=True)]
+        responses.append(Response(ids, "length", trained=trained))
+    return responses
+
+
+def longer_prompts() -> tuple[list[Prompt], list[Response], list[Response]]:
+    """Prompts; responses that begin with another's turn; and what the policy drew of these, to longer prompts."""
+    made = torch.Generator().manual_seed(3)
+    whole, own = [], []
+    for length in (2, 1, 3, 2, 1, 3, 2, 2):
+        ids = torch.randint(10, 200, (2 + length,), generator=made).tolist()
+        ids[:2] = (90, 91)  # the same for all, so that the longer prompts are equal as well
+        whole.append(Response(ids, "length", trained=[False] * 2 + [True] * length))
+        own.append(Response(ids[2:], "length"))
+    return [Prompt([*prompt.ids, 90, 91], {}) for prompt in PROMPTS], whole, own
+
+
+def config_of(folder, **options) -> grpo.GRPOConfig:
+    return steps.config_of(folder, **({"max_new_tokens": LENGTH, "kl_coef": 0.1, "kl_estimator": "rk3"} | options))
+
+
+def policy_of(config, lm, responses, packed: bool) -> policy.Policy:
+    made = steps.fake_policy(config, Plain(lm), responses, SCORES)
+    made.sampling = Sampling(TEMPERATURE, LENGTH, (EOS,))
+    made.costs = packing.Costs(token=1.0, pair=0.0) if packed else None
+    return made
+
+
+def made_up(rollout) -> policy.Measured:
+    """Of before the update, from a token and its place among those that the policy drew: the same for equal turns."""
+    batch = rollout.batch
+    mask = batch.response_mask
+    places = (mask.cumsum(1) + 7 * batch.input_ids[:, 1:]).double()
+    waves = [torch.cos(places * k).float() for k in (1.0, 1.7, 2.3, 2.9)]
+    values = (0.2 * waves[0] - 5.5, waves[1].abs(), 0.2 * waves[2] - 5.4, waves[3].abs())
+    return policy.Measured(*(torch.where(mask, value, 0) for value in values))
+
+
+def grpo_step(config, prompts, responses, packed: bool):
+    """The sums of a minibatch in three parts, and the gradient of every weight."""
+    lm = tiny.load_lm(config)
+    made = policy_of(config, lm, responses, packed)
+    drawn = groups.draw(made, prompts, None, 1)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    measured, parts = made_up(drawn.rollout), list(torch.arange(8).split(3))
+    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
+    return sums, {name: weight.grad for name, weight in lm.named_parameters()}
+
+
+def assert_same(found, expected):
+    sums, gradients = found
+    of, gradients_of = expected
+    assert sums == pytest.approx(of, rel=1e-4, abs=1e-7)
+    for name, gradient in gradients_of.items():
+        scale = gradient.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(gradients[name], gradient, atol=2e-5 * scale + 1e-9, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo"])
+def test_another_s_turn_at_the_beginning_is_a_longer_prompt_in_grpo(folder, preset, packed):
+    prompts, whole, own = longer_prompts()
+    config = config_of(folder, preset=preset)
+    expected = grpo_step(config, prompts, own, packed=False)
+    assert_same(grpo_step(config, PROMPTS, whole, packed), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo"])
+def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder, preset, packed):
+    """Against the formula in fp64, on the log-probabilities of these ids alone, one row of the model each."""
+    config, responses = config_of(folder, preset=preset), spoken()
+    sums, gradients = grpo_step(config, PROMPTS, responses, packed)
+    lm = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
+    made = policy_of(config, tiny.load_lm(config), responses, packed=False)
+    drawn = groups.draw(made, PROMPTS, None, 1)
+    measured = made_up(drawn.rollout)
+
+    # (8, LENGTH) of the ids that the policy drew, and nothing between them.
+    compact = torch.zeros(4, 8, LENGTH, dtype=torch.float64)
+    there = torch.zeros(8, LENGTH, dtype=torch.bool)
+    for i, response in enumerate(responses):
+        prompt = PROMPTS[i // 4].ids
+        logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0] / TEMPERATURE
+        at = [len(prompt) - 1 + j for j in response.drawn(range(len(response.ids)))]
+        logp = logits[at].log_softmax(-1).gather(1, torch.tensor(response.drawn(response.ids)).view(-1, 1).long())[:, 0]
+        compact[0, i, : len(at)] = logp
+        compact[1, i, : len(at)] = measured.old_logprobs[i, at].double()
+        compact[2, i, : len(at)] = measured.ref_logprobs[i, at].double()
+        there[i, : len(at)] = True
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts).double()
+    options = {"preset": preset, "kl_coef": 0.1, "kl_estimator": "rk3", "max_length": LENGTH}
+    loss, metrics = fused_rl.policy_loss(*compact[:2], advantages, there, ref_logprobs=compact[2], **options)
+    loss.backward()
+    for name in ("loss", "policy_loss", "approx_kl", "clipfrac", "ratio_minus_1", "kl", "kl1"):
+        assert sums[name] == pytest.approx(metrics[name].item(), rel=2e-5, abs=1e-7), name
+    for name, weight in lm.named_parameters():
+        found, scale = gradients[f"lm.{name}"], weight.grad.abs().max().item()
+        torch.testing.assert_close(found.double(), weight.grad, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_the_logits_of_ids_that_the_policy_did_not_draw_get_no_gradient_at_all(folder, packed):
+    config, responses = config_of(folder, loss_from="logits"), spoken()
+    lm, seen = tiny.load_lm(config), []
+
+    def keep(head, inputs, logits):
+        if logits.requires_grad:
+            logits.retain_grad()
+            seen.append(logits)
+
+    lm.base.get_output_embeddings().register_forward_hook(keep)
+    made = policy_of(config, lm, responses, packed)
+    drawn = groups.draw(made, PROMPTS, None, 1)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    parts = [torch.arange(8)]
+    grpo.accumulate(made, drawn, made_up(drawn.rollout), advantages, parts, 1, on_policy=False)
+    moved = sum(int((logits.grad != 0).any(-1).sum()) for logits in seen)
+    own = sum(len(response.drawn(response.ids)) for response in responses)
+    assert own == drawn.rollout.lengths.sum()
+    assert moved == own - (3 if packed else 0)  # first ids of responses that share a prompt: one row predicts them
+    if not packed:
+        at = (seen[0].grad != 0).any(-1)[:, :-1]
+        assert torch.equal(at, drawn.rollout.batch.response_mask)
+
+
+# PPO.
+
+
+@pytest.fixture(scope="module")
+def folders(folder, tmp_path_factory):
+    return folder, tiny.reward_folder(tmp_path_factory.mktemp("turns") / "reward", folder)
+
+
+def ppo_step(folders, prompts, responses, monkeypatch):
+    settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
+    settings |= {"prompts_per_step": 2, "group_size": 4, "minibatches": 1, "micro_batch_size": 3, "kl_coef": 0.1}
+    settings |= {"temperature": TEMPERATURE, "max_new_tokens": LENGTH, "gamma": 0.97, "gae_lambda": 0.9}
+    config = ppo.PPOConfig(**settings, value_gae_lambda=1.0, missing_eos_penalty=0.3, entropy_coef=0.02)
+    lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
+    made = policy_of(config, lm, responses, packed=False)
+    rollout = made.roll_out(prompts, made.sampling, 4)
+    monkeypatch.setattr(ppo, "measure", lambda *_: made_up(rollout))
+    parts, judge = list(torch.arange(8).split(3)), OwnCritic(Plain(critic))
+    experience = ppo.judge(made, judge, rollout, parts, 0.1)
+    sums = ppo.accumulate(made, judge, experience, parts, 0.1, 1)
+    weights = [*lm.named_parameters(), *((f"critic.{name}", weight) for name, weight in critic.named_parameters())]
+    gradients = {name: weight.grad for name, weight in weights if weight.grad is not None}
+    return (sums, gradients), experience
+
+
+def test_another_s_turn_at_the_beginning_is_a_longer_prompt_in_ppo(folders, monkeypatch):
+    prompts, whole, own = longer_prompts()
+    expected, _ = ppo_step(folders, prompts, own, monkeypatch)
+    found, _ = ppo_step(folders, PROMPTS, whole, monkeypatch)
+    assert_same(found, expected)
+
+
+def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folders, monkeypatch):
+    responses = spoken()
+    _, experience = ppo_step(folders, PROMPTS, responses, monkeypatch)
+    mask, batch = experience.mask, experience.rollout.batch
+    assert torch.equal(mask, batch.response_mask)
+    assert mask.sum(1).tolist() == [len(response.drawn(response.ids)) for response in responses]
+    for values in (experience.values, experience.advantages, experience.returns, experience.kl):
+        assert (values[~mask] == 0).all()
+    rewards = credit.token_rewards(experience.scores, experience.kl, mask, 0.0)
+    for i in range(8):
+        own = mask[i].nonzero()[:, 0]
+        assert rewards[i].nonzero()[:, 0].tolist() == own[-1:].tolist()
+        if len(own):
+            assert rewards[i, own[-1]] == experience.scores[i]
+        # What a sequence of the policy's ids alone would have: the recurrence of `fused_rl.reference.gae`.
+        column = experience.values[i, own][None].double(), (rewards - 0.1 * experience.kl)[i, own][None].double()
+        whole = torch.ones(1, len(own), dtype=torch.bool)
+        _, returns = reference.gae(column[1], column[0], whole, gamma=0.97, gae_lambda=1.0)
+        torch.testing.assert_close(experience.returns[i, own][None].double(), returns, atol=1e-5, rtol=1e-5)
+    assert responses[3].drawn(responses[3].ids) == [] and not mask[3].any()
+
+
+# What is told of them.
+
+
+def test_lengths_are_those_of_the_policys_ids_and_the_overlong_penalty_is_of_the_whole(folder):
+    config, responses = config_of(folder, overlong_buffer=8), spoken()
+    rollout = policy_of(config, tiny.load_lm(config), responses, packed=False).roll_out(PROMPTS, Sampling(1, 9, ()), 4)
+    lengths = [3, 2, 2, 0, 1, 6, 5, 2]
+    assert rollout.lengths.tolist() == rollout.batch.token_counts.tolist() == lengths
+    assert rollout.batch.response_lengths.tolist() == [len(response.ids) for response in responses]
+    metrics = rollout_metrics(rollout, 4, 1)
+    assert metrics["completions/mean_length"] == sum(lengths) / 8 and metrics["completions/max_length"] == 6
+    assert metrics["completions/min_length"] == 0
+    told = groups.group_metrics(config, rollout, 1)["overlong_penalty"]
+    assert told == pytest.approx(sum(max(0, len(r.ids) - 1) for r in responses) / 8 / 8)
+
+
+def test_log_probabilities_of_the_sampler_stand_where_its_ids_do(folder):
+    responses = [dataclasses.replace(r, logprobs=[-0.1 * i for i in range(len(r.ids))]) for r in spoken()]
+    samples = [Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)]
+
+    rollout = Rollout(samples, batch_of(samples, 0, torch.device("cpu")), {}, torch.zeros(8), torch.zeros(8), {})
+    told, mask = rollout.rollout_logprobs, rollout.batch.response_mask
+    for i, response in enumerate(responses):
+        expected = torch.tensor(response.drawn(response.logprobs))
+        torch.testing.assert_close(told[i][mask[i]], expected)
+    assert (told[~mask] == 0).all()
+
+
+def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
+    responses = spoken()
+    made = torch.Generator().manual_seed(2)
+    for response in responses:
+        others = torch.randint(200, 250, (len(response.ids),), generator=made).tolist()
+        kept = [[token, other] for token, other in zip(response.ids, others, strict=True)]
+        flags = response.trained or [True] * len(kept)
+        response.support = [ids if flag else [] for ids, flag in zip(kept, flags, strict=True)]
+    check_responses(responses, [PROMPTS[0]] * 8, Sampling(1.0, LENGTH, (EOS,), top_k=2), 260)
+    samples = [Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)]
+    batch = batch_of(samples, 0, torch.device("cpu"))
+    assert len(batch.support) == batch.response_mask.sum() == batch.token_counts.sum()
+    for index in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 2], [3], [7, 3, 0]):
+        part = batch.rows(torch.tensor(index))
+        row, column = part.response_tokens()
+        assert torch.equal(torch.stack([row, column], 1), part.response_mask.nonzero())
+        assert torch.equal(part.places(), part.response_mask.flatten().nonzero()[:, 0])
+        assert part.token_counts.tolist() == part.response_mask.sum(1).tolist()
+        drawn = part.input_ids[:, 1:][part.response_mask].tolist()
+        kept = [ids.tolist() for ids in part.support.ids.split(part.support.offsets.diff().tolist())]
+        assert all(token in ids for token, ids in zip(drawn, kept, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (Response([5, 6], "length", trained=[True]), "trained is .True.; it must be a bool for each of 2 ids"),
+        (Response([5], "length", trained=[1]), "trained is .1.; it must be a bool for each of 1 ids"),
+        (Response([5], "length", trained=7), "trained is 7; it must be a bool"),
+        (Response([5, EOS, 6], "length", trained=[True] * 3), "the policy drew on after its stop token at 1 of 3"),
+        (Response([5, 6], "length", logprobs=[-0.1, None], trained=[False, True]), "a logprob is NaN or infinite"),
+        (Response([5, 6], "length", logprobs=[-0.1], trained=[True, False]), "1 logprobs for 2 ids"),
+        (Response([5] * 10, "length", trained=[False] * 10), "10 tokens, but max_new_tokens is 9"),
+        (
+            Response([5, 6], "length", support=[[5], [7]], trained=[False, True]),
+            "the kept set of token 1 of 1 ids lacks the token itself, 6",
+        ),
+    ],
+)
+def test_turns_that_are_none_are_refused(response, message):
+    with pytest.raises(InputError, match=f"^the sampler's response to a row: {message}"):
+        check_responses([response], PROMPTS[:1], Sampling(1.0, LENGTH, (EOS,)), 260)
+
+
+def test_what_another_says_may_hold_stop_tokens_and_nothing_that_is_checked():
+    nan, flags = float("nan"), [True, True, False, False, True]
+    spoken_twice = Response([5, EOS, EOS, 7, 6], "stop", [-0.1, -0.2, nan, None, -0.3], trained=flags)
+    ended = Response([5, EOS, 8, EOS], "stop", trained=[True, True, False, False])
+    sets = Response([5, 6, 7], "length", support=[[5, 9], [], [7]], trained=[True, False, True])
+    check_responses([spoken_twice, ended, sets], PROMPTS[:1] * 3, Sampling(1.0, LENGTH, (EOS,)), 10)
+    assert without_stop(ended, (EOS,)) == [5, EOS, 8] and without_stop(sets, (EOS,)) == [5, 6, 7]
+
+
+# Turns put together.
+
+
+def test_turns_are_put_together_with_all_that_was_told_of_them():
+    first = Response([5, 6], "stop", [-0.1, -0.2], TokenSupport.from_lists([[5], [6, 7]]), 4)
+    second = Response([8], "length", [-0.3], TokenSupport.from_lists([[8, 9]]), 4)
+    whole = after_turn(after_turn(None, first, [70, 71]), second)
+    assert whole.ids == [5, 6, 70, 71, 8] and whole.trained == [True, True, False, False, True]
+    assert whole.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3] and whole.finish == "length" and whole.weight_version == 4
+    assert whole.support.offsets.tolist() == [0, 1, 3, 3, 3, 5]
+    silent = after_turn(after_turn(None, Response([5], "stop"), [7]), Response([], "length"))
+    assert silent == Response([5, 7], "length", trained=[True, False])
+    with pytest.raises(InputError, match="the weights after steps 4 and 5"):
+        after_turn(whole, dataclasses.replace(second, weight_version=5))
+
+
+def test_each_turn_has_seeds_of_its_own():
+    sampling = Sampling(1.0, 20, (EOS,), seeds=(7, 8, 2**31 - 1))
+    first, second = (of_turn(sampling, turn, [0, 2], 3) for turn in (0, 1))
+    assert first.seeds == (7, 2**31 - 1) and first.max_new_tokens == 3
+    assert not {*first.seeds} & {*second.seeds} and all(0 <= seed < 2**31 for seed in second.seeds)
+    assert of_turn(Sampling(0.0, 20, (EOS,)), 1, [0], 3).seeds is None
+
+
+# The recipe.
+
+
+def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
+    recipe.prepare(tmp_path, 1)
+    config = recipe.config_of(tmp_path, 1)
+    small = {"steps": 2, "prompts_per_step": 4, "eval_size": 8, "group_size": 4, "eval_samples": 2}
+    grpo.train(dataclasses.replace(config, **small))
+    metrics = read_metrics(tmp_path / "grpo" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert 1 <= metrics[1]["completions/mean_length"] <= 3 and metrics[1]["val/stop_rate"] == 1
+    tokenizer = encode.load_tokenizer(str(tmp_path / "init"))
+    rows = [json.loads(line) for line in (tmp_path / "grpo" / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        said, response = row["response"][1::2], row["response"]
+        assert row["reward"] == float("=" in said) and len(tokenizer(response).input_ids) <= 6
+        assert "=" not in said[:-1]
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_to_ask_for_the_middle(tmp_path):
+    recipe.main(["--output_dir", str(tmp_path)])
+    found = [m for m in read_metrics(tmp_path / "grpo" / "metrics.jsonl") if "eval/accuracy_sampled" in m]
+    assert found[0]["eval/accuracy_sampled"] < 0.3 and found[-1]["eval/accuracy_sampled"] > 0.5

@@ -1,0 +1,80 @@
+"""What a run is told about its responses: who draws them, and from what."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fused_rl.trainers.options.config import (
+    ClosedUnitInterval,
+    InputError,
+    NonNegativeInt,
+    Options,
+    PositiveFraction,
+    PositiveInt,
+    Temperature,
+)
+from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.options.source import Source
+from fused_rl.trainers.rollouts.sampling import Sampling
+
+
+@dataclass(kw_only=True)
+class SamplingConfig(Options):
+    """What each token of a response is drawn from."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "rollout"}
+
+    temperature: Temperature = 1.0
+    """Of the distribution drawn from, and of every log-probability in a loss."""
+    top_p: PositiveFraction = 1.0
+    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
+    this, top_k or min_p leaves tokens out, every log-probability, entropy and KL is over what was left."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many of the likeliest tokens; 0 draws from all."""
+    min_p: ClosedUnitInterval = 0.0
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
+
+    def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
+        """As a sampler takes it."""
+        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingConfig)}
+        return Sampling(max_new_tokens=max_new_tokens, stop_ids=stop_ids, **chosen)
+
+
+@dataclass(kw_only=True)
+class SamplerConfig(SamplingConfig):
+    """Who draws responses."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "rollout"}
+
+    rollout_batch_size: PositiveInt = 64
+    """Responses generated together."""
+    server: str | list[str] | None = None
+    """Inference servers that draw in place of this process: URLs, several of them one after the other."""
+    sampler: str | None = None
+    """A function of yours, my_module:function, of the sampler that the other options make and of the tokenizer: the
+    sampler that it returns draws in place of the first, of a conversation for example (docs/rollouts.md)."""
+    lag: NonNegativeInt = 0
+    """Draw the responses of a step with the weights of so many steps earlier, while those in between are trained on;
+    what that changes is corrected by rollout_correction (docs/rollouts.md)."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.server, str):
+            self.server = [url.strip() for url in self.server.split(",")]
+        if self.server is not None and not all(self.server):
+            raise InputError(f"server={self.server!r}: expected URLs, such as http://127.0.0.1:8000")
+
+    def reads(self) -> list[Source]:
+        """The user's sampler."""
+        found = [] if self.sampler is None else [Source("sampler", f"sampler={self.sampler}", self.sampler)]
+        return super().reads() + found
+
+
+SAMPLER_NEEDS = (
+    Needs(
+        "lag",
+        lambda config: config.zero_stage < 3 or config.server is not None,
+        "with zero_stage=3 would draw from weights that ranks must gather together, while they train on them; give "
+        "--server, or --zero_stage 2",
+    ),
+)
