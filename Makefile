@@ -48,7 +48,7 @@ demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, o
 
 .PHONY: test
 test: $(VENV)/installed  ## the cheapest test of every guarantee: 6 minutes of CPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server"
 
 .PHONY: test-slow
 test-slow: $(VENV)/installed  ## the others: every option, whole runs, compiled and interpreted kernels; 22 minutes on 2 cores
@@ -110,6 +110,27 @@ $(VENV)-openrlhf/installed: tests/hosts/constraints-openrlhf.txt pyproject.toml 
 	  requests sympy torch torchdata tqdm transformers pytest -e .
 	$| -m pip install -q -c $< --no-deps openrlhf==0.11.2
 	@touch $@
+
+# A real inference server, which our environment asks by HTTP alone. Its list is frozen for this Python.
+SERVER_PYTHON ?= python3.11
+.PHONY: test-server
+test-server: $(VENV)/installed $(VENV)-vllm/installed  ## the trainers against a real vLLM on this CPU, faults on purpose among them: 9 minutes once installed
+	$(BIN)/python -m pytest -m server tests/server
+
+$(VENV)-vllm/installed: tests/server/requirements.txt
+	@$(SERVER_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "vLLM is installed for Python 3.11; $(SERVER_PYTHON) is $$($(SERVER_PYTHON) --version 2>&1). Try: make SERVER_PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@echo "Installing vLLM into $(VENV)-vllm (once; 2.5 GB, this takes minutes) ..."
+	$(SERVER_PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
+	@touch $@
+
+# A real browser, and not in CI. Other systems' names of it: make test-browser BROWSER=google-chrome
+BROWSER ?= chromium
+.PHONY: test-browser
+test-browser: $(VENV)/installed  ## a report in a browser without a screen: what it shows, and that no text in it runs
+	@command -v $(BROWSER) >/dev/null || { echo "no $(BROWSER) here (on Debian: apt install chromium)"; exit 1; }
+	BROWSER=$(BROWSER) $(BIN)/python -m pytest -q tests/browser/report_in_browser.py
+	@echo "look at runs/report.png"
 
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 12 minutes

@@ -27,7 +27,10 @@ PPO_STEP = "tests/trainers/test_ppo_step.py"
 PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
 REWARD_MODEL = "tests/trainers/test_reward_model.py"
+TURNS = "tests/trainers/test_turns.py -k seeds_of_its_own"
+SAMPLERS = "tests/trainers/test_samplers.py -m 'not slow'"
 ON_DEVICE = "-p tests.device.process tests/device/"
+LAG = "tests/trainers/test_lag.py -m 'not slow'"
 SFT_SPLITS = "tests/trainers/test_runs.py::test_ranks_micro_batches_and_zero_stages_change_nothing"
 
 MUTATIONS = {
@@ -282,22 +285,49 @@ MUTATIONS = {
         "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
     ),
     "a response loses its stop token": Mutation(
-        "trainers/rollouts/generate.py",
+        "trainers/samplers/generate.py",
         "(stops.cumsum(1) - stops.int() == 0)",
         "(stops.cumsum(1) == 0)",
         "tests/trainers/test_rollout.py",
     ),
     "logits count after the end of a response": Mutation(
-        "trainers/rollouts/generate.py",
+        "trainers/samplers/generate.py",
         "broken[rows.number] |= bad & ~ended",
         "broken[rows.number] |= bad",
         "tests/trainers/test_sampling.py -k nan",
     ),
     "rows that go on are fed the tokens of those that ended": Mutation(
-        "trainers/rollouts/generate.py",
+        "trainers/samplers/generate.py",
         "token, ended = token[index], ended[index]",
         "token, ended = token[: len(index)], ended[index]",
         "tests/trainers/test_sampling.py -k bits",
+    ),
+    "a batch to come is the one after it": Mutation(
+        "trainers/data/order.py", "(batches - 1) * self.batch_size", "batches * self.batch_size", LAG
+    ),
+    "a rollout is drawn with the weights of one step later": Mutation(
+        "trainers/rollouts/lag.py",
+        "range(step, min(step + self.lag, last) + 1)",
+        "range(step, min(step + self.lag - 1, last) + 1)",
+        LAG,
+    ),
+    "new weights do not wait for the rollout of the old ones": Mutation(
+        "trainers/rollouts/lag.py", "for pending in self.pending.values():\n", "for pending in ():\n", LAG
+    ),
+    "a checkpoint forgets what was drawn ahead": Mutation(
+        "trainers/policy/policy.py", '({"rollouts": sampler} if config.lag else {})', "{}", f"{LAG} -k resumed"
+    ),
+    "the copy that is sampled stays as it was": Mutation(
+        "trainers/samplers/copied.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
+    ),
+    "a thread draws from the process's generator": Mutation(
+        "trainers/samplers/generate.py",
+        "generator=self.generator(prompts, sampling)",
+        "generator=None",
+        f"{LAG} -k 'drawn_from or bit_for_bit'",
+    ),
+    "log-probabilities are told of the first token alone": Mutation(
+        "trainers/samplers/generate.py", "told[step].scatter_(", "told[0].scatter_(", f"{LAG} -k drawn_from"
     ),
     "sets are recorded after the stop": Mutation(
         "trainers/rollouts/sampling.py",
@@ -306,7 +336,7 @@ MUTATIONS = {
         "tests/trainers/test_sampling.py -k 'sets or recorded'",
     ),
     "a window is a token short": Mutation(
-        "trainers/rollouts/past.py",
+        "trainers/samplers/past.py",
         "layer.sliding_window - 1",
         "layer.sliding_window - 2",
         "tests/trainers/test_sampling.py -k bits",
@@ -322,6 +352,134 @@ MUTATIONS = {
         "if sampling.min_p > 0:",
         "if sampling.min_p > 1:",
         "tests/trainers/test_truncated.py",
+    ),
+    # Servers.
+    "a push is tried again": Mutation(
+        "trainers/servers/connection.py",
+        'return self._once("POST", path, body, self.timeout)',
+        'return self._again("POST", path, body, self.timeout)',
+        "tests/trainers/test_server_push.py -k fails",
+    ),
+    "what is refused is asked again": Mutation(
+        "trainers/servers/connection.py",
+        "NoAnswer if status >= 500 else Refused",
+        "NoAnswer if status >= 400 else Refused",
+        "tests/trainers/test_server_calls.py -k refused",
+    ),
+    "a server that is paused by somebody else is pushed to": Mutation(
+        "trainers/servers/inference.py",
+        "self.connection.until_resumed()",
+        "self.connection.is_paused()",
+        "tests/trainers/test_server_calls.py -k pause",
+    ),
+    "a response that was cut by the server passes": Mutation(
+        "trainers/servers/inference.py",
+        'if answer.finish == "length" and len(ids) != most:',
+        'if answer.finish == "length" and len(ids) > most:',
+        "tests/trainers/test_server_calls.py -k none_is_refused",
+    ),
+    "a prompt that does not fit is asked": Mutation(
+        "trainers/servers/inference.py",
+        "if whole > self.max_model_len:",
+        "if len(prompt_ids) > self.max_model_len:",
+        "tests/trainers/test_server_calls.py -k cut",
+    ),
+    "the model's own end stops a response": Mutation(
+        "trainers/servers/vllm.py",
+        '"ignore_eos": True,',
+        '"ignore_eos": False,',
+        "tests/trainers/test_server_calls.py -k option",
+    ),
+    "SGLang is asked so that it never stops": Mutation(
+        "trainers/servers/sglang.py",
+        '"ignore_eos": not sampling.stop_ids,',
+        '"ignore_eos": True,',
+        "tests/trainers/test_server_calls.py -k stop_token",
+    ),
+    "all responses are drawn with one seed": Mutation(
+        "trainers/samplers/server.py",
+        "None if seed is None else [seed]",
+        "None if seed is None else [seeds[0]]",
+        "tests/trainers/test_server.py -k turn",
+    ),
+    "a version is taken for the one that was published": Mutation(
+        "trainers/samplers/server.py",
+        "weight_version=versions.get(server, told.weight_version)",
+        "weight_version=self.step",
+        "tests/trainers/test_server.py -k versions",
+    ),
+    "the folder before goes when the next one is written": Mutation(
+        "trainers/samplers/server.py",
+        "            if other != folder:\n",
+        "            if True:\n",
+        "tests/trainers/test_server.py -k folder",
+    ),
+    "differences of both signs cancel": Mutation(
+        "trainers/servers/verify.py",
+        "return self.largest <= EXACT if exact",
+        "return abs(self.mean) <= EXACT if exact",
+        "tests/trainers/test_server_checks.py -k rounding",
+    ),
+    "a long prompt is new after each push": Mutation(
+        "trainers/servers/verify.py",
+        "        self._ask(self._repeated())\n",
+        "",
+        "tests/trainers/test_server_checks.py -k stale",
+    ),
+    "a tensor with its old digest passes": Mutation(
+        "trainers/servers/digests.py",
+        "if before.get(name) == after[name]]",
+        "if before.get(name) != after[name]]",
+        "tests/trainers/test_server_checks.py -k digest",
+    ),
+    "the digest of nothing counts": Mutation(
+        "trainers/servers/vllm.py",
+        "for name, digest in told if digest != OF_NOTHING}",
+        "for name, digest in told}",
+        "tests/trainers/test_server_checks.py -k nothing",
+    ),
+    # Who draws.
+    "what another said counts one id late": Mutation(
+        "trainers/data/batch.py",
+        "return pad(rows, 0, width=width)[:, 1:].bool()",
+        "return pad(rows, 0, width=width)[:, :-1].bool()",
+        "tests/trainers/test_turns.py -k 'in_between or longer_prompt'",
+    ),
+    "ids that another said count in the denominator": Mutation(
+        "trainers/grpo.py",
+        "tokens = (batch.token_counts * trained)",
+        "tokens = (batch.response_lengths * trained)",
+        "tests/trainers/test_turns.py -k in_between",
+    ),
+    "every turn is drawn by the first one's seeds": Mutation(
+        "trainers/rollouts/turns.py",
+        "seeds[number] + turn * APART",
+        "seeds[number] + 0 * APART",
+        TURNS,
+    ),
+    "a sampler that stayed behind passes": Mutation(
+        "trainers/rollouts/checks.py",
+        "version is None or found == version:",
+        "version is None or found <= version:",
+        SAMPLERS,
+    ),
+    "the sampler's distance has the other sign": Mutation(
+        "trainers/rollouts/mismatch.py",
+        "torch.where(mask, told - old_logprobs, 0)",
+        "torch.where(mask, old_logprobs - told, 0)",
+        SAMPLERS,
+    ),
+    "an evaluation draws from the run's seeds": Mutation(
+        "trainers/policy/evaluate.py",
+        "policy.sampling, k, Seeds(config.seed + ranks.rank()))",
+        "policy.sampling, k)",
+        SAMPLERS,
+    ),
+    "seeds are not in the checkpoint": Mutation(
+        "trainers/run/checkpoint.py",
+        "own[name].load_state_dict(state_of_rank)",
+        "_ = own[name], state_of_rank",
+        SAMPLERS,
     ),
     # GRPO.
     "GRPO's gradient is divided by the ranks": Mutation(
@@ -448,7 +606,7 @@ MUTATIONS = {
         "tests/trainers/test_solved.py",
     ),
     "a mean over sequences counts micro-batches": Mutation(
-        "trainers/run/metrics.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
+        "trainers/metrics/sums.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
     ),
     "a gradient below its limit is scaled up": Mutation(
         "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k 'own_step and 1'"

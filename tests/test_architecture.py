@@ -26,18 +26,22 @@ FOLDERS = {
 # Room of trainers/ -> the rooms that its files may import; the algorithms on the top floor and commands/ import any.
 GROUND = {"options"}
 BASE = GROUND | {"base"}
-DATA = BASE | {"data"}
+DATA = BASE | {"data", "metrics"}
 MIDDLE = DATA | {"models", "rollouts", "run"}
+UPPER = MIDDLE | {"servers", "samplers"}
 ROOMS = {
     "options": set(),
     "base": GROUND,
     "data": BASE,
+    "metrics": BASE,
     "models": DATA,
     "rollouts": DATA,
     "run": DATA,
-    "policy": MIDDLE,
-    "scorers": MIDDLE,
-    "commands": MIDDLE | {"policy", "scorers"},
+    "servers": DATA | {"rollouts"},
+    "samplers": DATA | {"rollouts", "servers"},
+    "policy": UPPER,
+    "scorers": UPPER,
+    "commands": UPPER | {"policy", "scorers"},
 }
 # Every file of trainers/ that has a command of its own to train with.
 ALGORITHMS = {path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()}
@@ -84,7 +88,10 @@ def folder_of(module):
 
 
 def files(folder, root=ROOT):
-    return sorted((root / folder).rglob("*.py"))
+    """Its modules; the links in fused_rl/, which are folders in a source distribution, are others' modules."""
+    found = sorted((root / folder).rglob("*.py"))
+    linked = ("kernels", "trainers", "recipes") if folder == "fused_rl" else ()
+    return [path for path in found if path.relative_to(root / folder).parts[0] not in linked]
 
 
 def modules(folders, root=ROOT):

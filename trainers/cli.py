@@ -14,9 +14,22 @@ COMMANDS = {
     "grpo": "fused_rl.trainers.grpo",
     "eval": "fused_rl.trainers.commands.eval",
     "kl-report": "fused_rl.trainers.commands.kl_report",
+    "report": "fused_rl.trainers.commands.report",
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",
     "demo-ppo": "fused_rl.recipes.demo_ppo",
+}
+TOLD = {
+    "sft": "supervised fine-tuning on prompts and completions",
+    "reward": "a reward model from chosen and rejected responses",
+    "ppo": "reinforcement with a critic, from any scorers",
+    "grpo": "reinforcement by comparing responses to one prompt",
+    "eval": "how many problems a model solves: greedy, pass@k",
+    "kl-report": "the KL estimators beside the exact KL of two models",
+    "report": "one HTML page of runs: curves, samples, configs",
+    "demo": "a small model learns sums by grpo, on two CPU cores",
+    "demo-reward": "a reward model for these sums",
+    "demo-ppo": "ppo against that reward model",
 }
 # Extra -> what it brings that a command imports, and the commands that import it.
 TRAIN = ("jsonargparse", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
@@ -40,8 +53,10 @@ def main() -> None:
     if command == "--version":
         print(f"fused-rl {fused_rl.__version__}")
     elif command in ("-h", "--help"):
-        print(f"usage: fused-rl {{{','.join(COMMANDS)}}} [--config FILE] [--key value ...]")
-        print("       fused-rl COMMAND --help lists the keys of a command; fused-rl --version")
+        print("usage: fused-rl COMMAND [--config FILE] [--key value ...]\n")
+        for name in COMMANDS:
+            print(f"  {name:<12} {TOLD[name]}")
+        print("\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version tells the version.")
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:

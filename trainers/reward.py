@@ -22,6 +22,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, calibration, draw_scores, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
+from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.models.reward_model import (
@@ -38,7 +39,6 @@ from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, keyed
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
@@ -63,6 +63,7 @@ class RewardConfig(RunConfig):
 
     command: ClassVar[str] = "reward"
     batch_option: ClassVar[str] = "batch_size"
+    sections: ClassVar[dict[str, str]] = {"*": "data", "label_smoothing centering": "loss", "batch_size": "optimizer"}
 
     prompt_column: str = "prompt"
     """Text or messages that both responses answer; rows without it hold whole conversations."""

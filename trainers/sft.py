@@ -10,15 +10,18 @@ turns of one conversation.
 import math
 import time
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
+from fused_rl.trainers.metrics.sums import Sums
+from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
@@ -28,7 +31,6 @@ from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.metrics import KEYS, Sums, keyed
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {
@@ -44,11 +46,15 @@ class SFTConfig(RunConfig):
 
     command: ClassVar[str] = "sft"
     batch_option: ClassVar[str] = "batch_size"
+    sections: ClassVar[dict[str, str]] = {"*": "data", "batch_size packing": "optimizer"}
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     completion_column: str = "completion"
     """Text of the completion; not read where the messages end with the assistant's."""
+    assistant_turns: Literal["last", "all"] = "last"
+    """Of a conversation that ends with the assistant: train what it says last, or each of its turns, a demonstration
+    with all that came before it."""
     max_length: PositiveInt = 1024
     """Longer rows (prompt and completion, in tokens) are dropped, counted and reported."""
     batch_size: PositiveInt = 32
@@ -56,6 +62,11 @@ class SFTConfig(RunConfig):
     packing: bool | None = None
     """Put several demonstrations into one row of the model's input, none of which sees another, where that is cheaper
     than padding. None does where the model's attention allows it."""
+
+    @property
+    def splits_rows(self) -> bool:
+        """A conversation is as many demonstrations as it has turns to train."""
+        return self.assistant_turns == "all"
 
 
 NEEDS = RUN_NEEDS
@@ -88,13 +99,18 @@ class Example(NamedTuple):
 
 def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
-    kept = []
+    kept, fit, several = [], 0, 0
     for i in range(len(rows)):
-        pair = encoder.pair(rows, i, config.prompt_column, config.completion_column)
-        example = Example(*pair, rows.where(i))
-        if len(example.prompt) <= config.max_prompt_length and example.tokens() <= config.max_length:
-            kept.append(example)
-    tell_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
+        several += config.assistant_turns == "last" and encoder.turns(rows, i, config.prompt_column) > 1
+        pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
+        examples = [Example(*pair, rows.where(i)) for pair in pairs]
+        lengths = [(len(example.prompt), example.tokens()) for example in examples]
+        if all(prompt <= config.max_prompt_length and both <= config.max_length for prompt, both in lengths):
+            kept += examples
+            fit += 1
+    tell_dropped(rows, fit, "longer than max_prompt_length or max_length")
+    if several and ranks.rank() == 0:
+        tell(f"{rows.source}: of {several} conversations the last turn is trained; --assistant_turns all trains each")
     return kept
 
 

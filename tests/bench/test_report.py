@@ -93,6 +93,12 @@ def test_a_figure_that_changes_in_a_result_changes_where_it_is_quoted(committed,
     for row in quoted.timed(kernels, "TRL", "token_logprobs"):
         row["time_over"]["fused_rl"] = 77.0
     assert "took TRL's two functions 77 times as long" in quoted.beside_trl(found) != before
+    slower = copy.deepcopy(committed["quality-cpu"])
+    for row in slower["rows"]:
+        row["accuracy"] = [[step, 2 * seconds, right] for step, seconds, right in row["accuracy"]]
+    before = [float(word) for word in quoted.to_quality(committed).split() if word.isdigit()]
+    after = [float(word) for word in quoted.to_quality({"quality-cpu": slower}).split() if word.isdigit()]
+    assert quoted.to_quality({}) is None and after != before
     moved = copy.deepcopy(committed["traffic-cpu"])
     next(row for row in moved["rows"] if row["implementation"] == "TRL")["forward"] = 1000.0
     assert "TRL's functions move 10" in quoted.bytes_moved({"traffic-cpu": moved})
@@ -111,10 +117,13 @@ def test_two_runs_are_compared_by_their_ratios(tmp_path, capsys):
         rows = [row | {"time_over": {"fused_rl": of_peer}}]
         rows += [row | {"implementation": "another", "time_over": {"fused_rl": of_other}}]
         rows += [row | {"implementation": "fused_rl", "time_over": {"fused_rl": 1.0}}]
+        rows += [row | {"implementation": "fused_rl", "task": "a task", "steps_over_trl": of_other}]
+        rows += [{"kernel": "a row that is no comparison", "status": "ok"}]
         results.save(SimpleNamespace(device="cpu", out=str(tmp_path / folder), group="kl"), rows)
     folders = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert compare.command("compare", folders) == 1
     printed = capsys.readouterr().out
-    assert "o 8 9 bf16" in printed and "+20 %" in printed and "a peer" not in printed
-    assert "1 of 2 ratios agree within 10%" in printed
+    assert "o bf16 8 9" in printed and "+20 %" in printed and "a peer" not in printed
+    assert "o a task" in printed
+    assert "1 of 3 ratios agree within 10%" in printed
     assert compare.command("compare", [folders[0], folders[0]]) == 0

@@ -17,7 +17,16 @@ from tests.marks import slow
 transformers = pytest.importorskip("transformers")
 
 
-pytestmark = pytest.mark.usefixtures("cpu")
+pytestmark = pytest.mark.usefixtures("cpu", "alone")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One process, whatever a run of DeepSpeed has left in this one: else the Trainer wraps its model for several."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    AcceleratorState._reset_state(True)
 
 
 def batch(number=4, seed=0):

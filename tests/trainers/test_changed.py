@@ -104,7 +104,7 @@ def test_adapters_and_what_they_belong_to_are_summed_apart(files, tmp_path):
 NOT_READ = {
     *("output_dir", "resume_from", "accept_changes", "wandb_project", "trackio_project", "hub_model_id"),
     *("revision", "attn_implementation", "lora_targets", "preset", "advantage", "system_prompt", "stop_token"),
-    *("dataset_config", "dataset_split", "eval_dataset_config", "eval_split"),
+    *("dataset_config", "dataset_split", "eval_dataset_config", "eval_split", "server"),
     *("prompt_column", "completion_column", "answer_column", "chosen_column", "rejected_column", "margin_column"),
 }
 
@@ -121,7 +121,8 @@ def test_every_option_that_may_name_something_is_read_or_known_not_to_be():
             named.add(name)
             read |= {name} if any(source.name == "somewhere:else" for source in config.reads()) else set()
     assert named - read == NOT_READ
-    assert read == {"model", "critic", "dataset", "eval_dataset", "reference_dataset", "verifiers", "surrogate"}
+    functions = {"verifiers", "surrogate", "sampler"}
+    assert read == functions | {"model", "critic", "dataset", "eval_dataset", "reference_dataset"}
 
 
 def test_a_model_on_the_hub_is_known_by_its_commit(files, tmp_path, monkeypatch):

@@ -9,9 +9,10 @@ import torch
 import yaml
 
 from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.options import resume
 from fused_rl.trainers.options.config import ACTIONS, InputError, names_of
 from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.run import checkpoint, resume
+from fused_rl.trainers.run import checkpoint
 from fused_rl.trainers.run import folder as run_folder
 from fused_rl.trainers.run.logger import read_metrics
 from tests.marks import slow

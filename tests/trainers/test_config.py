@@ -1,4 +1,5 @@
 import sys
+import typing
 from pathlib import Path
 
 import docstring_parser
@@ -6,13 +7,14 @@ import pytest
 
 import fused_rl
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
-from fused_rl.trainers.commands import eval
-from fused_rl.trainers.options import names
-from fused_rl.trainers.options.config import InputError, names_of, to_yaml
+from fused_rl.trainers.commands import eval, kl_report
+from fused_rl.trainers.options import help, trl
+from fused_rl.trainers.options.config import InputError, in_words, names_of, to_yaml
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.scorers.options import read
 from tests.marks import slow
+from tests.trainers.runs import trainers
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -176,10 +178,58 @@ def test_the_options_of_the_loss_are_the_librarys_with_their_words_and_ranges(co
     with pytest.raises(SystemExit):
         parse(config, ["--help"], f"fused-rl {command}")
     told = " ".join(capsys.readouterr().out.split())
+    kinds = typing.get_type_hints(config)
     for param in docstring_parser.parse_from_object(fused_rl.PolicyLossOptions).params:
         _, _, after = told.partition(f" --{param.arg_name} ")
         assert " ".join(param.description.split()) in after[:500] or param.arg_name in vars(config), param.arg_name
-        assert "(type: " in after[:700], param.arg_name
+        assert f"({in_words(kinds[param.arg_name])}; default " in after[:700], param.arg_name
+
+
+OF_SECTIONS = {
+    "model": "model load_in_4bit",
+    "data": "dataset chat_template_kwargs prompt_column",
+    "rollout": "temperature server group_size max_new_tokens stop_token",
+    "scorers": "verifiers answer_column",
+    "loss": "clip_low kl_coef advantage gae_lambda target_kl",
+    "critic": "critic critic_lr value_clip",
+    "optimizer": "lr zero_stage dtype",
+    "run": "output_dir steps seed eval_samples",
+}
+
+
+def test_help_is_in_sections_and_tells_types_in_words(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as stopped:
+        parse(ppo.PPOConfig, ["--help"], "fused-rl ppo")
+    out, places = capsys.readouterr().out, []
+    for section, options_of in OF_SECTIONS.items():
+        places.append(out.index(f"\n{section}:\n"))
+        after = out[places[-1] :].partition("\n\n")[2].partition("\n\n")[0]  # behind what the section is
+        assert all(f"\n  --{name} " in f"\n{after}" for name in options_of.split()), section
+    assert stopped.value.code == 0 and places == sorted(places)
+    assert out.count("(type: ") == 0 and "(a finite number, 0 or more; default 1e-06)" in out
+    assert "(text; required)" in out and "(true or false; default false)" in out and "default null)" in out
+
+
+def test_every_option_of_every_command_stands_in_one_section():
+    configs = [eval.EvalConfig, kl_report.KLReportConfig, *trainers()]
+    for config_class in configs:
+        found = help.sections(config_class)
+        assert sorted(sum(found.values(), [])) == sorted(names_of(config_class))
+        owners = [group for group in config_class.__mro__ if "sections" in vars(group)]
+        for group in owners:  # a slip of the pen there would move an option in silence
+            assert set(group.sections.values()) <= help.SECTIONS.keys()
+            named = set(" ".join(group.sections).split()) - {"*"}
+            assert named <= set(names_of(group)), group
+
+
+def test_the_help_of_the_program_says_what_each_command_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fused-rl", "--help"])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert cli.TOLD.keys() == cli.COMMANDS.keys()
+    for name, told in cli.TOLD.items():
+        assert f"  {name:<12} {told}" in lines and len(told) <= 60
 
 
 def test_what_draws_no_gradient_takes_no_option_of_a_loss(capsys):
@@ -223,17 +273,23 @@ def test_batch_arithmetic():
     assert found["micro-batches per process and step"] == "3 of at most 5"
 
 
-def test_dry_run_prints_the_resolved_config_and_needs_no_files(capsys):
-    grpo.main(["--config", str(RECIPES / "demo_grpo.yaml"), "--dry_run", "--lr", "0.25"])
-    printed = capsys.readouterr().out
+def dry_run(argv, capsys) -> str:
+    """What is printed where the rows are not there, which is told at the end."""
+    with pytest.raises(SystemExit, match="error: dataset file .*none.jsonl does not exist"):
+        grpo.main([*argv, "--dataset", "none.jsonl", "--dry_run"])
+    return capsys.readouterr().out
+
+
+def test_dry_run_prints_the_resolved_config_though_files_are_not_there(files, capsys):
+    printed = dry_run(["--config", str(RECIPES / "demo_grpo.yaml"), "--lr", "0.25", "--model", files[0]], capsys)
     assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
     assert "# responses per step: 256 = 32 prompts x 8" in printed
 
 
-def test_what_dry_run_prints_is_the_same_config_when_it_is_read_back(tmp_path, capsys):
+def test_what_dry_run_prints_is_the_same_config_when_it_is_read_back(files, tmp_path, capsys):
     argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--system_prompt", "a: b", "--clip_high", "inf"]
-    grpo.main([*argv, "--dry_run"])
-    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    argv += ["--model", files[0], "--dataset", "none.jsonl"]
+    (tmp_path / "printed.yaml").write_text(dry_run(argv, capsys))
     again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"], "fused-rl grpo")
     assert again == parse(grpo.GRPOConfig, argv, "fused-rl grpo")
 
@@ -257,13 +313,15 @@ def test_an_unknown_command_is_named(monkeypatch):
 
 
 def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
-    docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     configs = (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
     known = set().union(*map(names_of, configs))
-    for theirs, ours in names.OF_TRL.items():
-        assert theirs not in known and set(ours.split()) <= known
-        assert f"`{theirs}`" in docs and all(f"`{name}`" in docs for name in ours.split())
-    for theirs, ours in {"beta": "kl_coef", "epsilon": "clip_low and --clip_high", "save-steps": "save_every"}.items():
+    for table in trl.TABLES.values():
+        for theirs, here in table.items():
+            assert set(here.names.split()) <= known, theirs
+            assert here.names or here.note, theirs
+    renamed = {"beta": "kl_coef", "epsilon": "clip_low and --clip_high", "save-steps": "save_every"}
+    renamed |= {"num_generations": "group_size", "reward_funcs": "verifiers", "loss_type": "preset and --loss_agg"}
+    for theirs, ours in renamed.items():
         with pytest.raises(SystemExit):
             made(f"--{theirs}", "1")
         (line,) = capsys.readouterr().err.splitlines()
@@ -273,9 +331,30 @@ def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
         made("--config", str(tmp_path / "c.yaml"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("c.yaml, line 2: unknown option --num_generations; its name here is --group_size")
-    with pytest.raises(SystemExit):  # a trainer that has no such option gets no such advice
+    with pytest.raises(SystemExit):
         made("--beta", "1", config=sft.SFTConfig)
-    assert "kl_coef" not in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("--beta; its name here is --kl_coef, of another command\n")
+    with pytest.raises(SystemExit):
+        made("--repetition_penalty", "1.1")
+    assert "; TRL has it, and here there is none: tokens would not be" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_table_has_the_names_that_the_installed_trl_has():
+    """A new release of TRL's shows here."""
+    import transformers
+
+    installed = pytest.importorskip("trl")
+    training = names_of(transformers.TrainingArguments)
+    shared = set()
+    for name, table in (("GRPOConfig", trl.GRPO), ("SFTConfig", trl.SFT), ("RewardConfig", trl.REWARD)):
+        own = set(names_of(getattr(installed, name))) - set(training)
+        assert table.keys() <= own <= table.keys() | trl.SHARED.keys(), name
+        shared |= own & trl.SHARED.keys()
+    assert shared == trl.SHARED.keys()
+    assert trl.TRAINING.keys() <= set(training)
+    assert trl.MODEL.keys() <= set(names_of(installed.ModelConfig))
+    assert trl.SCRIPT.keys() <= set(names_of(installed.ScriptArguments))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """What stands in curves.png."""
 
+import json
+
 import pytest
 from matplotlib.figure import Figure
 
-from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers import grpo, ppo, sft
+from fused_rl.trainers.metrics.table import KEYS
+from fused_rl.trainers.run import logger
 from fused_rl.trainers.run.curves import Against, draw_curves
-from fused_rl.trainers.run.metrics import KEYS
 from tests.trainers import figures
+from tests.trainers.runs import grpo_config, run_config
 
 HISTORY = [
     {"step": 0, "eval": 0.1},
@@ -56,3 +60,29 @@ def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
     assert set(keys) - groups <= KEYS[trainer.__name__.rpartition(".")[2]].keys()
     against = [panel for panel in trainer.CURVES.values() if isinstance(panel, Against)]
     assert {panel.x for panel in against} == {"completions/mean_length", "objective/kl_exact"}
+
+
+def test_the_curves_are_drawn_at_each_evaluation(files, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(logger, "draw_curves", lambda history, *_: drawn.append([m["step"] for m in history]))
+    sft.train(run_config(files, tmp_path / "run", eval_every=2, steps=5, save_every=0))
+    assert drawn == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+
+
+def test_samples_are_of_the_same_held_out_rows_and_of_training(files, tmp_path, capsys):
+    grpo.train(grpo_config(files, tmp_path / "run", eval_every=2, steps=3, show_samples=3))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    of = {(row["step"], row["of"]): [] for row in rows}
+    for row in rows:
+        of[row["step"], row["of"]].append(row["prompt"])
+    assert {key: len(prompts) for key, prompts in of.items()} == {
+        (0, "held-out, greedy"): 3,
+        (2, "held-out, greedy"): 2,
+        (2, "training"): 1,
+        (3, "held-out, greedy"): 2,
+        (3, "training"): 1,
+    }
+    held_out = of[0, "held-out, greedy"]
+    assert of[2, "held-out, greedy"] == of[3, "held-out, greedy"] == held_out[:2]
+    assert of[2, "training"][0] not in held_out
+    assert "samples at step 2" in capsys.readouterr().out

@@ -126,11 +126,11 @@ def test_a_file_that_may_not_be_read_is_one_line(name, tmp_path, monkeypatch):
 
 
 def test_missing_files_and_other_formats_are_refused(tmp_path):
-    (tmp_path / "d.csv").write_text("a\n")
+    (tmp_path / "d.txt").write_text("a\n")
     with pytest.raises(InputError, match="does not exist"):
         load_rows(str(tmp_path / "none.jsonl"))
-    with pytest.raises(InputError, match="only .jsonl and .parquet"):
-        load_rows(str(tmp_path / "d.csv"))
+    with pytest.raises(InputError, match="only .jsonl, .json, .csv, .parquet files are read"):
+        load_rows(str(tmp_path / "d.txt"))
 
 
 def test_line_numbers_survive_the_split_and_an_empty_training_set_is_refused():

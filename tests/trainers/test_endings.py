@@ -12,6 +12,7 @@ from fused_rl.trainers import sft
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run.logger import Logger
 from tests.trainers import killed
 from tests.trainers.runs import assert_equal_runs, names, refused, run_config
 
@@ -35,7 +36,7 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
 
 
 def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
-    save_lm = language_model.save_lm
+    save_lm, before = language_model.save_lm, signal.getsignal(signal.SIGTERM)
 
     def told_to_stop(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -44,7 +45,27 @@ def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(fil
     monkeypatch.setattr(language_model, "save_lm", told_to_stop)
     sft.train(run_config(files, tmp_path / "run", save_every=0))
     assert_equal_runs(whole, tmp_path / "run")
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_dies_at_any_step_gives_the_signals_back(files, tmp_path, monkeypatch):
+    """At the last step too, and while its traceback is kept: in a notebook the next Ctrl-C is the notebook's."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    kept = []
+    for dies_at in (1, 4):
+
+        def dies(logger, step, *_, at=dies_at):
+            if step == at:
+                raise MemoryError
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError) as error:
+            patch.setattr(Logger, "log", dies)
+            sft.train(run_config(files, tmp_path / f"run-{dies_at}"))
+        kept.append(error)
+    sft.train(run_config(files, tmp_path / "run"))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    kept.clear()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 # Beside a run that lives.

@@ -56,7 +56,7 @@ def test_a_warm_up_of_the_critic_has_its_own_steps():
     [(sft, sft.SFTConfig), (reward, reward.RewardConfig), (grpo, grpo.GRPOConfig), (ppo, ppo.PPOConfig)],
 )
 def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_path, capsys):
-    command = ["--model", "m", "--dataset", files[1], "--output_dir", str(tmp_path / "run"), "--eval_size", "4"]
+    command = ["--model", files[0], "--dataset", files[1], "--output_dir", str(tmp_path / "run"), "--eval_size", "4"]
     command += [f"--{config_class.batch_option}", "4", "--num_train_epochs", "2.1"]
     trainer.main([*command, "--dry_run"])
     printed = capsys.readouterr().out

@@ -41,7 +41,7 @@ def read(folder):
     return rows, json.loads((folder / "summary.json").read_text())
 
 
-class Scripted:
+class Scripted(tiny.Sampler):
     """Greedy: right for prompts of 3 or more; sampled: the first j of n right for a prompt of j; 1 of 4 is cut."""
 
     def __init__(self, lm, *, pad_id, batch_size):
@@ -213,7 +213,7 @@ REFUSED = {
     "--top_p 0": "top_p: expected a number above 0, at most 1",
     "--verifiers format,1*exact_match": "'format,1.exact_match': this spelling is of before: weights are a list of",
     "--verifiers format --verifier_weights [1,2]": r"verifier_weights=.1.0, 2.0. has 2 numbers for 1 verifiers",
-    "--model none": "model='none'",
+    "--model none": "model=none is neither there nor",
     "--output_dir model": r"output_dir=model already holds summary.json; replace",
     "--output_dir rows.jsonl": "output_dir=rows.jsonl cannot be used: File exists",
 }

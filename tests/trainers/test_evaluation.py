@@ -1,5 +1,6 @@
 """Held-out evaluation during a run: every metric by hand, without the rows that only fill a rank's share up."""
 
+import random
 import re
 from types import SimpleNamespace
 
@@ -9,14 +10,15 @@ import torch
 from fused_rl.trainers.policy import evaluate
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.rollouts.shown import Shown, drawn_from
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import logger
 from tests.trainers import tiny
 
 EOS = 3
 
 
-class Sampler:
+class Sampler(tiny.Sampler):
     """Greedy: right for the first problem. Sampled: 3, 1 and 4 of 4 right, of 1, 2, 3 and 4 tokens, the last cut."""
 
     def sample(self, prompts, sampling):
@@ -44,7 +46,7 @@ def test_every_metric_is_its_definition(monkeypatch):
     tokenizer, device, judge = tiny.tokenizer(), torch.device("cpu"), Judge()
     config = SimpleNamespace(eval_samples=4, seed=1, micro_batch_size=5, show_samples=2)
 
-    def sampled(prompts, sampling, copies):
+    def sampled(prompts, sampling, copies, seeds=None):
         return roll_out(Sampler(), [judge], prompts, sampling, tokenizer, device, copies=copies)
 
     def measure(policy, batch, parts, *, exact_kl):
@@ -52,9 +54,9 @@ def test_every_metric_is_its_definition(monkeypatch):
         return SimpleNamespace(kl=each, entropy=3 * each)
 
     monkeypatch.setattr(evaluate, "measure", measure)
-    policy = SimpleNamespace(
-        config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, tokenizer=tokenizer, has_reference=True
-    )
+    trained = [Shown(Sample({}, [1, 60], Response([71, EOS], "stop"), ""), 0.25)]
+    policy = SimpleNamespace(config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, shown=trained)
+    policy.tokenizer, policy.has_reference = tokenizer, True
     # The third problem is another rank's.
     held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
     metrics, shown = evaluate.evaluate(policy, held_out)
@@ -76,7 +78,23 @@ def test_every_metric_is_its_definition(monkeypatch):
             "eval/clipped_ratio": 2 / 8,
         }
     )
-    assert len(shown) == 2 and shown[0]["reward"] == 0.5
+    assert [row["of"] for row in shown] == ["held-out, greedy", "training"]
+    assert shown[0]["reward"] in (0.5, 0.125) and shown[1]["reward"] == 0.25
+    assert shown[1]["prompt"] == tokenizer.decode([1, 60]) and shown[1]["response"] == tokenizer.decode([71, EOS])
+
+
+def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
+    rollout = SimpleNamespace(samples=list(range(50)), rewards=torch.arange(50) / 10)
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    picked = [drawn_from(rollout, 8, seed) for seed in range(20)]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert drawn_from(rollout, 3, 7) == picked[7][:3]  # fewer are the first of more
+    assert all(len({shown.sample for shown in few}) == 8 for few in picked)
+    assert all(shown.reward == pytest.approx(shown.sample / 10) for shown in sum(picked, []))
+    assert len({shown.sample for shown in sum(picked, [])}) > 40
+    among = sum((drawn_from(rollout, 8, seed, among=5) for seed in range(20)), [])
+    assert {shown.sample for shown in among} == set(range(5)) and len(among) == 100
 
 
 def test_an_evaluation_tells_what_it_found(capsys):

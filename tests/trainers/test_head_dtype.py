@@ -11,7 +11,7 @@ from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy.critic import PolicyWithValues
-from fused_rl.trainers.rollouts import generate
+from fused_rl.trainers.samplers import generate
 from tests.trainers import tiny
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -9,9 +9,10 @@ import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.metrics.table import KEYS, keyed
+from fused_rl.trainers.metrics.updates import explained_variance
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run.metrics import KEYS, explained_variance, keyed
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -41,7 +42,7 @@ def case(rank: int) -> dict:
     return {"prompts": prompts, "responses": responses, "scores": scores, "before": before}
 
 
-class Sampler:
+class Sampler(tiny.Sampler):
     """The responses of the case."""
 
     def __init__(self, responses):
@@ -50,7 +51,7 @@ class Sampler:
     def sample(self, prompts, sampling):
         return self.responses
 
-    def publish(self, step):
+    def publish(self, step, save):
         self.published.append(step)
 
 

@@ -22,6 +22,7 @@ ALWAYS = {
     *("micro_batch_size", "zero_stage", "dtype", "output_dir", "eval_size", "save_every", "resume", "resume_from"),
     *("overwrite", "wandb_project", "trackio_project", "push_to_hub", "dry_run", "prompt_column", "lora_rank"),
     *("batch_size", "max_length", "packing", "completion_column", "chosen_column", "rejected_column", "margin_column"),
+    "assistant_turns",
     *("max_response_length", "too_long", "label_smoothing", "centering", "share_prompts", "normalize_pairs"),
     *(
         "verifiers",
@@ -37,7 +38,7 @@ ALWAYS = {
     *("top_p", "top_k", "min_p", "rollout_batch_size", "preset", "surrogate", "loss_agg", "skip_impossible"),
     *("kl_coef", "kl_estimator", "entropy_coef", "off_policy_threshold", "group_size", "advantage", "kl_every"),
     *("gamma", "gae_alpha", "value_gae_lambda", "whiten_advantages", "whiten_rewards", "missing_eos_score"),
-    *("missing_eos_penalty", "critic", "value_clip", "stop_token", "max_rows", "samples"),
+    *("missing_eos_penalty", "critic", "value_clip", "stop_token", "max_rows", "samples", "server", "sampler"),
 }
 # Those whose condition is more than a row can say, and the function that refuses them.
 ELSEWHERE = {
@@ -48,7 +49,7 @@ ELSEWHERE = {
     "load_in_4bit": "four_bit.check",
     "loss_from": "PolicyWithValues",
     "head_dtype": "language_model.head_dtype, ModelConfig.__post_init__",
-    **dict.fromkeys(("rollout_correction", "rollout_low", "rollout_high"), "sampling.check_correction"),
+    **dict.fromkeys(("rollout_correction", "rollout_low", "rollout_high"), "checks.check_correction"),
     **dict.fromkeys(("ratio_level", "clip_low", "clip_high", "delta"), "policy_config.check_loss_options"),
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), "policy_config.check_loss_options"),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "check_loss_options"),
@@ -109,6 +110,8 @@ REFUSED = {
         "--std_floor=1 --preset=rloo": "divides by no standard deviation",
         "--zero_variance=drop --preset=reinforce++": "compares with the whole batch",
         "--max_refills=2": "without --zero_variance refill",
+        "--lag=1 --zero_variance=refill": "draws before refills are known; drop one of them",
+        "--lag=2 --zero_stage=3": "give --server, or --zero_stage 2",
         "--overlong_factor=2": "without --overlong_buffer",
         "--overlong_buffer=999": "is more than max_new_tokens",
         "--kl_in=reward": "has no meaning with kl_coef=0",

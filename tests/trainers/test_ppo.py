@@ -11,12 +11,13 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import credit, policy
-from fused_rl.trainers.policy.critic import Critic, Watch
+from fused_rl.trainers.policy.critic import Critic
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
+from fused_rl.trainers.rollouts.stuck import IdleCritic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.reward_model import Reader
-from tests.trainers import tiny
+from tests.trainers import steps, tiny
 
 ODD = "tests.trainers.tiny:odd_characters"
 
@@ -185,7 +186,7 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
     prompts = [Prompt([1, 70 + i, *[71] * i], {}) for i in range(5)]
     responses = [Response([90, 91, EOS], "stop"), Response([92], "length"), Response([], "length")]
     responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
-    sampler = types.SimpleNamespace(sample=lambda prompts, sampling: responses)
+    sampler = steps.Sampler(responses)
     scorers = scorers_of(config)
     rollout = roll_out(sampler, scorers, prompts, Sampling(1.0, 5, (EOS,)), tokenizer, torch.device("cpu"))
     exact = RewardModel.from_pretrained(reward)
@@ -196,14 +197,14 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
 
 
 def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
-    watch = Watch()
+    watch = IdleCritic()
     for _ in range(watch.PATIENCE):
         watch.look(1.0, -0.1)
     watch.look(0.0, 0.5)
     watch.look(0.0, 0.5)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "val/var_explained was below 0 for 10 steps" in said[0] and "no gradient" in said[1]
-    watch = Watch()
+    watch = IdleCritic()
     for explained in [-1.0] * 9 + [0.1] + [-1.0] * 9 + [float("nan")]:
         watch.look(None, explained)
     assert capsys.readouterr().out == ""

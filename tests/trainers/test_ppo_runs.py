@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,14 @@ import torch
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run.metrics import KEYS
+from fused_rl.trainers.samplers import build
 from fused_rl.trainers.scorers.reward_model import Reader
-from tests.trainers import figures, killed, runs, tiny
+from tests.trainers import figures, killed, runs, steps, tiny
 from tests.trainers.runs import VERIFIER
 
 ONE = {"verifier_weights": None}  # verifier alone
@@ -72,7 +72,7 @@ def assert_same(a, b, *, weights=0.0, metrics=0.0, folders=("model", "critic")):
 # One result, however the batch is split.
 
 
-class Scripted:
+class Scripted(tiny.Sampler):
     """Responses that depend on the prompt alone, of every length from 1 on: what one process samples, two do too."""
 
     def __init__(self, model, **_):
@@ -87,9 +87,6 @@ class Scripted:
             stops = length % 3 > 0
             responses.append(Response([*ids[:-1], 3] if stops else ids, "stop" if stops else "length"))
         return responses
-
-    def publish(self, step):
-        pass
 
 
 class ScriptedWithSets(Scripted):
@@ -114,7 +111,7 @@ SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "
 
 def train_splits(rank, world, files, folder, cases, sets=False):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "TransformersSampler", ScriptedWithSets if sets else Scripted)
+        patch.setattr(build, "TransformersSampler", ScriptedWithSets if sets else Scripted)
         patch.setattr(torch, "randperm", lambda count, **_: torch.arange(count))  # the same minibatches for all ranks
         for stage, micro, critic in cases:
             options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
@@ -314,7 +311,7 @@ def step_with(files, responses, scorers=None, **options):
     reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
     scorers = ppo.load_scorers(config, reader)
     made = policy.load_policy(config, tokenizer, scorers, device, updates=1)
-    made.sampler = types.SimpleNamespace(sample=lambda *_: responses, publish=lambda step: None)
+    made.sampler = steps.Sampler(responses)
     prompts = [Prompt([1, 70 + i], {}, f"row {i}") for i in range(len(responses))]
     return ppo.train_step(made, load_critic(config, tokenizer, device, 1), prompts, 1, 0.05)
 

@@ -11,11 +11,11 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, OwnCritic, PolicyWithValues, SharedCritic, load_critic
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run.metrics import KEYS
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 from tests.trainers.steps import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close

@@ -6,10 +6,10 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.config import EngineConfig, InputError
 from fused_rl.trainers.policy import policy
-from fused_rl.trainers.rollouts import generate
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.samplers import generate
 from tests.trainers import tiny
 
 
@@ -129,7 +129,7 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers(ki
     config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert not generate._keeps_keys_and_values(lm)
+    assert not generate.keeps_keys_and_values(lm)
     sampling = Sampling(0.0, 4, (3,))
     (response,) = tiny.generate(lm, [[1, 70, 71]], sampling, batch_size=1)
     ids = [1, 70, 71]
@@ -146,7 +146,7 @@ WAYS = {"sampled": {}, "greedy": {"temperature": 0.0}, "truncated": {"top_p": 0.
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way, value, by_transformers, monkeypatch):
     lm = load(folder).base
-    monkeypatch.setattr(generate, "_keeps_keys_and_values", lambda lm: not by_transformers)
+    monkeypatch.setattr(generate, "keeps_keys_and_values", lambda lm: not by_transformers)
     calls = []
 
     def spoil(head, inputs, logits):
@@ -159,7 +159,7 @@ def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way,
 
     lm.get_output_embeddings().register_forward_hook(spoil)
     sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=4)
-    sampler.publish(6)
+    sampler.publish(6, save=None)
     prompts = [Prompt([1, 70 + i], {}, f"d.jsonl, line {i}") for i in range(3)]
     sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 5, "stop_ids": (), **WAYS[way]})
     with pytest.raises(InputError) as refused:
@@ -322,24 +322,17 @@ def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():
     assert check_responses(made + [Response([8], "length")], prompts + prompts[:1], Sampling(0.7, 8, (3,))) is None
 
 
-class Silent:
+class Silent(tiny.Sampler):
     """A sampler that says nothing of kept sets."""
 
     def sample(self, prompts, sampling):
         raise AssertionError("nothing must be drawn")
 
-    def publish(self, step):
-        pass
-
 
 def test_a_sampler_without_a_record_is_refused_before_it_draws():
-    class No(Silent):
-        records_support = False
-
-    for sampler in (Silent(), No()):
-        message = rf"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \({type(sampler).__name__}\): "
-        with pytest.raises(InputError, match=message):
-            roll_out(sampler, [], [Prompt([1], {})], Sampling(0.7, 8, (3,), top_k=5), None, torch.device("cpu"))
+    message = r"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \(Silent\): "
+    with pytest.raises(InputError, match=message):
+        roll_out(Silent(), [], [Prompt([1], {})], Sampling(0.7, 8, (3,), top_k=5), None, torch.device("cpu"))
 
 
 def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):

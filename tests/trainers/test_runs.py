@@ -13,11 +13,11 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.models import language_model, packing
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import evaluate, policy, prepare
 from fused_rl.trainers.rollouts import roll_out
-from fused_rl.trainers.run.metrics import KEYS
 from fused_rl.trainers.scorers.load import load_scorers
 from tests.distributed import run_distributed
 from tests.trainers import figures, runs, tiny
@@ -277,9 +277,9 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     grpo.train(grpo_config(files, tmp_path / "narrow", **options))
     sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
 
-    def wider(prompts, responses, pad_id, device, *, where):
+    def wider(prompts, responses, pad_id, device, *, where, trained=()):
         width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128))
+        return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128), trained=trained)
 
     def untrimmed(batch, index):
         lengths = batch.prompt_lengths[index], batch.response_lengths[index]

@@ -134,8 +134,11 @@ def test_control_characters_are_shown(capsys, files, tmp_path):
     config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
     logger = Logger(config, {}, 0)
     logger.samples(1, [{"prompt": HOSTILE, "response": f"two\nlines {HOSTILE}"}])
+    logger.samples(2, [{"reward": 0.8999999761581421}])
     logger.close({"loss": ["train/loss"]})
     out = capsys.readouterr().out
+    assert " 0.9 " in out  # short on the screen, exact in the file
+    assert "0.8999999761581421" in (tmp_path / "samples.jsonl").read_text()
     assert "\\x1b[2J" in out and not set(HOSTILE) - set("[2J]5;caGk= 1mb") & set(out)
 
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.options import resume
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.run import resume
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, read
 
@@ -140,7 +140,9 @@ def test_weights_stand_for_each_verifier_and_are_not_all_0(capsys):
         read(ScorerConfig(solved_at=[1, None, None]))
     with pytest.raises(InputError, match="every weight is 0, so every reward would be 0"):
         read(ScorerConfig(verifier_weights=[0]))
-    grpo.main([*BASE, f"--verifiers=[math, {FUNCTION}]", "--verifier_weights=[2, 0.2]", "--dry_run"])
+    with pytest.raises(SystemExit, match="dataset file none.jsonl does not exist"):  # what it says last
+        words = ["--verifiers", f"[math, {FUNCTION}]", "--verifier_weights=[2, 0.2]", "--model=.", "--dry_run"]
+        grpo.main([*BASE, *words, "--dataset=none.jsonl"])
     assert f"\n# reward: 2*math + 0.2*{FUNCTION}\n" in capsys.readouterr().out
 
 

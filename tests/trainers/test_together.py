@@ -73,7 +73,7 @@ def test_one_process_raises_its_own():
         pass
 
 
-class OneToken:
+class OneToken(tiny.Sampler):
     """A sampler of single tokens; fails where it is told to."""
 
     def __init__(self, fails=False):

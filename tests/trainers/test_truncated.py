@@ -155,7 +155,7 @@ class Plain:
         loss.backward()
 
 
-class Drawing:
+class Drawing(tiny.Sampler):
     """Draws by transformers' `generate` alone, and remembers its own log-probabilities."""
 
     records_support = True
@@ -184,9 +184,6 @@ class Drawing:
             finish = "stop" if drawn[-1] == 3 else "length"
             responses.append(Response(drawn.tolist(), finish, support=TokenSupport.from_scores(scores)))
         return responses
-
-    def publish(self, step):
-        pass
 
 
 class Points:
@@ -265,7 +262,7 @@ def sets_of(ids: list[int], generator, vocab: int = 263) -> list[list[int]]:
     return made
 
 
-class Decided:
+class Decided(tiny.Sampler):
     """Responses of all lengths, one of them empty, with sets of all sizes."""
 
     records_support = True
@@ -277,9 +274,6 @@ class Decided:
             ids = torch.randint(10, 200, ((i * 3) % (LENGTH + 1),), generator=generator).tolist()
             responses.append(Response(ids, "length", support=sets_of(ids, generator)))
         return responses
-
-    def publish(self, step):
-        pass
 
 
 def exact_rows(lm, sample) -> tuple[torch.Tensor, torch.Tensor]:

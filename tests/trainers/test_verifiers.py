@@ -171,7 +171,7 @@ def test_equal_answers_are_judged_once_and_counted_each(fake_math, monkeypatch):
     assert fake_math.take_incidents() == Incidents(2, 0, "d.jsonl, line 1 took more than 0.5 s of CPU")
 
 
-class Said:
+class Said(tiny.Sampler):
     """A sampler that responds with what it is told to, in the tokenizer's ids."""
 
     def __init__(self, tokenizer, texts):
@@ -388,7 +388,7 @@ class Fixed:
         return self.scores
 
 
-class OneToken:
+class OneToken(tiny.Sampler):
     """A sampler of single tokens, and of an empty response at last."""
 
     def sample(self, prompts, sampling):

@@ -150,7 +150,7 @@ def load_reward_model(config):
 
 def respond(lm, prompts: list[list[int]], sampling, batch_size: int) -> list:
     """A response of the model to each prompt."""
-    from fused_rl.trainers.rollouts.generate import TransformersSampler
+    from fused_rl.trainers.samplers.generate import TransformersSampler
 
     return TransformersSampler(lm, pad_id=0, batch_size=batch_size).sample(prompts, sampling)
 
@@ -158,3 +158,12 @@ def respond(lm, prompts: list[list[int]], sampling, batch_size: int) -> list:
 def generate(lm, prompts: list[list[int]], sampling, batch_size: int) -> list[list[int]]:
     """The token ids of these."""
     return [response.ids for response in respond(lm, prompts, sampling, batch_size)]
+
+
+class Sampler:
+    """What a sampler declares that tells nothing but its responses: the ground of those that tests make."""
+
+    tells_logprobs = records_support = has_versions = False
+
+    def publish(self, step, save):
+        pass

@@ -34,14 +34,14 @@ from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, ch
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
-from fused_rl.trainers.policy.options import SamplingConfig
-from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
-from fused_rl.trainers.run import command
+from fused_rl.trainers.run import command, there
 from fused_rl.trainers.run.logger import phase
+from fused_rl.trainers.samplers.generate import TransformersSampler
+from fused_rl.trainers.samplers.options import SamplingConfig
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.math import OTHER_JUDGES, unfit_for_math
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
@@ -65,6 +65,12 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response."""
 
     command: ClassVar[str] = "eval"
+    sections: ClassVar[dict[str, str]] = {
+        "model revision attn_implementation dtype": "model",
+        "dataset dataset_config dataset_split max_rows max_prompt_length": "data",
+        "prompt_column raw_prompt system_prompt chat_template_kwargs": "data",
+        "samples k max_new_tokens batch_size": "rollout",
+    }
 
     model: str
     """A causal language model, or adapters to one: a Hub name, a local folder, or the folder of a run."""
@@ -75,7 +81,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
     dataset: str
-    """A local .jsonl or .parquet file, or the name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv, .parquet) or folder (of save_to_disk too), or the name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
     dataset_split: str = "test"
@@ -339,6 +345,7 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     fingerprints.check_options(config)
     with ranks.together():
         config = as_its_run(config)
+        there.check(config.reads())
     if config.output_dir is not None:
         ranks.on_first_rank(lambda: _check_folder(config))
     subject, sampling = load(config, device)

@@ -24,9 +24,10 @@ from fused_rl.trainers.models.language_model import LanguageModel, load_to_sampl
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature, names_of
 from fused_rl.trainers.options.needs import TEMPLATE_NEEDS, Needs, check_needs, without
-from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.run import command
+from fused_rl.trainers.run import command, there
+from fused_rl.trainers.samplers.generate import TransformersSampler
 
 PAIR = ("model", "reference", "prompts")  # all of them, or none for the worked example
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
@@ -40,6 +41,11 @@ class KLReportConfig(Options):
     """All KL estimators beside the exact KL: of a worked example, or of two causal language models on prompts."""
 
     command: ClassVar[str] = "kl-report"
+    sections: ClassVar[dict[str, str]] = {
+        "model reference behaviour": "model",
+        "prompts prompt_column raw_prompt chat_template_kwargs num_prompts": "data",
+        "samples max_new_tokens temperature batch_size": "rollout",
+    }
 
     model: str | None = None
     """The policy: a Hub name or a local folder. None prints the worked example."""
@@ -48,7 +54,7 @@ class KLReportConfig(Options):
     behaviour: str | None = None
     """The model that samples the responses; None is the policy itself."""
     prompts: str | None = None
-    """A .jsonl or .parquet file, or a Hub dataset, with prompts."""
+    """A .jsonl, .json, .csv or .parquet file, a folder, or a Hub dataset, with prompts."""
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     raw_prompt: bool = False
@@ -74,6 +80,12 @@ class KLReportConfig(Options):
         if missing and len(missing) < len(PAIR):
             raise InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
         check_needs(self, NEEDS)
+
+    def reads(self) -> list[Source]:
+        """The models and the prompts."""
+        models = [name for name in ("model", "reference", "behaviour") if getattr(self, name) is not None]
+        found = [Source("model", f"{name}={getattr(self, name)}", getattr(self, name)) for name in models]
+        return found if self.prompts is None else [*found, Source("rows", f"prompts={self.prompts}", self.prompts)]
 
 
 OF_MODELS = [name for name in names_of(KLReportConfig) if name not in PAIR]
@@ -206,6 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     with command.around("fused-rl kl-report"):
         config = command.options(KLReportConfig, sys.argv[1:] if argv is None else argv)
         engine.quiet()
+        there.check(config.reads())
         tell(example() if config.model is None else report(config))
 
 

@@ -33,7 +33,7 @@ class Batch:
     input_ids: torch.Tensor
     """(B, T) int64."""
     response_mask: torch.Tensor
-    """(B, T - 1) bool, True where token t + 1 is of the response, its EOS included."""
+    """(B, T - 1) bool, True where token t + 1 counts: it is of the response, its EOS included, and of no other turn."""
     where: tuple[str, ...]
     """Of each sequence the file and line, or the like, that it came from: for errors."""
     prompts: torch.Tensor
@@ -41,10 +41,17 @@ class Batch:
     prompt_lengths: torch.Tensor
     """(B,) int64 on the CPU: tokens before the response."""
     response_lengths: torch.Tensor
-    """(B,) int64 on the CPU: tokens of the response, of which `response_mask` is."""
+    """(B,) int64 on the CPU: tokens of the response that are predicted, whether they count or not."""
     support: TokenSupport | None = None
-    """What each response token was drawn from, in the order of the mask; None for the whole vocabulary. On the CPU, and
-    of `rows` on the device."""
+    """What each token that counts was drawn from, in the order of the mask; None for the whole vocabulary. On the CPU,
+    and of `rows` on the device."""
+    counts: torch.Tensor | None = None
+    """`response_mask` on the CPU where some token of a response does not count; None where all do."""
+
+    @property
+    def token_counts(self) -> torch.Tensor:
+        """(B,) int64 on the CPU: how many tokens of each response count."""
+        return self.response_lengths if self.counts is None else self.counts.sum(1)
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
@@ -54,22 +61,28 @@ class Batch:
         ends = prompts.clamp(min=1) + responses
         width = max(2, int(torch.where(responses > 0, ends, 0).max()))
         where = tuple(self.where[i] for i in index.tolist())
+        counts = None if self.counts is None else self.counts[index, : width - 1]
 
         # The tensors, and the sets of their tokens.
         support = self.support
         if support is not None:
-            first = (self.response_lengths.cumsum(0) - self.response_lengths)[index]
-            shift = (first - responses.cumsum(0) + responses).repeat_interleave(responses)
+            tokens = self.token_counts[index]
+            first = (self.token_counts.cumsum(0) - self.token_counts)[index]
+            shift = (first - tokens.cumsum(0) + tokens).repeat_interleave(tokens)
             support = support.select(shift + torch.arange(len(shift)))
             support = TokenSupport(on_device(support.ids, device), on_device(support.offsets, device))
         at = on_device(index, device)
         tensors = self.input_ids[at, :width], self.response_mask[at, : width - 1]
-        return Batch(*tensors, where, self.prompts[index], prompts, responses, support)
+        return Batch(*tensors, where, self.prompts[index], prompts, responses, support, counts)
+
+    def predicted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(M,) int64 each, on the CPU: of the tokens of responses, in order, the row and the column in a mask."""
+        end = self.prompt_lengths.clamp(min=1) + self.response_lengths
+        return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
 
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(N,) int64 each, on the CPU: of the True places of `response_mask` the row and the column, in its order."""
-        end = self.prompt_lengths.clamp(min=1) + self.response_lengths
-        return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
+        return self.predicted() if self.counts is None else self.counts.nonzero(as_tuple=True)
 
     def places(self) -> torch.Tensor:
         """(N,) int64: where in the flattened mask its True places are."""
@@ -91,13 +104,36 @@ def make_batch(
     *,
     where: Sequence[str] = (),
     width: int = 0,
+    trained: Sequence[list[bool] | None] = (),
 ) -> Batch:
-    """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids."""
+    """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids.
+
+    `trained` says of each response which of its tokens count; None, and nothing at all, is every one.
+    """
+    # Tokens, and which of them are of a response.
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     input_ids = pad(whole, pad_id, width=max(width, 2))
     lengths = torch.tensor(list(map(len, prompts)))
     mask = mask_of(lengths, torch.tensor(list(map(len, whole))), input_ids.shape[1])
+    response_lengths = mask.sum(1)
+
+    # Which of these count.
+    counts = None
+    if any(flags is not None for flags in trained):
+        mask = counts = mask & _flagged(lengths.tolist(), responses, trained, input_ids.shape[1])
+
     tensors = on_device(input_ids, device), on_device(mask, device)
     changes = [0, *(int(prompts[i] != prompts[i - 1]) for i in range(1, len(prompts)))]
     numbers = torch.tensor(changes).cumsum(0)
-    return Batch(*tensors, tuple(where) or ("a row",) * len(prompts), numbers, lengths, mask.sum(1))
+    places = tuple(where) or ("a row",) * len(prompts)
+    return Batch(*tensors, places, numbers, lengths, response_lengths, counts=counts)
+
+
+def _flagged(
+    prompts: list[int], responses: list[list[int]], trained: Sequence[list[bool] | None], width: int
+) -> torch.Tensor:
+    """(B, width - 1) bool: the flags of each response after a prompt of so many tokens."""
+    rows = []
+    for prompt, response, flags in zip(prompts, responses, trained, strict=True):
+        rows.append([0] * prompt + ([1] * len(response) if flags is None else list(map(int, flags))))
+    return pad(rows, 0, width=width)[:, 1:].bool()

@@ -73,19 +73,59 @@ class Encoder:
         return self._encode_prompt(messages, tools, rows.where(i))
 
     def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> tuple[list[int], list[int]]:
-        """Token ids of row i's prompt and of the completion, which ends in EOS.
+        """Token ids of row i's prompt and of the completion, which ends in EOS; of a conversation, of its last turn."""
+        return self.pairs(rows, i, column, completion_column)[0]
 
-        With messages whose last one is the assistant's, that is the completion, with all that it says (`chat.SAID`);
-        else the completion is a column.
+    def turns(self, rows: Rows, i: int, column: str | None) -> int:
+        """How many turns of the assistant row i's conversation has that `pairs` can train; 0 of what is none."""
+        if column is None and _is_text(rows.rows[i]):
+            return 0
+        messages = self._messages(rows, i, column)
+        return len(_turns(messages)) if messages[-1]["role"] == "assistant" else 0
+
+    def pairs(
+        self, rows: Rows, i: int, column: str | None, completion_column: str, turns: str = "last"
+    ) -> list[tuple[list[int], list[int]]]:
+        """What `pair` returns, of every turn of the assistant that is trained.
+
+        With messages whose last one is the assistant's, that is the completion, with all that it says (`SAID`); with
+        turns="all" so is every turn of the assistant after the first message, each with what came before it. Else the
+        completion is a column. A row of `text` alone is trained after its first token, as it stands.
         """
+        if column is None and _is_text(rows.rows[i]):
+            if rows.rows[i].get(completion_column) is not None:
+                what = f"the row has text and {completion_column!r}, but no prompt"
+                raise InputError(f"{rows.where(i)}: {what}; name it with --prompt_column text, or remove a column")
+            return [self._text(rows.rows[i]["text"], rows.where(i))]
         messages, tools, where = self._messages(rows, i, column), self._tools(rows, i), rows.where(i)
-        if messages[-1]["role"] == "assistant":
-            messages, turn = messages[:-1], messages[-1]
-        else:
-            text = rows.get(i, completion_column, "completion_column")
-            if not isinstance(text, str):
-                raise InputError(f"{where}: column {completion_column!r} must be text, got {type(text).__name__}")
-            turn = {"role": "assistant", "content": text}
+        if messages[-1]["role"] != "assistant":
+            return [self._pair(messages, self._completion(rows, i, completion_column), tools, where)]
+        ends = _turns(messages) if turns == "all" else [len(messages) - 1]
+        return [self._pair(messages[:end], messages[end], tools, where) for end in ends]
+
+    def _text(self, text: str, where: str) -> tuple[list[int], list[int]]:
+        """The first token of a text and the others, which end in EOS."""
+        if self.system_prompt is not None or self.told:
+            raise InputError(f"{where}: system_prompt and chat_template_kwargs have no meaning for a row of text")
+        ids, eos = self._with_one_bos(text), self.tokenizer.eos_token_id
+        if not ids or not text:
+            raise InputError(f"{where}: column 'text' is empty; remove the row")
+        return ids[:1], ids[1:] if ids[1:] and ids[-1] == eos else [*ids[1:], eos]
+
+    def _completion(self, rows: Rows, i: int, column: str) -> dict:
+        """The assistant's turn that a column holds, as text or as a list of one message."""
+        cell = rows.get(i, column, "completion_column")
+        if isinstance(cell, str):
+            return {"role": "assistant", "content": cell}
+        if _are_messages(cell) and self.chat and [message["role"] for message in cell] == ["assistant"]:
+            return {key: value for key, value in cell[0].items() if value is not None or key == "content"}
+        raise InputError(
+            f"{rows.where(i)}: column {column!r} must be text, or with a chat template one message of the assistant; "
+            f"got {cell!r:.80}; put conversations of several turns whole into a column messages"
+        )
+
+    def _pair(self, messages: list[dict], turn: dict, tools: list | None, where: str) -> tuple[list[int], list[int]]:
+        """Token ids of the messages, and of the assistant's turn after them."""
         check_text(self.tokenizer, turn, where)
         prompt, eos = self._encode_prompt(messages, tools, where), self.tokenizer.eos_token_id
         if not self.chat:
@@ -145,11 +185,13 @@ class Encoder:
 
     def _raw(self, text: str) -> list[int]:
         """A prompt's tokens without a chat template."""
-        ids = self.tokenizer(text).input_ids
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:  # the text spelled out the token that the tokenizer also adds
-            ids = ids[1:]
+        ids, bos, eos = self._with_one_bos(text), self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return ids[:-1] if len(ids) > 1 and ids[-1] == eos and bos != eos else ids  # a prompt has not ended
+
+    def _with_one_bos(self, text: str) -> list[int]:
+        """The tokens of a text that may spell out the token that the tokenizer also adds."""
+        ids, bos = self.tokenizer(text).input_ids, self.tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _template(
         self, messages: list[dict], tools: list | None, where: str, *, add_generation_prompt: bool
@@ -168,6 +210,16 @@ class Encoder:
             roles = ", ".join(message["role"] for message in messages[:8])
             what = f"the chat template does not take these messages ({roles})"
             raise InputError(f"{where}: {what}: {in_a_line(error)}") from error
+
+
+def _is_text(row: dict) -> bool:
+    """A row of text, and of no prompt."""
+    return isinstance(row.get("text"), str) and all(row.get(column) is None for column in PROMPT_COLUMNS)
+
+
+def _turns(messages: list[dict]) -> list[int]:
+    """Where the assistant's turns stand; one that opens the conversation has no prompt, and is none."""
+    return [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
 
 
 def _are_messages(value) -> bool:

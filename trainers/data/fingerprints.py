@@ -31,6 +31,7 @@ NAMES = {
     "reward_models": "weights and config of the reward models that score",
     "scorers": "source files of the functions that score",
     "surrogate": "source file of the surrogate",
+    "sampler": "source file of the sampler of your own",
     "tokenizer": "vocabulary and special tokens",
     "chat_template": "the tokenizer's chat template",
     "held_out": "the held-out rows",

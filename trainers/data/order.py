@@ -41,6 +41,14 @@ class RowOrder:
             batch += taken
         return batch
 
+    def after(self, batches: int) -> list[int]:
+        """The batch that comes so many after the one taken last, which stays that; 0 is itself."""
+        position = self.position
+        self.position += (batches - 1) * self.batch_size
+        ahead = next(self)
+        self.position = position
+        return ahead
+
     def __iter__(self) -> Iterator[list[int]]:
         return self
 
@@ -81,9 +89,10 @@ def in_steps(config: Config, rows: int) -> Config:
 def foresee(config: Config, data: DataConfig) -> tuple[Config, dict[str, str]]:
     """What `in_steps` will say, before anything is tokenised, and that as a line of the batch arithmetic.
 
-    Rows that are too long are not known yet, and no Hub dataset is read.
+    Rows that are too long are not known yet, and no Hub dataset is read. A file that is not there `there.check` tells.
     """
-    if config.num_train_epochs is None or Path(data.dataset).suffix not in FILES:
+    is_file = Path(data.dataset).suffix in FILES and Path(data.dataset).is_file()
+    if config.num_train_epochs is None or not is_file or config.splits_rows:
         return config, {}
     rows = load_rows(data.dataset)
     if data.eval_size and data.eval_dataset is None:

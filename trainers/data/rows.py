@@ -1,8 +1,7 @@
-"""Rows as dictionaries, from a JSONL or Parquet file or a Hub dataset; an error names what cannot be read and where."""
+"""Rows as dictionaries, from a file, a folder or a Hub dataset, each knowing where it came from; answers in them."""
 
 import contextlib
 import dataclasses
-import json
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,40 +9,28 @@ from pathlib import Path
 
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import FILES, DataConfig, InputError
+from fused_rl.trainers.data.formats import read_csv, read_json, read_jsonl, read_parquet
+from fused_rl.trainers.options.config import FILES, DataConfig, InputError, is_saved
 from fused_rl.trainers.options.text import in_a_line
 
-ANSWER_COLUMNS = ("ground_truth", "answer")
-
-
-def read_parquet(path: Path) -> list[dict]:
-    """Of a whole file."""
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-        return table.to_pylist()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}, column {_not_utf_8(table)!r}: not UTF-8; write the text as UTF-8") from error
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"dataset file {path} is not a whole Parquet file: {in_a_line(error)}") from error
-
-
-def _not_utf_8(table) -> str:
-    """The first column of a table whose text cannot be read."""
-    for name in table.column_names:
-        try:
-            table[name].to_pylist()
-        except UnicodeDecodeError:
-            return name
-    raise AssertionError("all of it can be read")
+ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
+# Each returns the rows, and the line that each stands on, where that is not its number.
+READERS = {
+    ".jsonl": read_jsonl,
+    ".json": lambda path: (read_json(path), None),
+    ".csv": lambda path: (read_csv(path), None),
+    ".parquet": lambda path: (read_parquet(path), None),
+}
 
 
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
-    """Of a Hub dataset, or of a folder that `datasets` reads."""
+    """Of a Hub dataset, or of a folder that `datasets` reads, or wrote by `save_to_disk`."""
     import datasets
 
     try:
+        if is_saved(name):
+            saved = datasets.load_from_disk(name)
+            return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved).to_list()
         config_name = config_name or _only_configuration(name, datasets.get_dataset_config_names(name))
         return datasets.load_dataset(name, config_name, split=split).to_list()
     except InputError:
@@ -51,7 +38,7 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
         what = f"dataset={name!r} (configuration {config_name}, split {split})"
         raise InputError(
-            f"{what} is neither a .jsonl or .parquet file, nor a folder or a Hub dataset that can be read: "
+            f"{what} is neither a file ({', '.join(FILES)}), nor a folder or a Hub dataset that can be read: "
             f"{in_a_line(error)}"
         ) from error
 
@@ -65,52 +52,6 @@ def _only_configuration(name: str, known: list[str]) -> str:
             "(--eval_dataset_config for the held-out rows)"
         )
     return (usual or known)[0]
-
-
-def read_jsonl(path: Path) -> tuple[list[dict], list[int]]:
-    """Rows, and the line that each stands on."""
-    rows, lines = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
-        if text.strip():
-            rows.append(_read_object(text, where))
-            lines.append(number)
-    return rows, lines
-
-
-def _read_object(text: str, where: str) -> dict:
-    """One line as a dictionary whose text can be tokenised."""
-    try:
-        row = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}, character {error.colno}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise InputError(f"{where}: JSON nested too deeply to be read") from error
-    except ValueError as error:  # a number of more digits than Python converts
-        raise InputError(f"{where}: not JSON that can be read: {in_a_line(error)}") from error
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    if "\\u" in text:  # only an escape can spell half a character
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"{where}: {error.object[error.start]!r} is half a surrogate pair, and no character"
-            ) from error
-    return row
-
-
-def _without_repeats(pairs: list[tuple[str, object]], where: str) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{where}: key {twice!r} stands {names.count(twice)} times in one object")
-    return row
 
 
 @dataclass
@@ -159,7 +100,7 @@ class Rows:
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Rows of a .jsonl or .parquet file, or of a Hub dataset; an error names what cannot be read."""
+    """Rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
     path, numbers = Path(name), None
     if path.suffix in FILES:
         if not path.is_file():
@@ -168,9 +109,11 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
             path.open("rb").close()
         except OSError as error:
             raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
-        rows, numbers = read_jsonl(path) if path.suffix == ".jsonl" else (read_parquet(path), None)
+        rows, numbers = READERS[path.suffix](path)
     elif path.is_file():
-        raise InputError(f"dataset file {name}: only .jsonl and .parquet files are read")
+        raise InputError(
+            f"dataset file {name}: only {', '.join(FILES)} files are read; rename it, or convert it with `datasets`"
+        )
     else:
         rows = read_dataset(name, config_name, split)
     if not rows:
@@ -218,6 +161,21 @@ def answer_of(row: dict, column: str | None) -> str:
         remedy = "expected the answer as text or a number; use --answer_column"
         raise InputError(f"column {column!r} is {came}; {remedy}")
     answer = str(value).rsplit("####", 1)[-1].strip()
+    if column == "solution" and "solution" in columns[1:]:
+        answer = _last_box(answer)
     if not answer:
         raise InputError(f"column {column!r} has no answer: {value!r:.80}")
     return answer
+
+
+def _last_box(text: str) -> str:
+    """What stands in the last `\\boxed{}` of a worked solution; of a line without any, all of it."""
+    depth, opened = 0, text.rfind("\\boxed{")
+    for at in range(opened + 6, len(text) if opened >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[opened + 7 : at].strip()
+    if "\n" in text or "boxed" in text or "\\fbox" in text:
+        what = "column 'solution' is a text of several lines without \\\\boxed{} or ####, or its box cannot be read"
+        raise InputError(f"{what}; put the answer alone into a column, and name it with --answer_column")
+    return text

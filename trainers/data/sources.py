@@ -15,7 +15,7 @@ from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 
 MODELS = ("model", "critic", "reward_model")
-FUNCTIONS = ("scorer", "surrogate")
+FUNCTIONS = ("scorer", "surrogate", "sampler")
 
 
 def of_run(config: Options) -> list[Source]:

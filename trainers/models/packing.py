@@ -121,12 +121,13 @@ def pack(batch: Batch, in_row: int) -> Packed:
     own = torch.arange(batch.input_ids.shape[1]) < prompt[:, None]
     of_prompt, at = (own & first[:, None]).nonzero(as_tuple=True)
     prompts = torch.stack([of_prompt, at, row[of_prompt] * width + at, torch.zeros_like(at)])
-    sequence, token = batch.response_tokens()  # (N,) each; `token` is the position that predicts
+    sequence, token = batch.predicted()  # (M,) each; `token` is the position that predicts
     step = token - (prompt - 1)[sequence]  # 0 for a response's first token
     place = row[sequence] * width + torch.where(step == 0, prompt[sequence], start[sequence] + step) - 1
     later = step > 0
     responses = torch.stack([sequence, token, place, sequence + 1])[:, later]
-    return _packed(batch, (int(row[-1]) + 1, width), torch.cat([prompts, responses], 1), place)
+    states = place if batch.counts is None else place[batch.counts[sequence, token]]
+    return _packed(batch, (int(row[-1]) + 1, width), torch.cat([prompts, responses], 1), states)
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:

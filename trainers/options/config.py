@@ -28,7 +28,12 @@ from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.source import Source
 
-FILES = (".jsonl", ".parquet")  # a dataset that ends so is a file, any other a name
+FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
+
+
+def is_saved(name: str, *marks: str) -> bool:
+    """Whether `datasets` wrote this folder by `save_to_disk`: one table, or several splits."""
+    return any((Path(name) / mark).is_file() for mark in marks or ("state.json", "dataset_dict.json"))
 
 
 # Numbers with a range. NaN is in none of them, infinity only where it says so.
@@ -68,6 +73,9 @@ RANGES = {
 @dataclass(kw_only=True)
 class Options:
     """A group of options that keeps to its ranges, however it is made."""
+
+    sections: ClassVar[dict[str, str]] = {}
+    """Names of options, or `*` for all of the group -> their section of --help (`help.SECTIONS`)."""
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -156,6 +164,8 @@ def check_revision(model: str, revision: str | None) -> None:
 class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
 
+    sections: ClassVar[dict[str, str]] = {"*": "model"}
+
     model: str
     """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
@@ -199,8 +209,10 @@ class ModelConfig(Options):
 class DataConfig(Options):
     """Which rows, and how they become prompts."""
 
+    sections: ClassVar[dict[str, str]] = {"*": "data"}
+
     dataset: str
-    """A local .jsonl or .parquet file, or the name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv, .parquet) or folder (of save_to_disk too), or the name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
     dataset_split: str = "train"
@@ -233,6 +245,8 @@ class DataConfig(Options):
 class OptimConfig(Options):
     """How weights are optimised."""
 
+    sections: ClassVar[dict[str, str]] = {"*": "optimizer"}
+
     lr: NonNegative = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -254,6 +268,8 @@ class OptimConfig(Options):
 @dataclass(kw_only=True)
 class EngineConfig(Options):
     """How DeepSpeed holds and splits a model."""
+
+    sections: ClassVar[dict[str, str]] = {"*": "optimizer"}
 
     micro_batch_size: PositiveInt = 8
     """Sequences per forward and backward; changes speed and memory, never the result."""
@@ -316,6 +332,11 @@ class StepsConfig(Options):
     num_train_epochs: Positive | None = None
     """Instead of steps: passes over the rows to train on, such as 1.5."""
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether a row may be trained on as several, so that their number is known only when they are tokens."""
+        return False
+
     def __post_init__(self):
         super().__post_init__()
         if self.num_train_epochs is None:
@@ -331,6 +352,8 @@ class StepsConfig(Options):
 class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
     """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
 
+    sections: ClassVar[dict[str, str]] = {"*": "run"}
+
     command: ClassVar[str]
     """The trainer's name: `fused-rl <command>`."""
 
@@ -339,7 +362,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     eval_every: PositiveInt = 50
     """Steps between evaluations; there is always one before and one after."""
     dry_run: bool = False
-    """Print the resolved configuration and the batch arithmetic, then stop."""
+    """Print the resolved configuration and the batch arithmetic, look whether model and rows are there, then stop."""
 
 
 # What is done with a run, not what the run is.

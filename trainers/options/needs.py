@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_rl.trainers.options.config import FILES, DataConfig, InputError, Options
+from fused_rl.trainers.options.config import FILES, DataConfig, InputError, Options, is_saved
 
 MAY_BE_EMPTY = {"system_prompt"}  # a message without text
 
@@ -46,8 +46,8 @@ def without(condition: str) -> str:
 
 
 def on_hub(name: str | None) -> bool:
-    """Whether a dataset's name is not that of a file."""
-    return name is not None and Path(name).suffix not in FILES
+    """Whether a dataset's name is not that of a file, or of a folder that holds one table."""
+    return name is not None and Path(name).suffix not in FILES and not is_saved(name, "state.json")
 
 
 OF_HUB = "has no meaning for a file, which has no configurations or splits; leave it out"

@@ -13,6 +13,7 @@ from typing import TypeVar
 import jsonargparse
 import yaml
 
+from fused_rl.trainers.options import help
 from fused_rl.trainers.options.config import InputError, Options, in_words, names_of
 from fused_rl.trainers.options.names import unknown
 from fused_rl.trainers.options.text import shown
@@ -36,6 +37,10 @@ class _Parser(jsonargparse.ArgumentParser):
         self._print_message(f"{self.prog}: error: {shown(line)}\n", sys.stderr)
         raise Refused(line)
 
+    def format_help(self) -> str:
+        """As `help.text`."""
+        return help.text(self.config_class, self.prog, {action.dest: action.help for action in self._actions})
+
     def _in_a_line(self, message: str) -> str:
         found = re.match(r'Parser key "([\w.]+)":', message)
         if found is None or found[1] not in names_of(self.config_class):
@@ -49,10 +54,9 @@ class _Parser(jsonargparse.ArgumentParser):
 def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
     """The config from `--config file.yaml` and `--key value`, later ones first; exits with a line on a bad key."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    description = (config_class.__doc__ or "").strip()
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(prog=prog, allow_abbrev=False)
     parser.config_class = config_class
-    parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
+    parser.add_argument("--config", action="config")
     parser.add_class_arguments(config_class)
     argv = _spell_out_flags(config_class, argv)
     try:
@@ -72,14 +76,14 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
 def _spell_out_flags(config_class: type[Options], argv: list[str]) -> list[str]:
     """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead.
 
-    After `--accept_changes` there may be several words.
+    After `--accept_changes` and `--server` there may be several words.
     """
     flags = {f"--{f.name}" for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}
     spelled = []
     for i, word in enumerate(argv):
         if word.startswith("--local_rank"):
             continue
-        if spelled[-2:-1] == ["--accept_changes"] and not word.startswith("--"):
+        if spelled[-2:-1] in (["--accept_changes"], ["--server"]) and not word.startswith("--"):
             spelled[-1] += f",{word}"
             continue
         spelled.append(word)

@@ -19,6 +19,7 @@ MAY_CHANGE = frozenset(
         *("critic_max_grad_norm",),
         # Speed and memory: the same sums, rounded in another order; the same distribution, drawn in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
+        "server",  # where it answers
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
         *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),

@@ -10,7 +10,7 @@ class Source(NamedTuple):
     """Something that a run reads."""
 
     kind: str
-    """model, adapters, critic, reward_model, rows, scorer or surrogate."""
+    """model, adapters, critic, reward_model, rows, scorer, surrogate or sampler."""
     said: str
     """`option=value`, and by way of what, for errors."""
     name: str

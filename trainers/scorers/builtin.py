@@ -127,7 +127,7 @@ class Pattern(Limited):
 
 
 class Length(Named):
-    """What a response of n tokens costs, its stop token included; from 0 down to -1.
+    """What a response of n tokens that the policy drew costs, its stop token included; from 0 down to -1.
 
     target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit). One of them is given.
     """
@@ -137,7 +137,7 @@ class Length(Named):
         self.target, self.limit = target, limit
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [self._score(len(sample.response.ids)) for sample in samples]
+        return [self._score(len(sample.response.drawn(sample.response.ids))) for sample in samples]
 
     def _score(self, tokens: int) -> float:
         if self.target is not None:

@@ -11,7 +11,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import yaml
 
@@ -54,6 +54,7 @@ OF_BEFORE = {
 class ScorerConfig(Options):
     """Who judges a response, and what that is worth."""
 
+    sections: ClassVar[dict[str, str]] = {"*": "scorers"}
     verifiers: str | list[str] = "math"
     """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
     regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,

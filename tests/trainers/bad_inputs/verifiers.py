@@ -161,7 +161,7 @@ VERIFIERS = [
     *verifiers("mth", "verifier 'mth': expected math, reasoning_gym"),
     *verifiers("reasoning_gym:chain_sums", "no dataset 'chain_sums'; did you mean 'chain_sum'"),
     *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
-    *verifiers("reward_model:./rm", "reward_model.*'./rm'|'./rm'"),
+    *verifiers("reward_model:./rm", "reward_model:./rm is neither there"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
     *unfit("Paris yes B (A) 12:30 2024-01-05 v1.0 H2O sqrt(2) ½ n/a"),
     *cell("grpo", "answer", "[1, 2]", "cannot judge the answer '.1, 2.': a list", options=("--verifiers", "math")),

@@ -1,0 +1,193 @@
+"""Every form in which others keep their rows: taken as it is meant, or refused with how to convert it."""
+
+import json
+
+import datasets
+import pytest
+
+from fused_rl.trainers import sft
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.order import foresee
+from fused_rl.trainers.data.rows import Rows, answer_of, load_rows
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.needs import on_hub
+from tests.trainers import tiny
+from tests.trainers.runs import sft_config
+
+ROWS = [{"question": "a, b?", "answer": "007"}, {"question": 'say "é"\nnow', "answer": "NA"}]
+
+
+def said(tokenizer, pairs) -> list[tuple[str, str]]:
+    return [tuple(map(tokenizer.decode, pair)) for pair in pairs]
+
+
+# Files and folders.
+
+
+def saved(rows, path):
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+
+
+def splits(rows, path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(path)
+
+
+WRITERS = {
+    "lines.jsonl": lambda rows, path: tiny.jsonl(path, rows),
+    "list.json": lambda rows, path: path.write_text(json.dumps(rows, indent=1)),
+    "lines.json": lambda rows, path: tiny.jsonl(path, rows),
+    "by-datasets.json": lambda rows, path: datasets.Dataset.from_list(rows).to_json(path),
+    "by-datasets.csv": lambda rows, path: datasets.Dataset.from_list(rows).to_csv(path),
+    "by-datasets.parquet": lambda rows, path: datasets.Dataset.from_list(rows).to_parquet(path),
+    "saved": saved,
+    "splits": splits,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
+    WRITERS[name](ROWS, tmp_path / name)
+    read = load_rows(str(tmp_path / name))
+    assert read.rows == ROWS, "no number is guessed, and no word is a null"
+    assert read.where(1).endswith("line 2" if name == "lines.jsonl" else "row 2")
+    assert on_hub(str(tmp_path / name)) == (name == "splits"), "a split is chosen where there are several"
+
+
+def test_a_saved_folder_without_the_split_is_a_line(tmp_path):
+    splits(ROWS, tmp_path / "splits")
+    with pytest.raises(InputError, match=r"split test\) is neither .* that can be read: KeyError: 'test'"):
+        load_rows(str(tmp_path / "splits"), split="test")
+
+
+def test_a_file_of_csv_may_begin_with_a_mark_and_have_blank_lines(tmp_path):
+    long = 200_000 * "x"
+    (tmp_path / "d.csv").write_bytes(f"\ufeffquestion,answer\r\n1,2\r\n\r\n3,\r\n,\r\n{long},4\r\n,,\r\n".encode()[:-4])
+    assert load_rows(str(tmp_path / "d.csv")).rows == [
+        {"question": "1", "answer": "2"},
+        {"question": "3", "answer": None},
+        {"question": long, "answer": "4"},
+    ]
+
+
+# Prompts and completions.
+
+
+@pytest.mark.parametrize("prompt", ["2+3?", [{"role": "user", "content": "2+3?"}]])
+def test_a_completion_is_text_or_one_message(prompt):
+    tokenizer = tiny.tokenizer()
+    message = {"role": "assistant", "content": "5", "tool_calls": None}
+    forms = [Rows([{"prompt": prompt, "completion": form}], "d.jsonl") for form in ("5", [message])]
+    text, conversation = (Encoder(tokenizer).pair(rows, 0, None, "completion") for rows in forms)
+    assert text == conversation
+    assert said(tokenizer, [text]) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
+
+
+@pytest.mark.parametrize(
+    ("chat", "completion"),
+    [
+        (False, [{"role": "assistant", "content": "5"}]),
+        (True, [{"role": "assistant", "content": "5"}, {"role": "user", "content": "6"}]),
+        (True, [{"role": "user", "content": "6"}]),
+        (True, []),
+        (True, 5),
+    ],
+)
+def test_a_completion_of_other_forms_is_refused(chat, completion):
+    rows = Rows([{"prompt": "2+3?", "completion": completion}], "d.jsonl")
+    with pytest.raises(InputError, match="^d.jsonl, line 1: column 'completion' must be text, or with .* messages$"):
+        Encoder(tiny.tokenizer(chat=chat)).pair(rows, 0, None, "completion")
+
+
+def test_text_beside_a_completion_is_no_text_alone():
+    rows = Rows([{"text": "2+2?", "completion": "4"}], "d.jsonl")
+    with pytest.raises(InputError, match="line 1: the row has text and 'completion', but no prompt; name it with"):
+        Encoder(tiny.tokenizer()).pair(rows, 0, None, "completion")
+
+
+def test_a_text_that_spells_the_beginning_has_one():
+    tokenizer = tiny.tokenizer(chat=False, adds_bos=True)
+    encoder, rows = Encoder(tokenizer), Rows([{"text": f"{tokenizer.bos_token}ab"}, {"text": ""}], "d.jsonl")
+    pair = encoder.pair(rows, 0, None, "completion")
+    assert said(tokenizer, [pair]) == [("<bos>", f"ab{tokenizer.eos_token}")]
+    with pytest.raises(InputError, match="line 2: column 'text' is empty"):
+        encoder.pair(rows, 1, None, "completion")
+
+
+CONVERSATION = [
+    {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def test_every_turn_of_the_assistant_is_trained_once_where_that_is_asked_for():
+    tokenizer = tiny.tokenizer()
+    encoder, rows = Encoder(tokenizer), Rows([{"messages": CONVERSATION}], "d.jsonl")
+    assert encoder.turns(rows, 0, None) == 2, "the first one answers nothing"
+    first, last = said(tokenizer, encoder.pairs(rows, 0, None, "completion", "all"))
+    assert first == ("<bos><assistant>hi<end>\n<user>a<end>\n<assistant>", "b<end>")
+    assert last == (f"{first[0]}b<end>\n<user>c<end>\n<assistant>", "d<end>")
+    assert said(tokenizer, encoder.pairs(rows, 0, None, "completion")) == [last]
+
+
+def test_a_run_says_which_turns_it_trains(files, tmp_path, capsys):
+    rows = Rows([{"messages": CONVERSATION}, {"messages": CONVERSATION[:3]}], "d.jsonl")
+    encoder = Encoder(tiny.tokenizer())
+    last = sft.encoded(sft_config(files, tmp_path), rows, encoder)
+    assert "d.jsonl: of 1 conversations the last turn is trained; --assistant_turns all" in capsys.readouterr().out
+    each = sft.encoded(sft_config(files, tmp_path, assistant_turns="all"), rows, encoder)
+    assert capsys.readouterr().out == ""
+    assert [example.where for example in each] == ["d.jsonl, line 1"] * 2 + ["d.jsonl, line 2"]
+    assert last == each[1:]
+    # How many they are is not foreseen from the rows, and a conversation that is too long is dropped whole.
+    named = tiny.jsonl(tmp_path / "d.jsonl", rows.rows)
+    for turns, foreseen in (("last", True), ("all", False)):
+        options = {"num_train_epochs": 1, "steps": None, "eval_size": 0, "batch_size": 1, "assistant_turns": turns}
+        config = sft_config((files[0], named), tmp_path, **options)
+        assert bool(foresee(config, config)[1]) == foreseen
+    assert sft.encoded(sft_config(files, tmp_path, assistant_turns="all", max_length=15), rows, encoder) == each[2:]
+
+
+def test_a_row_of_text_is_trained_after_its_first_token():
+    for chat, bos in ((True, False), (False, True)):
+        tokenizer = tiny.tokenizer(chat=chat, adds_bos=bos)
+        eos = tokenizer.eos_token
+        rows = Rows([{"text": "ab"}, {"text": f"<user>a{eos}b{eos}"}, {"text": "a"}, {"text": ""}], "d.jsonl")
+        encoder = Encoder(tokenizer)
+        pairs = said(tokenizer, [encoder.pair(rows, i, None, "completion") for i in range(3)])
+        if bos:
+            assert pairs[0] == ("<bos>", f"ab{eos}") and pairs[2] == ("<bos>", f"a{eos}")
+        else:
+            assert pairs == [("a", f"b{eos}"), ("<user>", f"a{eos}b{eos}"), ("a", eos)]
+            with pytest.raises(InputError, match="^d.jsonl, line 4: column 'text' is empty"):
+                encoder.pair(rows, 3, None, "completion")
+    with pytest.raises(InputError, match="line 1: system_prompt and .* have no meaning for a row of text"):
+        Encoder(tiny.tokenizer(), system_prompt="Be brief.").pair(rows, 0, None, "completion")
+    both = Rows([{"text": "ab", "question": "a", "completion": "b"}], "d.jsonl")
+    assert said(tokenizer, [Encoder(tokenizer).pair(both, 0, None, "completion")])[0][1] == f"b{eos}"
+
+
+# Answers.
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("so it is\n\\boxed{3} or \\boxed{\\frac{1}{2}}, as was asked", "\\frac{1}{2}"),
+        ("work\n#### 42", "42"),
+        ("$\\frac{63}{400}$", "$\\frac{63}{400}$"),
+        (7, "7"),
+    ],
+)
+def test_the_answer_of_a_solution(solution, answer):
+    assert answer_of({"problem": "p", "solution": solution}, None) == answer
+    assert answer_of({"answer": "5", "solution": solution}, None) == "5"
+
+
+@pytest.mark.parametrize("solution", ["line\nline", "a \\boxed{3\nb", "so $x=\\boxed 5$", "\\fbox{5}"])
+def test_a_solution_that_does_not_say_its_answer_is_refused(solution):
+    with pytest.raises(InputError, match="column 'solution' is a text of several lines without .* --answer_column$"):
+        answer_of({"solution": solution}, None)
+    assert answer_of({"solution": solution}, "solution") == solution
