@@ -150,7 +150,9 @@ def command_line() -> str:
 def environment(device: str) -> dict:
     """Command, commit, device, driver and versions: what a reader needs to repeat a run."""
     processor = _processor()
-    changes = _output("git", "status", "--porcelain", "--untracked-files=no", "--", ":!bench/results", ":!docs")
+    changes = _output(
+        "git", "status", "--porcelain", "--untracked-files=no", "--", ":!bench/results", ":!docs", ":!README.md"
+    )
     versions = {package: version(package) for package in PACKAGES}
     described = {
         "command": os.environ.get("BENCH_COMMAND", command_line()),
