@@ -89,7 +89,6 @@ class Checkpoints:
             if rank() == 0:
                 names = [f"checkpoints/{tag}/{name}" for name in written.names_below(unfinished)]
                 written.add(self.folder.parent, names)
-                delete(self.folder / tag)
                 os.rename(unfinished, self.folder / tag)
                 sync(self.folder)
                 write_atomically(self.folder / "latest", tag)
