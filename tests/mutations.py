@@ -188,8 +188,8 @@ MUTATIONS = {
     ),
     "a masked mean divides by everything": Mutation(
         "fused_rl/masked.py",
-        "return masked_sum(values, mask, dim) / count.clamp(min=1)",
-        "return masked_sum(values, mask, dim) / (count * 0 + mask.numel())",
+        "return total / count.clamp(min=1)",
+        "return total / (count * 0 + mask.numel())",
         "tests/test_masked.py",
     ),
     "leave-one-out has the mean of all": Mutation(

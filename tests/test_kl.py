@@ -361,7 +361,7 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
         whole[..., :5008].expand(2, 3, 5008),
         torch.randn(2, 3, 5009)[..., :5008],
     ):
-        got, same, *_ = pair_of_rows.launch_arguments(x, whole[..., :5008], 1.0)
+        got, same, *_ = pair_of_rows.launch_arguments(x, whole[..., :5008], 1.0, None)
         assert torch.equal(got, x)
         assert got.data_ptr() % 16 == 0
         assert all(n % 16 == 0 for n in got.stride()[:2])
