@@ -186,6 +186,18 @@ MUTATIONS = {
         "squares / count.clamp(min=1)",
         "tests/test_masked.py",
     ),
+    "the gradient of a capped divergence lacks the slope of the cap": Mutation(
+        "fused_rl/cpu/pair.py",
+        "out[rows[part]] = found.mul_(slope).to(out.dtype)",
+        "out[rows[part]] = found.to(out.dtype)",
+        "tests/test_kl.py -k softcap",
+    ),
+    "the kernels cap one of the two rows": Mutation(
+        "kernels/pair.py",
+        "return as_logits(x, mask, softcap), as_logits(y, mask, softcap)",
+        "return as_logits(x, mask, softcap), as_logits(y, mask, None)",
+        "tests/test_kl.py -k softcap",
+    ),
     "a masked mean divides by everything": Mutation(
         "fused_rl/masked.py",
         "return total / count.clamp(min=1)",
