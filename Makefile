@@ -137,6 +137,10 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 	$(ALL_CORES) $(BIN)/python -m bench
 	$(BIN)/python -m bench report
 
+.PHONY: repro
+repro: $(VENV)/installed  ## the field problems of docs/problems, each shown on this machine: REPROTIME minutes
+	$(BIN)/python -m bench.repro
+
 .PHONY: repro-kl
 repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table and figure of docs/losses.md, 15 minutes on one core
 	$(BIN)/python -m bench.repro.kl_estimators

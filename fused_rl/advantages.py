@@ -1,5 +1,7 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,17 @@ from fused_rl.masked import global_moments, whiten
 __all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
 
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
-ADVANTAGES = ("group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std", "gae")
+ResponseAdvantage = Literal["group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std"]
+Advantage = ResponseAdvantage | Literal["gae"]
+Baseline = Literal["mean", "leave-one-out"]
+ADVANTAGES = (*get_args(ResponseAdvantage), "gae")
 
 
 def group_advantages(
     rewards: Tensor,
     group_size: int,
     *,
-    baseline: str = "mean",
+    baseline: Baseline = "mean",
     normalize: bool = True,
     eps: float = 1e-4,
     std_floor: float = 0.0,
@@ -42,7 +47,7 @@ def group_advantages(
     check_floating("rewards", rewards, "(B,)")
     if group_size < 1 or rewards.numel() % group_size:
         raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
-    check_choice("baseline", baseline, ("mean", "leave-one-out"))
+    check_choice("baseline", baseline, get_args(Baseline))
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
         raise ValueError("group_size=1 has no other response to compare with; use group_size >= 2")
 
@@ -60,7 +65,7 @@ def group_advantages(
 
 def response_advantages(
     rewards: Tensor,
-    advantage: str,
+    advantage: Advantage,
     *,
     group_size: int,
     std_floor: float = 0.0,
@@ -106,7 +111,7 @@ def _all_of(rewards):
 def _batch_advantages(rewards, std_floor, process_group):
     check_floating("rewards", rewards, "(B,)")
     rewards = rewards.detach()
-    whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, group=process_group)
+    whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, process_group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
     nothing = rewards.new_full((1,), -torch.inf)
     most = torch.cat([rewards, nothing])

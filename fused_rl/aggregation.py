@@ -1,14 +1,14 @@
 """From losses per token to a scalar: which tokens form a sequence, what counts, and the table of aggregations."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_choice, check_mask, check_tensor, described
+from fused_rl.checks import check_choice, check_mask, check_number, check_optional_tensors, check_tensor, described
 from fused_rl.masked import at_least_fp32, masked_sum
 
-__all__ = ["LOSS_AGGS", "TokenBatch", "Sequences", "aggregate", "possible"]
+__all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "possible"]
 
 
 class Aggregation(NamedTuple):
@@ -20,7 +20,8 @@ class Aggregation(NamedTuple):
     times_max_length: bool = False
 
 
-LOSS_AGGS = {
+LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+LOSS_AGGS: dict[LossAgg, Aggregation] = {
     "token-mean": Aggregation(means_of_sequences=False, count="num_tokens"),
     "seq-mean-token-mean": Aggregation(means_of_sequences=True, count="num_sequences"),
     "seq-mean-token-sum": Aggregation(means_of_sequences=False, count="num_sequences"),
@@ -81,6 +82,10 @@ class TokenBatch:
         if like.dim() != 2 or not like.is_floating_point():
             raise ValueError(f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}")
         check_mask(mask, "the losses' arguments (B, T)", like.shape)
+        check_optional_tensors(sequence_ids=sequence_ids)
+        for name, count in (("num_tokens", num_tokens), ("num_sequences", num_sequences)):
+            if count is not None:
+                check_number(name, count, " or None")
         if sequence_ids is not None and (sequence_ids.shape != like.shape or sequence_ids.dtype != torch.int64):
             raise ValueError(f"sequence_ids must be (B, T) = {tuple(like.shape)} int64, got {described(sequence_ids)}")
         self.dtype = torch.promote_types(like.dtype, torch.float32)
@@ -93,6 +98,7 @@ class TokenBatch:
         self.max_length = mask.shape[1] if max_length is None else max_length
 
     def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
+        check_tensor(name, tensor)
         rows = self.sequences.mask.shape
         if tensor.dim() == 1 and (self.sequences.ids is not None or len(tensor) == rows[0]):
             tensor = self.sequences.expand(tensor)
@@ -109,7 +115,10 @@ class TokenBatch:
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """The same, without gradient."""
-        return None if tensor is None else self.tokens(name, tensor.detach())
+        if tensor is None:
+            return None
+        check_tensor(name, tensor)
+        return self.tokens(name, tensor.detach())
 
     def shares(self, loss_agg: str) -> Tensor:
         """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
@@ -135,7 +144,7 @@ class TokenBatch:
 def possible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
     for logprobs in policies:
-        if logprobs is not None and logprobs.shape == mask.shape:  # the batch says what is wrong with other shapes
+        if isinstance(logprobs, Tensor) and logprobs.shape == mask.shape:  # the batch says what is wrong with others
             mask = mask & (logprobs.detach() != -torch.inf)
     return mask
 
@@ -143,7 +152,7 @@ def possible(mask, *policies):
 def aggregate(
     losses: Tensor,
     mask: Tensor,
-    loss_agg: str,
+    loss_agg: LossAgg,
     *,
     num_tokens: int | Tensor | None = None,
     num_sequences: int | Tensor | None = None,

@@ -15,6 +15,7 @@ LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Within these logits / temperature and its gradient stay far from the ends of fp32.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
+SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
 
 
 _TEMPERATURE_RANGE = (
@@ -34,9 +35,27 @@ def described(x: object) -> str:
     return f"{type(x).__name__} {shown if len(shown) <= 60 else shown[:60] + '…'}"
 
 
-def check_tensor(name: str, x: object) -> None:
+def check_tensor(name: str, x: object, or_else: str = "") -> None:
+    """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {described(x)}")
+        raise ValueError(f"{name} must be a tensor{or_else}, got {described(x)}")
+
+
+def check_tensors(**named: object) -> None:
+    for name, x in named.items():
+        check_tensor(name, x)
+
+
+def check_optional_tensors(**named: object) -> None:
+    for name, x in named.items():
+        if x is not None:
+            check_tensor(name, x, " or None")
+
+
+def check_number(name: str, x: object, or_else: str = "") -> None:
+    """A number, or a tensor of one or more, where an argument takes both."""
+    if not isinstance(x, (int, float, Tensor)):
+        raise ValueError(f"{name} must be a number or a tensor{or_else}, got {described(x)}")
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
@@ -100,13 +119,29 @@ def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None
     raise ValueError(f"targets (..., K) must begin with the shape of {of}, {shape}, got {tuple(targets.shape)}{hint}")
 
 
+def check_softcap(softcap: float | None) -> None:
+    if softcap is not None:
+        check_positive("softcap", softcap, "pass None for no capping")
+
+
+def rows_shape(x: Tensor, shift: bool) -> tuple[int, ...]:
+    """Of x (..., V) or (..., H): (...), and for `shift` (B, T - 1), as the last position predicts no token."""
+    if not shift:
+        return tuple(x.shape[:-1])
+    if x.dim() != 3:
+        raise ValueError(f"shift=True takes (B, T, V) or (B, T, H), got {tuple(x.shape)}; add the batch dimension")
+    return x.shape[0], max(x.shape[1] - 1, 0)
+
+
 def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> None:
     """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
     if not isinstance(temperature, Tensor):
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         # the numbers themselves: torch.compile(dynamic=True) makes a symbol of a module's float, and a variant of it
         if not is_number or not 1e-6 <= temperature <= 1e6:
-            raise ValueError(f"{_TEMPERATURE_RANGE}, got {temperature!r}")
+            raise ValueError(
+                f"{_TEMPERATURE_RANGE}, or a tensor, got {temperature if is_number else described(temperature)}"
+            )
         return
     sizes = zip(reversed(temperature.shape), reversed(rows), strict=False)
     fits = temperature.dim() <= len(rows) and all(size in (1, row) for size, row in sizes)

@@ -1,15 +1,17 @@
 """Estimates of KL(policy || reference) per token, from the log-probabilities of the tokens that were sampled."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fused_rl.checks import check_choice, check_shape, check_tensor
 
-__all__ = ["KL_ESTIMATORS", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
+__all__ = ["KL_ESTIMATORS", "KLEstimator", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3", "k1+", "k3+")
+KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
+KL_ESTIMATORS = get_args(KLEstimator)
 _LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
 
 
@@ -46,7 +48,7 @@ def k3(d: Tensor) -> Tensor:
 def kl_estimate(
     logprobs: Tensor,
     ref_logprobs: Tensor,
-    kl_estimator: str = "k3",
+    kl_estimator: KLEstimator = "rk3",
     *,
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
@@ -73,7 +75,7 @@ def kl_estimate(
     Args:
         logprobs: (...) of the policy, floating point.
         ref_logprobs: same shape, of the reference; a constant.
-        kl_estimator: one of the names above.
+        kl_estimator: one of the names above; the default is that of every loss here. Inside a reward take k1.
         old_logprobs: same shape, of the policy that sampled the tokens; a constant, used by k4 and rk3 only. None
             means that `logprobs` is that policy (on-policy).
 

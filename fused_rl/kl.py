@@ -5,37 +5,46 @@ the functions of a backend, so that `torch.compile` sees two opaque calls with k
 the formulas, `fused_rl.kernels.states` what a row leaves for the gradient.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from fused_rl.backend import backend_of
 from fused_rl.checks import (
+    SHIFTED_MASK,
     check_choice,
     check_logits,
     check_mask,
+    check_softcap,
     check_temperature_values,
     no_second_derivative,
+    rows_shape,
     split_temperature,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
-from fused_rl.rows import inverse, unit_stride
+from fused_rl.rows import inverse, unit_stride, without_last
 
-__all__ = ["DIRECTIONS", "as_rows", "check_logits_pair", "token_kl"]
+__all__ = ["DIRECTIONS", "Direction", "as_rows", "check_logits_pair", "token_kl"]
 
-DIRECTIONS = ("reverse", "forward", "jensen-shannon")
+Direction = Literal["reverse", "forward", "jensen-shannon"]
+DIRECTIONS = get_args(Direction)
 
 
 def token_kl(
     logits: Tensor,
     ref_logits: Tensor,
     *,
-    direction: str = "reverse",
+    direction: Direction = "reverse",
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    shift: bool = False,
 ) -> Tensor:
     """Exact divergence between policy and reference, row by row over the whole vocabulary, in nats.
 
-    With pi = softmax(logits / temperature) and ref = softmax(ref_logits / temperature): "reverse" is KL(pi || ref),
+    With pi = softmax(cap(logits) / temperature), cap(z) = softcap * tanh(z / softcap) where there is a softcap, and ref
+    the same of ref_logits: "reverse" is KL(pi || ref),
     "forward" KL(ref || pi), "jensen-shannon" the mean of KL(pi || mean) and KL(ref || mean), at most log 2. No value is
     negative; equal logits give exactly 0, and so do logits that differ by a constant when that difference is exact.
     Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats. A divergence that is small beside
@@ -58,26 +67,38 @@ def token_kl(
         temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to (...), one per row (not
             differentiated). It divides both logits.
         mask: (...) bool, True where a row counts. Any other row is not read, returns 0 and gets a gradient of 0.
+        softcap: a number > 0, of both logits, or None. A logit of -inf then is one of -softcap, so that nothing is
+            banned, and the divergence is that of capped logits as fp32 holds them: to an ulp of the softcap each.
+        shift: logits (B, T, V) of whole sequences, of which the last position predicts no token: outputs, mask and
+            per-row temperature are (B, T - 1), the gradient is written once to all T positions, zeros at the last.
 
     Returns:
-        (...) fp32, differentiable once with respect to logits, and to ref_logits where it requires grad.
+        (...) fp32, or (B, T - 1) for `shift`; differentiable once with respect to logits, and to ref_logits where it
+        requires grad.
 
     Raises:
         ValueError: a direction, shape, dtype or device that does not fit; a temperature out of range (on a GPU one
             per row is not looked at: its row is NaN).
     """
     check_choice("direction", direction, DIRECTIONS)
-    check_logits_pair(logits, ref_logits, mask)
-    temperature, row_temperature = split_temperature(temperature, tuple(logits.shape[:-1]), logits.device)
+    rows = check_logits_pair(logits, ref_logits, mask, softcap, shift)
+    temperature, row_temperature = split_temperature(temperature, rows, logits.device)
     if logits.device.type == "cpu" and not torch.compiler.is_compiling():
         check_temperature_values(row_temperature, None)
+    if shift:
+        mask, row_temperature = without_last(logits, mask, row_temperature)
+
     # forward is reverse with the two exchanged
     first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
     op = torch.ops.fused_rl.token_kl.default
-    return op(first, second, mask, temperature, row_temperature, direction == "jensen-shannon")[0]
+    divergence = op(first, second, mask, temperature, row_temperature, direction == "jensen-shannon", softcap)[0]
+    return divergence[:, :-1] if shift else divergence
 
 
-def check_logits_pair(logits: Tensor, ref_logits: Tensor, mask: Tensor | None) -> None:
+def check_logits_pair(
+    logits: Tensor, ref_logits: Tensor, mask: Tensor | None, softcap: float | None, shift: bool
+) -> tuple[int, ...]:
+    """The shape of the rows, (...) or for `shift` (B, T - 1)."""
     check_logits("logits", logits)
     check_logits("ref_logits", ref_logits)
     if logits.shape != ref_logits.shape:
@@ -90,8 +111,11 @@ def check_logits_pair(logits: Tensor, ref_logits: Tensor, mask: Tensor | None) -
             f"logits and ref_logits must share dtype and device, got {logits.dtype} on {logits.device} and "
             f"{ref_logits.dtype} on {ref_logits.device}; convert one of them"
         )
+    rows = rows_shape(logits, shift)
     if mask is not None:
-        check_mask(mask, "the rows", logits.shape[:-1])
+        check_mask(mask, "the rows", rows, SHIFTED_MASK if shift else "")
+    check_softcap(softcap)
+    return rows
 
 
 def as_rows(x, y, mask, temperature, row_temperature):
@@ -118,19 +142,20 @@ def _token_kl(
     temperature: float,
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
     js: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
     rows = as_rows(x, y, mask, temperature, row_temperature)
     backend = backend_of(x.device)
-    divergence, state = backend.kl.kl_fwd(*rows)
+    divergence, state = backend.kl.kl_fwd(*rows, softcap)
     sums = state.new_empty(len(JensenShannonSums._fields), 0)
     if js:
-        sums = backend.jensen_shannon.js_fwd(*rows, state)
+        sums = backend.jensen_shannon.js_fwd(*rows, state, softcap)
         divergence = JensenShannonSums(*sums).divergence.clone()
     return divergence.resize_(x.shape[:-1]), state, sums  # no view, which could not be modified in place
 
 
 @_token_kl.register_fake
-def _token_kl_fake(x, y, mask, temperature, row_temperature, js):
+def _token_kl_fake(x, y, mask, temperature, row_temperature, js, softcap=None):
     divergence = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n = divergence.numel()
     sums = divergence.new_empty(len(JensenShannonSums._fields), n if js else 0)
@@ -151,25 +176,26 @@ def _token_kl_backward(
     js: bool,
     wants_dx: bool,
     wants_dy: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
     arguments = as_rows(x, y, mask, temperature, row_temperature)
     g = g.reshape(-1).contiguous()
     divergence = divergence.reshape(-1)
     sums = sums if js else None
     backend = backend_of(x.device)
-    gradients = backend.kl.kl_bwd(g, *arguments, divergence, state, sums, wants_dx, wants_dy)
+    gradients = backend.kl.kl_bwd(g, *arguments, divergence, state, sums, wants_dx, wants_dy, softcap)
     return tuple(x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
 
 
 @_token_kl_backward.register_fake
 def _token_kl_backward_fake(g, x, y, *arguments):
-    wants_dx, wants_dy = arguments[-2:]
+    wants_dx, wants_dy = arguments[7:9]
     shapes = (x.shape if wants_dx else (0,), x.shape if wants_dy else (0,))
     return tuple(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
 
 
 def _token_kl_context(ctx, inputs, output):
-    x, y, mask, ctx.temperature, row_temperature, ctx.js = inputs
+    x, y, mask, ctx.temperature, row_temperature, ctx.js, ctx.softcap = inputs
     divergence, state, sums = output
     kept = divergence.clone()  # the caller may modify the output
     ctx.save_for_backward(x, y, mask, row_temperature, kept, state, sums)
@@ -179,13 +205,13 @@ def _token_kl_context(ctx, inputs, output):
 
 def _token_kl_gradient(ctx, g, *_):
     if g is None:
-        return (None,) * 6
+        return (None,) * 7
     x, y, mask, row_temperature, divergence, state, sums = ctx.saved_tensors
     wants = ctx.needs_input_grad[:2]
     gradients = torch.ops.fused_rl.token_kl_backward(
-        g, x, y, mask, divergence, state, sums, ctx.temperature, row_temperature, ctx.js, *wants
+        g, x, y, mask, divergence, state, sums, ctx.temperature, row_temperature, ctx.js, *wants, ctx.softcap
     )
-    return *(d if wanted else None for d, wanted in zip(gradients, wants, strict=True)), None, None, None, None
+    return *(d if wanted else None for d, wanted in zip(gradients, wants, strict=True)), *(None,) * 5
 
 
 _token_kl.register_autograd(_token_kl_gradient, setup_context=_token_kl_context)

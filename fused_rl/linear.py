@@ -16,12 +16,16 @@ from fused_rl.checks import (
     LOGITS_DTYPES,
     check_logits_dtype,
     check_mask,
+    check_optional_tensors,
     check_positive,
+    check_softcap,
     check_target_values,
     check_targets,
     check_temperature,
     check_temperature_values,
     check_tensor,
+    check_tensors,
+    rows_shape,
     values_are_checked,
 )
 from fused_rl.linear_support import linear_support_logprobs
@@ -156,8 +160,6 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 
 def _autocast(hidden, weight, bias):
-    check_tensor("hidden", hidden)
-    check_tensor("weight", weight)
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias
@@ -192,8 +194,7 @@ def _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtyp
     if mask is not None:
         check_mask(mask, "the targets", rows)
     check_temperature(temperature, tuple(rows))
-    if softcap is not None:
-        check_positive("softcap", softcap, "pass None for no capping")
+    check_softcap(softcap)
     check_positive("workspace_mb", workspace_mb, "it is in MiB")
     check_logits_dtype(logits_dtype, hidden.dtype)
 
@@ -251,6 +252,14 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
+def _shifted(hidden, targets, sets=None):
+    """Position t with the target of t + 1, and its kept set."""
+    rows_shape(hidden, shift=True)
+    hint = "; shift=True takes the targets of all T positions and drops the first itself"
+    check_targets(targets, "hidden", hidden, hint)
+    return hidden[:, :-1], targets[:, 1:], None if sets is None else sets.at((slice(None), slice(1, None)))
+
+
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -260,6 +269,7 @@ def linear_token_logprobs(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    shift: bool = False,
     workspace_mb: float = WORKSPACE_MB,
     logits_dtype: torch.dtype | None = None,
     support: TokenSupport | None = None,
@@ -280,6 +290,8 @@ def linear_token_logprobs(
             `temperature / s`, and with soft-capping also `softcap / s`.
         mask: (...) bool, True where a token counts; others are dropped before any work and get a gradient of 0.
         softcap: logits become softcap * tanh(logits / softcap), before the temperature.
+        shift: hidden (B, T, H) at t scores targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
+            are (B, T - 1); for `support` it has the rows of all T targets.
         workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
             count, fp32 sums of low-precision gradients. It changes results within rounding only. Where it holds less,
             one row of logits is used forward, and backward a quarter of it for logits beside sums of
@@ -305,13 +317,19 @@ def linear_token_logprobs(
             FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or its kept set, an id outside the
             vocabulary, or a row's temperature out of range.
     """
+    check_tensors(hidden=hidden, weight=weight, targets=targets)
+    check_optional_tensors(bias=bias)
+    sets = None
+    if support is not None:
+        check_support(support, several=targets.dim() == hidden.dim())
+        sets = support.of_rows(targets.shape, targets.device)
+    if shift:
+        hidden, targets, sets = _shifted(hidden, targets, sets)
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
-    if support is None:
+    if sets is None:
         return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
 
     # the sets of the rows that count
-    check_support(support, several=targets.dim() == hidden.dim())
-    sets = support.of_rows(targets.shape, targets.device)
     if values_are_checked(targets.device):
         check_support_values(sets, targets, mask, weight.shape[0])
     sets = sets._replace(begin=rows.select(sets.begin), end=rows.select(sets.end))
@@ -328,6 +346,7 @@ def linear_token_loss(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    shift: bool = False,
     workspace_mb: float = WORKSPACE_MB,
     logits_dtype: torch.dtype | None = None,
 ) -> LinearTokenLoss:
@@ -346,13 +365,13 @@ def linear_token_loss(
         loss, *_ = linear_token_loss(hidden, weight, targets, clipped, old_logprobs, advantages, mask=mask)
 
     Args:
-        hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype: as
+        hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype: as
             `linear_token_logprobs`. When more than one tile is needed, the fp32 sum of the weight's gradient of bf16 or
             fp16 inputs (4 V H bytes) is part of the workspace; where it leaves less than 512 rows of logits, the logits
             are formed twice, in 8 H FLOP.
         token_loss: the function above; it may be called several times, and any metric it needs can be computed from
             the returned tensors.
-        per_token: (..., *) tensors without gradients, whatever the loss needs per token.
+        per_token: (..., *) tensors without gradients, whatever the loss needs per token; (B, T - 1, *) for `shift`.
 
     Returns:
         LinearTokenLoss(loss, logprobs, entropy): the sum () fp32, differentiable once with respect to hidden, weight
@@ -364,9 +383,14 @@ def linear_token_loss(
         ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
             returning another shape.
     """
+    check_tensors(hidden=hidden, weight=weight, targets=targets)
+    check_optional_tensors(bias=bias)
+    if shift:
+        hidden, targets, _ = _shifted(hidden, targets)
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
     # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):
+        check_tensor(f"per_token[{i}]", values)
         if values.shape[: len(rows.shape)] != rows.shape:
             raise ValueError(
                 f"per_token[{i}] must start with the targets' shape {tuple(rows.shape)}, got {tuple(values.shape)}"

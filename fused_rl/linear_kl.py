@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fused_rl import tiles
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_choice
+from fused_rl.checks import check_choice, check_optional_tensors, check_tensors, rows_shape
 from fused_rl.kernels.states import JensenShannonSums, KLState
-from fused_rl.kl import DIRECTIONS
+from fused_rl.kl import DIRECTIONS, Direction
 from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
 
 __all__ = ["linear_token_kl"]
@@ -26,13 +26,14 @@ def _pair(logits, ref_logits, direction):
 
 class _LinearTokenKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, inv_temperature, direction, budget):
+    def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *options):
+        inv_temperature, direction, softcap, budget = ctx.options = options
         head = tuple(gather(weight, bias))
         ref_head = tuple(gather(ref_weight, ref_bias))
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = backend_of(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
-        of_policy, of_reference = (tiles.Logits(*h, step * vocab, budget) for h in (head, ref_head))
+        of_policy, of_reference = (tiles.Logits(*h, step * vocab, budget, softcap) for h in (head, ref_head))
         # what a call without rows returns, and what tiles are appended to
         divergence = [torch.zeros(0, device=hidden.device)]
         state = [torch.zeros(len(KLState._fields), 0, device=hidden.device)]
@@ -40,9 +41,9 @@ class _LinearTokenKL(torch.autograd.Function):
         for rows in tiles.blocks(n, step):
             x, y = _pair(of_policy.tile(hidden[rows]), of_reference.tile(ref_hidden[rows]), direction)
             inv_t = tiles.at(inv_temperature, rows)
-            kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t)
+            kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
             if direction == "jensen-shannon":
-                sums.append(backend.jensen_shannon.js_fwd(x, y, None, inv_t, state_rows))
+                sums.append(backend.jensen_shannon.js_fwd(x, y, None, inv_t, state_rows, softcap))
                 kl_rows = JensenShannonSums(*sums[-1]).divergence
             divergence.append(kl_rows)
             state.append(state_rows)
@@ -50,7 +51,6 @@ class _LinearTokenKL(torch.autograd.Function):
         kept = divergence.clone()  # the caller may modify the output
         statistics = kept, torch.cat(state, 1), torch.cat(sums, 1)
         ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics)
-        ctx.options = inv_temperature, direction, budget
         return divergence
 
     @staticmethod
@@ -60,19 +60,19 @@ class _LinearTokenKL(torch.autograd.Function):
         heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
         gradients = _gradients(ctx.needs_input_grad, g.contiguous(), hidden, ref_hidden, heads, statistics, ctx.options)
         dhidden, dweight, dbias = gradients.take()
-        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 6
+        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
 
 def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     weight, bias, ref_weight, ref_bias = heads
-    inv_temperature, direction, budget = options
+    inv_temperature, direction, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device)
     tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
     gradients = tiles.Gradients(needs, hidden, weight, bias, tile)
     size = tile[0] * tile[1]
-    of_policy = tiles.Logits(weight, bias, size, budget)
-    of_reference = tiles.Logits(ref_weight, ref_bias, size, budget)
+    of_policy = tiles.Logits(weight, bias, size, budget, softcap)
+    of_reference = tiles.Logits(ref_weight, ref_bias, size, budget, softcap)
     wants = (False, True) if direction == "forward" else (True, False)
     for rows in tiles.blocks(n, max(1, tile[0])):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
@@ -81,7 +81,7 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
             pair = of_policy.tile(hidden[rows], columns), of_reference.tile(ref_hidden[rows], columns)
             x, y = _pair(*pair, direction)
             inv_t = tiles.at(inv_temperature, rows)
-            both = backend.kl.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants)
+            both = backend.kl.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants, softcap)
             dlogits = both[wants.index(True)]
             gradients.add(dlogits[0], hidden[rows], weight[columns], rows, columns)
             del both, dlogits  # else it stays while the next tile's is formed
@@ -100,9 +100,11 @@ def linear_token_kl(
     *,
     bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    direction: str = "reverse",
+    direction: Direction = "reverse",
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    shift: bool = False,
     workspace_mb: float = WORKSPACE_MB,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -114,7 +116,8 @@ def linear_token_kl(
         hidden, weight, bias: (..., H), (V, H), (V,) of the policy, as in `linear_token_logprobs`.
         ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, constants: whether or not they
             require a gradient, they get none. H' may differ. For gradients on both sides use `token_kl`.
-        direction, temperature, mask: as in `token_kl`.
+        direction, temperature, mask, softcap, shift: as in `token_kl`; for `shift` hidden (B, T, H) and ref_hidden
+            (B, T, H') are of whole sequences, and the last position counts for nothing.
         workspace_mb, logits_dtype: as in `linear_token_logprobs`; of both heads' logits.
 
     Returns:
@@ -125,19 +128,24 @@ def linear_token_kl(
         ValueError: a direction, shape, dtype or device that does not fit.
     """
     check_choice("direction", direction, DIRECTIONS)
+    check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
+    check_optional_tensors(bias=bias, ref_bias=ref_bias)
     if ref_hidden.shape[:-1] != hidden.shape[:-1] or ref_weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"both must have the same tokens and vocabulary, got hidden {tuple(hidden.shape)} and "
             f"{tuple(ref_hidden.shape)}, weight {tuple(weight.shape)} and {tuple(ref_weight.shape)}"
         )
+    if shift:
+        rows_shape(hidden, shift)
+        hidden, ref_hidden = hidden[:, :-1], ref_hidden[:, :-1]
     ref_hidden, ref_weight, ref_bias = (_constant(x) for x in (ref_hidden, ref_weight, ref_bias))
 
     # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
-    options = temperature, mask, None, workspace_mb, logits_dtype
+    options = temperature, mask, softcap, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options, like=rows)
-    hidden, weight, bias, _, inv_temperature, _, budget = rows.arguments
+    hidden, weight, bias, _, inv_temperature, softcap, budget = rows.arguments
     reference = ref_rows.arguments[:3]
     if reference[0].dtype != hidden.dtype or reference[0].device != hidden.device:
         raise ValueError(
@@ -149,4 +157,5 @@ def linear_token_kl(
     taken = reference[0].nbytes if rows.kept is not None else 0
     taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0  # the divergence takes twice as much there
     budget = budget.less(taken)
-    return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, inv_temperature, direction, budget))
+    options = inv_temperature, direction, softcap, budget
+    return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, *options))

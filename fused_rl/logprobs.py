@@ -16,26 +16,27 @@ the backward pass needs is O(rows), the `RowStatistics` m and rest, and of a sup
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused_rl import reference
 from fused_rl.checks import (
     LOGITS_DTYPES,
+    SHIFTED_MASK,
     check_logits,
     check_mask,
-    check_positive,
+    check_softcap,
     check_target_values,
     check_targets,
     check_temperature_values,
     no_second_derivative,
+    rows_shape,
     split_temperature,
     values_are_checked,
 )
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import inverse, of_slab, row_bwd, row_fwd, slabs
+from fused_rl.rows import inverse, next_targets, of_slab, row_bwd, row_fwd, slabs, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
@@ -111,12 +112,8 @@ def token_logprobs(
 
     # shift: position t takes the target of t + 1; the last has none: masked, so that its gradient is zeros
     if shift:
-        rows = _rows_shape(logits, shift)
-        last = (0, targets.shape[1] - rows[1])
-        mask = torch.ones(rows, dtype=torch.bool, device=logits.device) if mask is None else mask
-        mask = pad(mask, last, value=False)
-        targets = pad(targets[:, 1:], last if targets.dim() == 2 else (0, 0, *last))
-        row_temperature = None if row_temperature is None else pad(row_temperature, last, value=1.0)
+        mask, row_temperature = without_last(logits, mask, row_temperature)
+        targets = next_targets(targets)
 
     # the operator, or past it
     inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
@@ -144,18 +141,14 @@ def check_row_arguments(
     """What can be told of `token_logprobs`'s arguments without reading a tensor; `split_temperature` of theirs."""
     # shapes, and what `shift` wants of them
     check_logits("logits", logits, dtypes)
-    if shift and logits.dim() != 3:
-        raise ValueError(f"shift=True takes logits (B, T, V), got {tuple(logits.shape)}; add the batch dimension")
+    rows = rows_shape(logits, shift)
     hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
     check_targets(targets, "logits", logits, hint)
-    rows = _rows_shape(logits, shift)
     if mask is not None:
-        hint = "; shift=True takes mask[:, 1:] of a mask over all T tokens" if shift else ""
-        check_mask(mask, "the outputs", rows, hint)
+        check_mask(mask, "the outputs", rows, SHIFTED_MASK if shift else "")
 
     # options, devices
-    if softcap is not None:
-        check_positive("softcap", softcap, "pass None for no capping")
+    check_softcap(softcap)
     for name, x in (("targets", targets), ("mask", mask), ("temperature", temperature)):
         if isinstance(x, Tensor) and x.device != logits.device and x.dim():
             raise ValueError(f"{name} is on {x.device}, the logits are on {logits.device}; move it there")
@@ -170,10 +163,6 @@ def check_row_arguments(
             "differentiation; use torch.autograd, or fused_rl.reference.token_logprobs"
         )
     return temperatures
-
-
-def _rows_shape(logits, shift):
-    return (logits.shape[0], max(logits.shape[1] - 1, 0)) if shift else tuple(logits.shape[:-1])
 
 
 def _check_inplace(logits):

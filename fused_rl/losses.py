@@ -11,15 +11,25 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from fused_rl.aggregation import TokenBatch, aggregate, possible
-from fused_rl.checks import check_choice
+from fused_rl.aggregation import LossAgg, TokenBatch, aggregate, possible
+from fused_rl.checks import check_choice, check_tensors
 from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
-from fused_rl.presets import check_token_level, resolve_options, surrogate_of
+from fused_rl.presets import (
+    PolicyLossChanges,
+    PolicyLossOptions,
+    Preset,
+    PresetName,
+    check_token_level,
+    resolve_options,
+    surrogate_of,
+)
 from fused_rl.surrogates import (
     CLIPPED,
     RATIO_LEVELS,
     NoSequences,
+    RatioLevel,
     applied,
     by_token,
     entropy_gate,
@@ -41,7 +51,7 @@ def importance_ratio(
     old_logprobs: Tensor,
     mask: Tensor,
     *,
-    ratio_level: str = "token",
+    ratio_level: RatioLevel = "token",
     sequence_ids: Tensor | None = None,
 ) -> Tensor:
     """Probability ratio of each token, or of its sequence, between the policy and the one that sampled.
@@ -61,6 +71,7 @@ def importance_ratio(
         ValueError: shapes or options that do not fit.
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
+    check_tensors(logprobs=logprobs, old_logprobs=old_logprobs)
     batch = TokenBatch(logprobs, mask, sequence_ids=sequence_ids)
     # of each token, then of what the level takes together
     log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
@@ -73,7 +84,8 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    preset: str | None = None,
+    preset: PresetName | Preset | None = None,
+    options: PolicyLossOptions | None = None,
     num_tokens: int | Tensor | None = None,
     num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
@@ -82,7 +94,7 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     truncated: Tensor | None = None,
     sequence_ids: Tensor | None = None,
-    **options,
+    **changes: Unpack[PolicyLossChanges],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss: ratio level x surrogate x aggregation, with a KL term, an entropy bonus and off-policy corrections.
 
@@ -99,7 +111,8 @@ def policy_loss(
         advantages: (B,) per sequence or (B, T) per token. With ratio_level="sequence" and (B, T) the gradient is that
             of GSPO-token (arXiv:2507.18071, eq. 13): each token's own advantage weighs it, as in the value.
         mask: (B, T) bool, True where a response token counts.
-        preset: a row of `PRESETS`; `options` override it.
+        preset: a row of `PRESETS`, or its name.
+        options: `PolicyLossOptions` instead of a preset.
         num_tokens: tokens that count in the whole optimizer step, over all micro-batches and ranks (token-mean).
         num_sequences: sequences in the whole optimizer step (the seq-mean aggregations).
         max_length: L of seq-mean-token-sum-norm. For None, all three are those of this batch: B sequences, L = T.
@@ -109,7 +122,7 @@ def policy_loss(
         truncated: (B,) bool, True for responses cut at the length limit: none of their tokens counts.
         sequence_ids: (B, T) int64 in [0, B * T) for packed rows: tokens of one id are one sequence, whatever the row,
             negative: none; `advantages` and `truncated` are then (S,), indexed by id, or (B, T).
-        **options: the fields of `PolicyLossOptions`.
+        **changes: fields of `PolicyLossOptions`, which override preset or options.
 
     Returns:
         The loss, a scalar in at least fp32, differentiable in `logprobs` and `entropy`; and a dict of detached scalars,
@@ -129,7 +142,8 @@ def policy_loss(
         ValueError: shapes or options that do not fit; a surrogate of yours that takes other arguments, or does not
             return the loss of each token in their shape and dtype.
     """
-    chosen = resolve_options(preset, options)
+    check_tensors(logprobs=logprobs, advantages=advantages, mask=mask)
+    chosen = resolve_options(preset, changes, options)
     _check_needs(chosen, ref_logprobs, entropy)
 
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
@@ -217,7 +231,8 @@ def policy_token_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    preset: str | None = None,
+    preset: PresetName | Preset | None = None,
+    options: PolicyLossOptions | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     truncated: Tensor | None = None,
@@ -225,7 +240,7 @@ def policy_token_loss(
     num_tokens: int | Tensor | None = None,
     num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
-    **options,
+    **changes: Unpack[PolicyLossChanges],
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """`policy_loss` for `linear_token_loss`: a function of single tokens, and what it needs per token.
 
@@ -243,7 +258,8 @@ def policy_token_loss(
             token, a surrogate that `needs_sequences` (geo-mean), off_policy_threshold, top_entropy. Use
             `linear_token_logprobs` and `policy_loss` there.
     """
-    chosen = resolve_options(preset, options)
+    check_tensors(advantages=advantages, mask=mask)
+    chosen = resolve_options(preset, changes, options)
     check_token_level(chosen)
     _check_needs(chosen, ref_logprobs, entropy=True)
     if chosen.skip_impossible:
@@ -283,7 +299,7 @@ def policy_token_loss(
 
 
 def entropy_bonus(
-    entropy: Tensor, mask: Tensor, entropy_coef: float, *, loss_agg: str = "token-mean", **denominators
+    entropy: Tensor, mask: Tensor, entropy_coef: float, *, loss_agg: LossAgg = "token-mean", **denominators
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-entropy_coef times the aggregated entropy: add it to a loss. Arguments as `aggregate`.
 
@@ -295,6 +311,7 @@ def entropy_bonus(
     Returns:
         The loss, a scalar, differentiable in `entropy`; and {"entropy": the token mean, which adds up}.
     """
+    check_tensors(entropy=entropy)
     loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **denominators)
     counts = {k: v for k, v in denominators.items() if k in ("num_tokens", "sequence_ids")}
     return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
@@ -331,6 +348,7 @@ def value_loss(
 
     Source: https://github.com/openai/baselines, ppo2; vwxyzjn/cleanrl, ppo.py.
     """
+    check_tensors(values=values, old_values=old_values, returns=returns)
     if value_clip is not None and value_clip < 0:
         raise ValueError(f"value_clip must be >= 0 or None, got {value_clip}")
     batch = TokenBatch(values, mask, num_tokens=num_tokens)

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_mask
+from fused_rl.checks import check_mask, check_tensor
 
 __all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "whiten"]
 
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
     """The values in the dtype of a reduction, checked against their mask."""
+    check_tensor("values", values)
     check_mask(mask, "values", values.shape)
     if not values.is_floating_point():
         raise ValueError(f"values must be floating point, got {values.dtype}; use values.float()")
@@ -37,8 +38,9 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is True, in at least fp32; 0 where nothing counts. Arguments as `masked_sum`."""
+    total = masked_sum(values, mask, dim)
     count = mask.sum() if dim is None else mask.sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+    return total / count.clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor, dim: int | None = None, *, unbiased: bool = True) -> Tensor:
@@ -62,7 +64,7 @@ def whiten(
     shift_mean: bool = True,
     eps: float = 1e-8,
     std_floor: float = 0.0,
-    group: torch.distributed.ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale `values` to variance 1, and to mean 0 unless `shift_mean=False`, over the elements where `mask` is True.
 
@@ -74,7 +76,7 @@ def whiten(
         shift_mean: False keeps the mean (as for rewards).
         eps: added to the variance.
         std_floor: a standard deviation below this counts as this, so that small differences stay small.
-        group: a torch.distributed process group; the moments are then those over all its ranks.
+        process_group: the moments are then those over all its ranks.
 
     Returns:
         Same shape, at least fp32, 0 where `mask` is False. The moments are constants to autograd.
@@ -83,7 +85,7 @@ def whiten(
     kept = torch.where(mask, values, 0)
 
     # moments over all ranks, then each element by them
-    mean, variance = global_moments(kept, mask, group)
+    mean, variance = global_moments(kept, mask, process_group)
     scale = torch.rsqrt(variance.clamp(min=std_floor**2) + eps).to(values.dtype)
     mean = mean.to(values.dtype)
     whitened = (kept - mean) * scale
@@ -94,17 +96,17 @@ def whiten(
 
 @torch.no_grad()
 def global_moments(
-    values: Tensor, mask: Tensor, group: torch.distributed.ProcessGroup | None = None
+    values: Tensor, mask: Tensor, process_group: torch.distributed.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of `values` (0 where masked) over the ranks of `group`; fp64."""
+    """Mean and unbiased variance of `values` (0 where masked) over the ranks of `process_group`; fp64."""
     # the mean first, then squares about it: E[x^2] - E[x]^2 would cancel
     count = mask.sum().to(torch.float64)
     moments = torch.stack([count, values.double().sum()])
-    if group is not None:
-        torch.distributed.all_reduce(moments, group=group)
+    if process_group is not None:
+        torch.distributed.all_reduce(moments, group=process_group)
     count, total = moments
     mean = total / count.clamp(min=1)
     squares = masked_sum((values.double() - mean).square(), mask)
-    if group is not None:
-        torch.distributed.all_reduce(squares, group=group)
+    if process_group is not None:
+        torch.distributed.all_reduce(squares, group=process_group)
     return mean, squares / (count - 1).clamp(min=1)

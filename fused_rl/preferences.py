@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fused_rl.checks import check_number, check_tensors
+
 __all__ = ["preference_loss"]
 
 
@@ -34,6 +36,10 @@ def preference_loss(
     Raises:
         ValueError: scores that are not (B,), label_smoothing outside [0, 0.5).
     """
+    check_tensors(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
+    for name, given in (("margin", margin), ("num_sequences", num_sequences)):
+        if given is not None:
+            check_number(name, given, " or None")
     for name, scores in (("chosen_scores", chosen_scores), ("rejected_scores", rejected_scores)):
         if scores.dim() != 1 or scores.shape != chosen_scores.shape or not scores.is_floating_point():
             shapes = f"{tuple(chosen_scores.shape)} and {tuple(rejected_scores.shape)}"

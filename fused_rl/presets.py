@@ -2,16 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
-from fused_rl.aggregation import LOSS_AGGS
-from fused_rl.checks import check_choice
-from fused_rl.estimators import KL_ESTIMATORS
-from fused_rl.surrogates import RATIO_LEVELS, READS, SURROGATES
+from typing_extensions import TypedDict
 
-__all__ = ["PRESETS", "PolicyLossOptions", "Preset", "resolve_options"]
+from fused_rl.advantages import Advantage
+from fused_rl.aggregation import LOSS_AGGS, LossAgg
+from fused_rl.checks import check_choice, described
+from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
+from fused_rl.surrogates import RATIO_LEVELS, READS, SURROGATES, RatioLevel, Surrogate
 
-ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
+__all__ = ["PRESETS", "PolicyLossChanges", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
+
+RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
+ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
 
 
 # Types with their ranges, in the words in which a command line says them.
@@ -26,13 +30,13 @@ Fraction = Annotated[float, "a number above 0, at most 1"]
 class PolicyLossOptions:
     """Everything `policy_loss` lets you choose, with its defaults (PPO's); `PRESETS` are changes to these."""
 
-    ratio_level: Literal[tuple(RATIO_LEVELS)] = "token"
+    ratio_level: RatioLevel = "token"
     """Whose probability ratio a token gets: its own, its sequence's geometric mean ("sequence"), or its sequence's
     product ("sequence-sum")."""
     surrogate: str | Callable = "clip"
     """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours (docs/losses.md), on the command line
     module:function."""
-    loss_agg: Literal[tuple(LOSS_AGGS)] = "token-mean"
+    loss_agg: LossAgg = "token-mean"
     """How the losses of tokens become one number; the norm is `max_length`, which is a run's max_new_tokens."""
     clip_low: NonNegative = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound. geo-mean clips the log-ratio."""
@@ -54,12 +58,12 @@ class PolicyLossOptions:
     """VESPO's rate there."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the reference."""
-    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = "rk3"
+    kl_estimator: KLEstimator = "rk3"
     """Of that KL: k1 in the loss does not hold the policy (its expected gradient is zero), and k3 in the reward grows
     exponentially with a token's log-ratio."""
     entropy_coef: Finite = 0.0
     """Weight of the entropy bonus in the loss."""
-    rollout_correction: Literal[tuple(ROLLOUT_CORRECTIONS)] | None = "token-truncate"
+    rollout_correction: RolloutCorrection | None = "token-truncate"
     """How exp(old_logprobs - rollout_logprobs) weights the surrogate where the sampler tells its log-probabilities: of
     each token or of the sequence, truncated to the bounds or 0 outside them."""
     rollout_low: NonNegative = 0.0
@@ -100,22 +104,79 @@ class PolicyLossOptions:
             raise ValueError("give top_entropy or entropy_threshold, not both")
 
 
+class PolicyLossChanges(TypedDict, total=False):
+    """The fields of `PolicyLossOptions`, each one optional: what a call may change, so that a type checker sees it."""
+
+    ratio_level: RatioLevel
+    surrogate: Surrogate | Callable
+    loss_agg: LossAgg
+    clip_low: float
+    clip_high: float
+    delta: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    kl_coef: float
+    kl_estimator: KLEstimator
+    entropy_coef: float
+    rollout_correction: RolloutCorrection | None
+    rollout_low: float
+    rollout_high: float
+    off_policy_threshold: float | None
+    top_entropy: float | None
+    entropy_threshold: float | None
+    skip_impossible: bool
+
+
 class Preset(NamedTuple):
     """A known algorithm: what it changes of `PolicyLossOptions`, and the advantages that its paper multiplies by."""
 
-    options: dict
-    advantage: str
+    options: PolicyLossChanges
+    advantage: Advantage
     """A name of `fused_rl.ADVANTAGES`."""
     paper: str
     equation: str
 
 
-_GSPO = {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"}
-_LUSPO = {"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"}
-_GMPO = {"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"}
+_GSPO: PolicyLossChanges = {
+    "ratio_level": "sequence",
+    "clip_low": 3e-4,
+    "clip_high": 4e-4,
+    "loss_agg": "seq-mean-token-mean",
+}
+_LUSPO: PolicyLossChanges = {
+    "ratio_level": "sequence",
+    "clip_low": 2e-3,
+    "clip_high": 2.5e-3,
+    "loss_agg": "seq-mean-token-sum",
+}
+_GMPO: PolicyLossChanges = {
+    "surrogate": "geo-mean",
+    "clip_low": 0.4,
+    "clip_high": 0.4,
+    "loss_agg": "seq-mean-token-mean",
+}
 _MIN = "-min(r A, clip(r) A)"
 
-PRESETS = {
+PresetName = Literal[
+    "ppo",
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "luspo",
+    "vespo",
+    "rloo",
+    "reinforce++",
+    "gmpo",
+]
+PRESETS: dict[PresetName, Preset] = {
     "ppo": Preset(
         options={},
         advantage="gae",
@@ -197,21 +258,31 @@ PRESETS = {
 }
 
 
-def resolve_options(preset: str | None, options: dict) -> PolicyLossOptions:
-    """The preset's options, overridden by `options`; an unknown preset or option is a ValueError."""
-    if preset is not None:
-        check_choice("preset", preset, PRESETS)
-    for name in options:
+def resolve_options(
+    preset: PresetName | Preset | None, changes: PolicyLossChanges, options: PolicyLossOptions | None = None
+) -> PolicyLossOptions:
+    """The options of a preset, or those given, overridden by `changes`; what is unknown is a ValueError."""
+    if preset is not None and options is not None:
+        raise ValueError("give preset or options, not both; what is to differ from either is an argument by its name")
+    if options is not None and not isinstance(options, PolicyLossOptions):
+        raise ValueError(f"options must be PolicyLossOptions or None, got {described(options)}; unpack a dict with **")
+    for name in changes:
         check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
-    base = {} if preset is None else PRESETS[preset].options
-    return PolicyLossOptions(**{**base, **options})
+    if options is not None:
+        return dataclasses.replace(options, **changes)
+    if preset is None or isinstance(preset, Preset):
+        base = {} if preset is None else preset.options
+    else:
+        check_choice("preset", preset, PRESETS)
+        base = PRESETS[preset].options
+    return PolicyLossOptions(**{**base, **changes})
 
 
 def surrogate_of(chosen: PolicyLossOptions) -> Callable:
     return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
 
 
-def unread_option(preset: str, options: dict) -> tuple[str, tuple[str, ...]] | None:
+def unread_option(preset: PresetName, options: PolicyLossChanges) -> tuple[str, tuple[str, ...]] | None:
     """The first of `options` that the surrogate does not read, and the surrogates that do; None where it reads all.
 
     A value that the preset or the default gives anyway asks for nothing, and a surrogate of yours may read anything.

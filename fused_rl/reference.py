@@ -75,6 +75,13 @@ def _head(hidden, weight, bias, logits_dtype):
     return torch.nn.functional.linear(hidden, weight, bias)
 
 
+def _kept(hidden, mask, shift):
+    """(...) bool: the rows of hidden that count; for `shift` not the last position."""
+    if mask is None:
+        return torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+    return torch.nn.functional.pad(mask, (0, 1)) if shift else mask
+
+
 def linear_token_logprobs(
     hidden,
     weight,
@@ -84,14 +91,16 @@ def linear_token_logprobs(
     temperature=1.0,
     mask=None,
     softcap=None,
+    shift=False,
     workspace_mb=None,
     logits_dtype=None,
     support=None,
 ):
     """As `fused_rl.linear_token_logprobs`, in the inputs' dtype on every device; `workspace_mb` has no effect."""
-    hidden = hidden if mask is None else torch.where(mask[..., None], hidden, 0)
-    logits = _head(hidden, weight, bias, logits_dtype)
-    return token_logprobs(logits, targets, temperature=temperature, mask=mask, softcap=softcap, support=support)
+    kept = _kept(hidden, mask, shift)
+    logits = _head(torch.where(kept[..., None], hidden, 0), weight, bias, logits_dtype)
+    options = {"temperature": temperature, "mask": mask, "softcap": softcap, "shift": shift, "support": support}
+    return token_logprobs(logits, targets, **options)
 
 
 def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):
@@ -102,8 +111,9 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
     return LinearTokenLoss(loss, logprobs.detach(), entropy.detach())
 
 
-def kl_estimate(logprobs, ref_logprobs, kl_estimator, *, old_logprobs):
+def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None):
     """As `fused_rl.kl_estimate`, by the definitions, tangents included: it cancels near 0 where they do."""
+    old_logprobs = logprobs if old_logprobs is None else old_logprobs
     d = logprobs - ref_logprobs
     r = _exp(logprobs - old_logprobs).detach()
     k1 = d
@@ -201,16 +211,18 @@ def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
     return (logp.exp() * torch.where(logp.isinf(), 0, logp - logq)).sum(-1)
 
 
-def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None):
+def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None, softcap=None, shift=False):
     """As `fused_rl.token_kl`, in the dtype of `logits`, for rows that are not -inf throughout."""
+    if shift:
+        logits, ref_logits = logits[:, :-1], ref_logits[:, :-1]
     mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
-    logits, ref_logits = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
-    t = _per_column(temperature)
-    logp, logq = (torch.log_softmax(x / t, -1) for x in (logits, ref_logits))
+    pair = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
+    pair = pair if softcap is None else (softcap * torch.tanh(x / softcap) for x in pair)
+    logp, logq = (torch.log_softmax(x / _per_column(temperature), -1) for x in pair)
     return _divergence(logp, logq, direction).where(mask, 0)
 
 
-def topk_kl(logprobs, ref_logprobs, *, direction, mask=None):
+def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
     """As `fused_rl.topk_kl`, for K tokens that are not all: the K outcomes, and the tail as one more."""
     mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device) if mask is None else mask
     given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
@@ -239,16 +251,17 @@ def linear_token_kl(
     bias=None,
     ref_bias=None,
     mask=None,
+    shift=False,
     workspace_mb=None,
     logits_dtype=None,
     **options,
 ):
     """As `fused_rl.linear_token_kl`; `options` as in `token_kl`."""
-    kept = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
+    kept = _kept(hidden, mask, shift)
     hidden, ref_hidden = (torch.where(kept[..., None], h, 0) for h in (hidden, ref_hidden))
     heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     logits, ref_logits = (_head(*head, logits_dtype) for head in heads)
-    return token_kl(logits, ref_logits, mask=mask, **options)
+    return token_kl(logits, ref_logits, mask=mask, shift=shift, **options)
 
 
 def gae(rewards, values, mask, *, gamma, gae_lambda):

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fused_rl.backend import backend_of
 from fused_rl.kernels.states import RowStatistics, RowSupport
@@ -82,6 +83,21 @@ def in_columns(upstream: tuple, targets: Tensor, first: int, count: int) -> tupl
     else:
         dlse = torch.where(here, 0, -dlogprobs) if dlse is None else torch.where(here, dlse, dlse - dlogprobs)
     return (torch.where(here, dlogprobs, 0), dentropy, dlse), local
+
+
+def without_last(logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """For `shift`, mask and temperatures (B, T - 1) as (B, T): the last position is masked, its gradient zeros."""
+    batch, length = logits.shape[:2]
+    scored = max(length - 1, 0)
+    mask = torch.ones(batch, scored, dtype=torch.bool, device=logits.device) if mask is None else mask
+    row_temperature = None if row_temperature is None else pad(row_temperature, (0, length - scored), value=1.0)
+    return pad(mask, (0, length - scored), value=False), row_temperature
+
+
+def next_targets(targets: Tensor) -> Tensor:
+    """For `shift`, (B, T) or (B, T, K) as position t sees them: the target of t + 1, and at the last any."""
+    last = (0, min(targets.shape[1], 1))
+    return pad(targets[:, 1:], last if targets.dim() == 2 else (0, 0, *last))
 
 
 def row_fwd(

@@ -6,6 +6,7 @@ docs/losses.md shows a surrogate of your own in five lines.
 import inspect
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ __all__ = [
     "READS",
     "SURROGATES",
     "NoSequences",
+    "RatioLevel",
+    "Surrogate",
     "applied",
     "by_token",
     "entropy_gate",
@@ -45,7 +48,8 @@ def _sequence_sum(log_ratio, sequences):
     return sequences.expand(sequences.sum(log_ratio))
 
 
-RATIO_LEVELS = {"token": _token, "sequence": _sequence, "sequence-sum": _sequence_sum}
+RatioLevel = Literal["token", "sequence", "sequence-sum"]
+RATIO_LEVELS: dict[RatioLevel, Callable] = {"token": _token, "sequence": _sequence, "sequence-sum": _sequence_sum}
 
 
 def by_token(level, log_ratio):
@@ -124,7 +128,8 @@ def _policy_gradient(log_ratio, advantages, logprobs, sequences, options):
     return -advantages * logprobs
 
 
-SURROGATES = {
+Surrogate = Literal["clip", "cispo", "sapo", "vespo", "geo-mean", "policy-gradient"]
+SURROGATES: dict[Surrogate, Callable] = {
     "clip": _clip,
     "cispo": _cispo,
     "sapo": _sapo,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.checks import MASKED, check_choice, check_mask, values_are_checked
+from fused_rl.checks import MASKED, check_choice, check_mask, check_tensors, values_are_checked
 from fused_rl.estimators import k3
-from fused_rl.kl import DIRECTIONS
+from fused_rl.kl import DIRECTIONS, Direction
 
 __all__ = ["topk_kl"]
 
@@ -24,7 +24,9 @@ __all__ = ["topk_kl"]
 _ULPS = 16
 
 
-def topk_kl(logprobs: Tensor, ref_logprobs: Tensor, *, direction: str, mask: Tensor | None = None) -> Tensor:
+def topk_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, *, direction: Direction = "reverse", mask: Tensor | None = None
+) -> Tensor:
     """Divergence between policy and reference over K tokens and the tail of all others, per row, in nats.
 
     The outcomes are the K tokens, with the probabilities given, and "any other token", with what remains of 1:
@@ -79,6 +81,7 @@ def topk_kl(logprobs: Tensor, ref_logprobs: Tensor, *, direction: str, mask: Ten
 
 
 def _check_pair(logprobs, ref_logprobs):
+    check_tensors(logprobs=logprobs, ref_logprobs=ref_logprobs)
     if logprobs.shape != ref_logprobs.shape or logprobs.dim() < 1:
         raise ValueError(
             f"logprobs and ref_logprobs must be (..., K) of one shape, got {tuple(logprobs.shape)} and "

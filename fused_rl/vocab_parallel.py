@@ -14,10 +14,10 @@ from fused_rl.backend import backend_of
 from fused_rl.checks import check_choice, check_temperature_values, split_temperature, values_are_checked
 from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
 from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics, RowSupport, bounded
-from fused_rl.kl import DIRECTIONS, as_rows, check_logits_pair
+from fused_rl.kl import DIRECTIONS, Direction, as_rows, check_logits_pair
 from fused_rl.logprobs import check_row_arguments
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import inverse, row_bwd, row_fwd, unit_stride
+from fused_rl.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
@@ -29,23 +29,23 @@ def vocab_parallel_token_logprobs(
     local_logits: Tensor,
     targets: Tensor,
     vocab_start: int,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     *,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    shift: bool = False,
     support: TokenSupport | None = None,
 ) -> TokenLogprobs:
-    """`token_logprobs` of logits whose columns are split over the ranks of `group`, in nats.
+    """`token_logprobs` of logits whose columns are split over the ranks of `process_group`, in nats.
 
     Args:
         local_logits: (..., V_rank) bf16, fp16 or fp32: columns vocab_start to vocab_start + V_rank of the logits. The
             shards need not be of one size; together they cover each column once.
-        targets: (...) or (..., K) integers in the whole vocabulary, the same on every rank, as are temperature, mask
-            and softcap.
+        targets: (...) or (..., K) integers in the whole vocabulary, the same on every rank, as all that follows is.
         vocab_start: this rank's first column.
-        group: the process group of the split; None is the default group. All its ranks call.
-        temperature, mask, softcap: as in `token_logprobs`.
+        process_group: of the ranks of the split; None is the default group. All its ranks call.
+        temperature, mask, softcap, shift: as in `token_logprobs`.
         support: the kept sets, of ids in the whole vocabulary, the same on every rank; as in `token_logprobs`. It takes
             one more all-reduce, of how many ids of each row the ranks hold.
 
@@ -56,7 +56,14 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
-    temperature, row_temperature = check_row_arguments(local_logits, targets, temperature, mask, softcap)
+    options = temperature, mask, softcap, shift
+    temperature, row_temperature = check_row_arguments(local_logits, targets, *options)
+    if support is not None:
+        check_support(support, several=targets.dim() == local_logits.dim())
+        support = support.of_rows(targets.shape, targets.device, shift)
+    if shift:
+        mask, row_temperature = without_last(local_logits, mask, row_temperature)
+        targets = next_targets(targets)
     rows = local_logits.shape[:-1]
     mask = None if mask is None else mask.reshape(-1).contiguous()
     targets = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :])
@@ -64,32 +71,34 @@ def vocab_parallel_token_logprobs(
     # the sets, of which no rank sees whether the vocabulary has their ids
     sets = None
     if support is not None:
-        check_support(support, several=targets.dim() == 2)
-        sets = support.of_rows(targets.shape, targets.device)
+        sets = support._replace(begin=support.begin.reshape(-1), end=support.end.reshape(-1))
         if values_are_checked(targets.device):
             check_support_values(sets, targets, mask, None)
     inv_t = inverse(temperature, row_temperature)
     logits = unit_stride(local_logits).reshape(-1, local_logits.shape[-1])
-    outputs = _VocabParallelLogprobs.apply(logits, targets, mask, inv_t, softcap, vocab_start, group, sets)
-    return TokenLogprobs(*(o.view(rows + o.shape[1:]) for o in outputs))
+    outputs = _VocabParallelLogprobs.apply(logits, targets, mask, inv_t, softcap, vocab_start, process_group, sets)
+    outputs = (o.view(rows + o.shape[1:]) for o in outputs)
+    return TokenLogprobs(*(o[:, :-1] if shift else o for o in outputs))
 
 
 def vocab_parallel_token_kl(
     local_logits: Tensor,
     local_ref_logits: Tensor,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     *,
-    direction: str = "reverse",
+    direction: Direction = "reverse",
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    shift: bool = False,
 ) -> Tensor:
-    """`token_kl` of logits whose columns are split over the ranks of `group`, in nats.
+    """`token_kl` of logits whose columns are split over the ranks of `process_group`, in nats.
 
     Args:
         local_logits: (..., V_rank) bf16, fp16 or fp32, this rank's columns; shards may differ in size.
         local_ref_logits: like local_logits, the same columns.
-        group: the process group of the split; None is the default group. All its ranks call.
-        direction, temperature, mask: as in `token_kl`, the same on every rank.
+        process_group: of the ranks of the split; None is the default group. All its ranks call.
+        direction, temperature, mask, softcap, shift: as in `token_kl`, the same on every rank.
 
     Returns:
         (...) fp32, the same on every rank; differentiable once with respect to local_logits, and to local_ref_logits
@@ -100,17 +109,19 @@ def vocab_parallel_token_kl(
     """
     # checked as `token_kl`'s
     check_choice("direction", direction, DIRECTIONS)
-    check_logits_pair(local_logits, local_ref_logits, mask)
-    rows = tuple(local_logits.shape[:-1])
+    rows = check_logits_pair(local_logits, local_ref_logits, mask, softcap, shift)
     temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
     if local_logits.device.type == "cpu":
         check_temperature_values(row_temperature, None)
+    if shift:
+        mask, row_temperature = without_last(local_logits, mask, row_temperature)
 
     # forward is reverse with the two exchanged
     first, second = (local_ref_logits, local_logits) if direction == "forward" else (local_logits, local_ref_logits)
     x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
-    kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", group)
-    return kl.view(local_logits.shape[:-1])
+    kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", softcap, process_group)
+    kl = kl.view(local_logits.shape[:-1])
+    return kl[:, :-1] if shift else kl
 
 
 def _reduced(rows, op, group):
@@ -263,17 +274,18 @@ def merge_kl(kl, state, mask, inv_t, group):
 
 class _VocabParallelKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, mask, inv_t, js, group):
+    def forward(ctx, x, y, mask, inv_t, js, softcap, group):
         backend = backend_of(x.device)
-        divergence, state = merge_kl(*backend.kl.kl_fwd(x, y, mask, inv_t), mask, inv_t, group)
+        divergence, state = merge_kl(*backend.kl.kl_fwd(x, y, mask, inv_t, softcap), mask, inv_t, group)
         sums = None
         if js:
-            sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state)
+            sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state, softcap)
             dist.all_reduce(sums, group=group)
             divergence = JensenShannonSums(*bounded(sums)).divergence
         divergence = divergence if mask is None else torch.where(mask, divergence, 0)
         ctx.save_for_backward(x, y, mask, divergence, state, sums)
         ctx.inv_t = inv_t
+        ctx.softcap = softcap
         return divergence.clone()
 
     @staticmethod
@@ -281,6 +293,6 @@ class _VocabParallelKL(torch.autograd.Function):
     def backward(ctx, g):
         x, y, mask, divergence, state, sums = ctx.saved_tensors
         gradients = backend_of(x.device).kl.kl_bwd(
-            g.contiguous(), x, y, mask, ctx.inv_t, divergence, state, sums, *ctx.needs_input_grad[:2]
+            g.contiguous(), x, y, mask, ctx.inv_t, divergence, state, sums, *ctx.needs_input_grad[:2], ctx.softcap
         )
-        return *gradients, None, None, None, None
+        return *gradients, *(None,) * 5

@@ -20,7 +20,7 @@ from fused_rl.kernels.pair import (
     RUNTIME,
     THREADS,
     about_the_maxima,
-    banned_as_finite,
+    as_logits,
     is_masked,
     launch_arguments,
     load,
@@ -110,6 +110,7 @@ def js_kernel(
     stride_yt: tl.int64,
     inv_t,
     wide,
+    softcap,
     THREADS: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
     SEGMENT: tl.constexpr,
@@ -119,7 +120,7 @@ def js_kernel(
     alive = is_masked(mask_ptr, row) == 0
     if inv_t_ptr is not None:
         inv_t = valid(tl.load(inv_t_ptr + row, mask=alive, other=1.0))
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
+    EXACT: tl.constexpr = True if softcap is not None else x_ptr.dtype.element_ty != tl.bfloat16
     TILE: tl.constexpr = THREADS * VEC
     x_at = row_offset(row, T, stride_xb, stride_xt, x_shift)
     y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
@@ -132,29 +133,29 @@ def js_kernel(
     if wide:
         x_wide, y_wide = x_ptr + x_at // VEC * VEC, y_ptr + y_at // VEC * VEC
         for at in tl.range(begin, whole, TILE, num_stages=1):
-            x = banned_as_finite(load_together(x_wide + at, THREADS, VEC))
-            y = banned_as_finite(load_together(y_wide + at, THREADS, VEC))
+            x = as_logits(load_together(x_wide + at, THREADS, VEC), None, softcap)
+            y = as_logits(load_together(y_wide + at, THREADS, VEC), None, softcap)
             js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
     apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
     x_apart, y_apart = x_ptr + x_at + apart, y_ptr + y_at + apart
     if wide == 0:
         for at in tl.range(begin, whole, TILE, num_stages=1):
-            x, y = load(x_apart, y_apart, at, None)
+            x, y = load(x_apart, y_apart, at, None, softcap)
             js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
     if whole < stop:
-        x, y = load(x_ptr + x_at, y_ptr + y_at, whole + apart, stop)
+        x, y = load(x_ptr + x_at, y_ptr + y_at, whole + apart, stop, softcap)
         js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
     tl.store(sums_ptr + AT_DIVERGENCE * N, 0.5 * tl.sum(js, 0))
     tl.store(sums_ptr + AT_P_A * N, tl.sum(p_sum, 0))
     tl.store(sums_ptr + AT_Q_B * N, tl.sum(q_sum, 0))
 
 
-def js_fwd(x, y, mask, inv_t, state):
+def js_fwd(x, y, mask, inv_t, state, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32, state (9, N) of `kl_fwd` -> sums (3, N) fp32."""
     n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
     segments = triton.cdiv(vocab, SEGMENT * THREADS * vec)
     parts = torch.empty(segments, len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32)
-    x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
+    x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     if n:
         layout = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}
         with torch.cuda.device_of(x):

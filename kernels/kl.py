@@ -46,6 +46,7 @@ from fused_rl.kernels.kl_lanes import (
     step,
     within,
 )
+from fused_rl.kernels.lanes import cap
 from fused_rl.kernels.launch import launch_options, slots, whole_rows
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
@@ -79,12 +80,13 @@ TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it i
 
 # Of a thread, as `launch.REGISTERS`: Blackwell's compiler alone needs no more than four programs leave
 REGISTERS = (168, 128)
+CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
 K = 4  # windows of 16 bytes that a thread reads at once of each row
 SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
 
 
 @triton.jit
-def _offset(x_ptr, y_ptr, V, inv_t):
+def _offset(x_ptr, y_ptr, V, inv_t, softcap):
     """x - y at one of the first columns that both allow: a constant between the rows then costs c and u no bits.
 
     Of these, at the one whose smaller probability is largest. Where x and y are far apart there, it may be a mask's,
@@ -93,7 +95,7 @@ def _offset(x_ptr, y_ptr, V, inv_t):
     offset = -float("inf")
     begin = 0
     while (offset == -float("inf")) & (begin < V):
-        x, y = load(x_ptr, y_ptr, begin + tl.arange(0, 32), V)
+        x, y = load(x_ptr, y_ptr, begin + tl.arange(0, 32), V, softcap)
         both = (x > BANNED) & (y > BANNED)
         likely = tl.minimum(x - tl.max(x, 0), y - tl.max(y, 0))
         likely = tl.where(both, likely, -float("inf"))
@@ -104,7 +106,7 @@ def _offset(x_ptr, y_ptr, V, inv_t):
         COLUMNS: tl.constexpr = 1024
         m, n = tl.full((COLUMNS,), FLOOR, tl.float32), tl.full((COLUMNS,), FLOOR, tl.float32)
         for begin in tl.range(0, V, COLUMNS, num_stages=1):
-            x, y = load(x_ptr, y_ptr, begin + tl.arange(0, COLUMNS), V)
+            x, y = load(x_ptr, y_ptr, begin + tl.arange(0, COLUMNS), V, softcap)
             m, n = tl.maximum(m, x), tl.maximum(n, y)
         offset = tl.max(m, 0) - tl.max(n, 0)
     return offset
@@ -130,6 +132,13 @@ def _divergence(m, w, c, left, n, f, offset, inv_t):
 
 
 @triton.jit
+def _inside(ptr, mask, softcap):
+    """(lanes, columns) of a row, capped; NOWHERE past its end."""
+    x = tl.load(ptr, mask=mask, other=NOWHERE).to(tl.float32)
+    return x if softcap is None else tl.where(mask, cap(x, softcap), NOWHERE)
+
+
+@triton.jit
 def _segment(
     x_row,
     y_row,
@@ -140,13 +149,14 @@ def _segment(
     wide,
     offset,
     inv_t,
+    softcap,
     THREADS: tl.constexpr,
     K: tl.constexpr,
     VEC: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
     """`Lane` of the columns of a segment."""
-    EXACT: tl.constexpr = x_row.dtype.element_ty != tl.bfloat16
+    EXACT: tl.constexpr = True if softcap is not None else x_row.dtype.element_ty != tl.bfloat16
     TILE: tl.constexpr = THREADS * K * VEC
     first = segment * SEGMENT
     whole = tl.minimum(V // TILE, first + SEGMENT)
@@ -160,16 +170,16 @@ def _segment(
             xs, ys = (), ()
             for j in tl.static_range(K):
                 at = (i * K + j) * (THREADS * VEC)
-                xs = xs + (load_together(x_wide + at, THREADS, VEC),)
-                ys = ys + (load_together(y_wide + at, THREADS, VEC),)
+                xs = xs + (cap(load_together(x_wide + at, THREADS, VEC), softcap),)
+                ys = ys + (cap(load_together(y_wide + at, THREADS, VEC), softcap),)
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
     else:
         for i in tl.range(first, whole, num_stages=1):
             xs, ys = (), ()
             for j in tl.static_range(K):
                 at = (i * K + j) * (THREADS * VEC)
-                xs = xs + (tl.load(x_apart + at).to(tl.float32),)
-                ys = ys + (tl.load(y_apart + at).to(tl.float32),)
+                xs = xs + (cap(tl.load(x_apart + at).to(tl.float32), softcap),)
+                ys = ys + (cap(tl.load(y_apart + at).to(tl.float32), softcap),)
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
     # the row's end
     stop = tl.minimum(V, (first + SEGMENT) * TILE)
@@ -178,8 +188,8 @@ def _segment(
         for j in tl.static_range(K):
             at = whole * TILE + j * (THREADS * VEC)
             mask = at + apart < stop
-            xs = xs + (tl.load(x_apart + at, mask=mask, other=NOWHERE).to(tl.float32),)
-            ys = ys + (tl.load(y_apart + at, mask=mask, other=NOWHERE).to(tl.float32),)
+            xs = xs + (_inside(x_apart + at, mask, softcap),)
+            ys = ys + (_inside(y_apart + at, mask, softcap),)
             inside = inside + (mask,)
         m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
     right = held(m, w, a, f, far, k)
@@ -187,7 +197,7 @@ def _segment(
         right = right & (tl.abs(offset) * inv_t <= KNOWN)
     m, w, w_all, c, left, n, s, f, lone = settled(m, w, c, a, f, offset, k, inv_t)
     if right == 0:
-        m, w, w_all, c, left, n, s, f, lone = careful(x_row, y_row, first * TILE, stop, offset, inv_t, THREADS)
+        m, w, w_all, c, left, n, s, f, lone = careful(x_row, y_row, first * TILE, stop, offset, inv_t, softcap, THREADS)
     return m, w, w_all, c, left, n, s, f, lone
 
 
@@ -249,6 +259,7 @@ def kl_fwd_kernel(
     stride_yt: tl.int64,
     inv_t,
     wide,
+    softcap,
     THREADS: tl.constexpr,
     K: tl.constexpr,
     VEC: tl.constexpr,
@@ -265,10 +276,12 @@ def kl_fwd_kernel(
     y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
     x_row, x_wide = x_ptr + x_at, x_ptr + x_at // VEC * VEC
     y_row, y_wide = y_ptr + y_at, y_ptr + y_at // VEC * VEC
-    offset = _offset(x_row, y_row, V, inv_t)
+    offset = _offset(x_row, y_row, V, inv_t, softcap)
     if lanes_ptr is not None:
         segment = tl.program_id(1)
-        part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
+        part = _segment(
+            x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, softcap, THREADS, K, VEC, SEGMENT
+        )
         nth = tl.program_id(0).to(tl.int64)
         at = (nth * tl.num_programs(1) + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
         for i in tl.static_range(NUMBERS):
@@ -276,7 +289,9 @@ def kl_fwd_kernel(
     else:
         m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
         for segment in tl.range(0, tl.cdiv(V, SEGMENT * K * VEC * THREADS), num_stages=1):
-            part = _segment(x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, THREADS, K, VEC, SEGMENT)
+            part = _segment(
+                x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, softcap, THREADS, K, VEC, SEGMENT
+            )
             lanes = (m, w, w_all, c, left, n, s, f, lone)
             m, w, w_all, c, left, n, s, f, lone = merge(lanes, part, offset, inv_t)
         _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
@@ -304,6 +319,7 @@ def kl_merge_kernel(
     stride_yt: tl.int64,
     inv_t,
     wide,
+    softcap,
     THREADS: tl.constexpr,
 ):
     row = begin + tl.program_id(0)
@@ -314,7 +330,7 @@ def kl_merge_kernel(
         inv_t = valid(tl.load(inv_t_ptr + row))
     x_row = x_ptr + row_offset(row, T, stride_xb, stride_xt, x_shift)
     y_row = y_ptr + row_offset(row, T, stride_yb, stride_yt, y_shift)
-    offset = _offset(x_row, y_row, V, inv_t)
+    offset = _offset(x_row, y_row, V, inv_t, softcap)
     m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
         at = lanes_ptr + ((row - begin).to(tl.int64) * segments + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
@@ -326,7 +342,7 @@ def kl_merge_kernel(
     _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
 
 
-def kl_fwd(x, y, mask, inv_t):
+def kl_fwd(x, y, mask, inv_t, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     n, vocab = x.shape[0] * x.shape[1], x.shape[2]
     kl = torch.empty(n, device=x.device, dtype=torch.float32)
@@ -334,11 +350,11 @@ def kl_fwd(x, y, mask, inv_t):
     if n == 0:
         return kl, state
     vec = 16 // x.element_size()
-    layout = launch_options(x, REGISTERS)
+    layout = launch_options(x, REGISTERS if softcap is None else CAPPED_REGISTERS)
     segments = triton.cdiv(vocab, SEGMENT * K * vec * THREADS)
     whole = whole_rows(n, segments, slots(x.device, layout))
     lanes = torch.empty(n - whole, segments, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
-    x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
+    x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     rows = (x, y, mask, inv_t, kl, state)
     del layout["LANES"], layout["VEC"]
     layout["THREADS"] = THREADS

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
+from fused_rl.kernels.lanes import uncap
 from fused_rl.kernels.launch import multiprocessors, parts_of_row
 from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
@@ -15,7 +16,7 @@ from fused_rl.kernels.pair import (
     RUNTIME,
     THREADS,
     about_the_maxima,
-    banned_as_finite,
+    as_logits,
     is_masked,
     launch_arguments,
     load_state,
@@ -29,14 +30,18 @@ RESIDENT = 16  # programs of so few registers that fit on a multiprocessor
 
 
 @triton.jit
-def _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS: tl.constexpr, EXACT: tl.constexpr):
+def _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS: tl.constexpr, EXACT: tl.constexpr):
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
     if JS:
         a, b = js_logs(delta)
-        return 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
-    near = tl.where(k > 8, 0.0, 1.0)  # where KL is large its digits, and those of delta, are not for p - q
-    return g * p * u, g * tl.where(tl.abs(delta) < near, p * expm1, q - p)
+        dx, dy = 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
+    else:
+        near = tl.where(k > 8, 0.0, 1.0)  # where KL is large its digits, and those of delta, are not for p - q
+        dx, dy = g * p * u, g * tl.where(tl.abs(delta) < near, p * expm1, q - p)
+    if softcap is not None:
+        dx, dy = dx * uncap(x, softcap), dy * uncap(y, softcap)
+    return dx, dy
 
 
 @triton.jit
@@ -70,6 +75,7 @@ def kl_bwd_kernel(
     stride_yt: tl.int64,
     inv_t,
     wide,
+    softcap,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
@@ -90,7 +96,7 @@ def kl_bwd_kernel(
         b_mean = tl.load(sums_ptr + AT_Q_B * N + row, mask=alive, other=0.0)
     state = load_state(state_ptr, row, N, alive)
     JS: tl.constexpr = sums_ptr is not None
-    EXACT: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
+    EXACT: tl.constexpr = True if softcap is not None else x_ptr.dtype.element_ty != tl.bfloat16
     if JS:
         state = about_the_maxima(state, inv_t)
 
@@ -109,27 +115,27 @@ def kl_bwd_kernel(
     read = tl.where(alive, BLOCK, 0)
     for i in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=1):
         inside = cols // VEC * VEC < read
-        x = banned_as_finite(tl.load(x_ptr + x_begin + i * BLOCK + cols, mask=inside, other=0.0))
-        y = banned_as_finite(tl.load(y_ptr + y_begin + i * BLOCK + cols, mask=inside, other=0.0))
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, EXACT)
+        x = as_logits(tl.load(x_ptr + x_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap)
+        y = as_logits(tl.load(y_ptr + y_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap)
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS, EXACT)
         _store(dx_ptr, dy_ptr, dx, dy, begin + i * BLOCK + cols, None)
     for i in tl.range(part * THREADS, around, parts * THREADS, num_stages=1):
         column = i + tl.arange(0, THREADS)
         inside = column < around
         wanted = column < tl.where(alive, around, 0)
         column += tl.where(column < lead, 0, blocks * BLOCK)
-        x = banned_as_finite(tl.load(x_ptr + x_at + column, mask=wanted, other=0.0))
-        y = banned_as_finite(tl.load(y_ptr + y_at + column, mask=wanted, other=0.0))
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, JS, EXACT)
+        x = as_logits(tl.load(x_ptr + x_at + column, mask=wanted, other=0.0), None, softcap)
+        y = as_logits(tl.load(y_ptr + y_at + column, mask=wanted, other=0.0), None, softcap)
+        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS, EXACT)
         _store(dx_ptr, dy_ptr, dx, dy, out + column, inside)
 
 
-def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
+def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None):
     """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if wants_dx else None
     dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None
     vec = 16 // x.element_size()
-    x, y, inv_t, numbers = launch_arguments(x, y, inv_t)
+    x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     n, _, vocab, *_ = numbers
     if n:
         parts = parts_of_row(n, triton.cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device))

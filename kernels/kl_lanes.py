@@ -141,7 +141,7 @@ def _times(a, b):
 
 
 @triton.jit
-def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, LANES: tl.constexpr):
+def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constexpr):
     """`Lane` of the columns from `begin` to `stop`."""
     COLUMNS: tl.constexpr = 8
     cols = tl.arange(0, LANES)[:, None] + tl.arange(0, COLUMNS)[None, :] * LANES
@@ -149,14 +149,14 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, LANES: tl.constexpr):
     k = inv_t * LOG2E
     m, n, lone = zero + FLOOR, zero + FLOOR, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
-        x, y = load(x_ptr, y_ptr, at + cols, stop)
+        x, y = load(x_ptr, y_ptr, at + cols, stop, softcap)
         m = tl.maximum(m, tl.max(x, 1))
         n = tl.maximum(n, tl.max(y, 1))
 
     # the mean of d / T under P, over the columns that Q allows
     w_all, w, c = zero, zero, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
-        x, y = load(x_ptr, y_ptr, at + cols, stop)
+        x, y = load(x_ptr, y_ptr, at + cols, stop, softcap)
         p = tl.exp2((x - m[:, None]) * k)
         w_all += tl.sum(p, 1)
         p = tl.where(y > BANNED, p, 0.0)
@@ -171,7 +171,7 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, LANES: tl.constexpr):
     together = some & within(c)
     left, s, f, f_q = zero, zero, zero, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
-        x, y = load(x_ptr, y_ptr, at + cols, stop)
+        x, y = load(x_ptr, y_ptr, at + cols, stop, softcap)
         p = tl.where(y > BANNED, tl.exp2((x - m[:, None]) * k), 0.0)
         q = tl.exp2((y - n[:, None]) * k)
         u = tl.fma(difference(x, y, offset, True), inv_t, -c[:, None])

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rl.kernels.lanes import cap
 from fused_rl.kernels.launch import aligned
 from fused_rl.kernels.online import widen
 from fused_rl.kernels.states import KLState
@@ -31,7 +32,8 @@ AT_K = tl.constexpr(KLState._fields.index("k"))
 THREADS = 128  # per program
 
 # A new length, batch, vocabulary or temperature must not compile anything.
-RUNTIME = ("N", "T", "V", "x_shift", "y_shift", "stride_xb", "stride_xt", "stride_yb", "stride_yt", "inv_t", "wide")
+RUNTIME = ("N", "T", "V", "x_shift", "y_shift", "stride_xb", "stride_xt", "stride_yb", "stride_yt")
+RUNTIME += ("inv_t", "wide", "softcap")
 
 
 @triton.jit
@@ -40,13 +42,23 @@ def banned_as_finite(x):
 
 
 @triton.jit
-def load(x_ptr, y_ptr, cols, stop):
-    """Columns of both rows in fp32; those from `stop` on are banned. None: there are none."""
+def as_logits(x, mask, softcap):
+    """In fp32, with the numbers that stand for -inf; capped, where nothing is banned but what the mask leaves out."""
+    if softcap is None:
+        return banned_as_finite(x)
+    else:  # noqa: RET505
+        x = cap(x.to(tl.float32), softcap)
+        return x if mask is None else tl.where(mask, x, BANNED)
+
+
+@triton.jit
+def load(x_ptr, y_ptr, cols, stop, softcap):
+    """Columns of both rows in fp32, capped; those from `stop` on are banned. None: there are none."""
     mask = None if stop is None else cols < stop
     other = None if stop is None else float("-inf")
     x = tl.load(x_ptr + cols, mask=mask, other=other)
     y = tl.load(y_ptr + cols, mask=mask, other=other)
-    return banned_as_finite(x), banned_as_finite(y)
+    return as_logits(x, mask, softcap), as_logits(y, mask, softcap)
 
 
 @triton.jit
@@ -130,10 +142,10 @@ def warps():
     return THREADS // (64 if torch.version.hip else 32)
 
 
-def launch_arguments(x, y, inv_t):
+def launch_arguments(x, y, inv_t, softcap):
     """x, y from a 16-byte boundary on; inv_t_ptr or None; the numbers that every kernel here takes, in this order.
 
-    They are the sizes; where x and y begin, in elements; strides; inv_t; and whether all rows begin at 16 bytes.
+    They are the sizes; where x and y begin, in elements; strides; inv_t; whether all rows begin at 16 bytes; softcap.
     """
     b, t, vocab = x.shape
     wide = vocab % 16 == 0
@@ -141,9 +153,10 @@ def launch_arguments(x, y, inv_t):
         x, y = from_16_bytes(x), from_16_bytes(y)
     strides = [*x.stride()[:2], *y.stride()[:2]]
     (x, x_shift), (y, y_shift) = aligned(x), aligned(y)
+    softcap = None if softcap is None else float(softcap)
     per_row = isinstance(inv_t, torch.Tensor)
     inv_t_ptr, inv_t = (inv_t, 1.0) if per_row else (None, inv_t)
-    return x, y, inv_t_ptr, (b * t, t, vocab, x_shift, y_shift, *strides, inv_t, int(wide))
+    return x, y, inv_t_ptr, (b * t, t, vocab, x_shift, y_shift, *strides, inv_t, int(wide), softcap)
 
 
 def from_16_bytes(x):

@@ -238,7 +238,7 @@ def _given(batch, like, *names):
 
 
 ROWS = ("temperature", "mask", "softcap")
-PAIRS = ("temperature", "mask", "direction")
+PAIRS = ("temperature", "mask", "softcap", "direction")
 
 
 def of_targets(op, batch, logits, **more):
@@ -253,13 +253,22 @@ def of_support(op, batch, logits):
     return of_targets(op, batch, logits, support=batch.support)
 
 
-def of_shifted(op, batch, logits):
-    options = _given(batch, logits, *ROWS)
+def _next(batch, like, *names):
+    """As `_given`, for `shift`: mask and temperatures of all rows but the last."""
+    options = _given(batch, like, *names)
     for name in ("mask", "temperature"):
         if isinstance(options[name], torch.Tensor):
             options[name] = options[name][None, :-1]
+    return options | {"shift": True}
+
+
+def of_shifted(op, batch, logits):
     # a row scores the target of the next: its own, so that ties meet theirs
-    return op(logits[None], batch.targets.roll(1)[None], shift=True, **options)
+    return op(logits[None], batch.targets.roll(1)[None], **_next(batch, logits, *ROWS))
+
+
+def shifted_head(op, batch, hidden, weight, bias):
+    return op(hidden[None], weight, batch.targets.roll(1)[None], bias=bias, **_next(batch, hidden, *ROWS))
 
 
 def in_place(op, batch, logits):
@@ -279,14 +288,22 @@ def support_of_head(op, batch, *leaves):
     return of_head(op, batch, *leaves, support=batch.support)
 
 
-def loss_of_head(op, batch, hidden, weight, bias, targets="targets"):
+def loss_of_head(op, batch, hidden, weight, bias, targets="targets", shift=False):
     def token_loss(logprobs, entropy, a, b):
         logprobs = torch.where(logprobs == -torch.inf, 0, logprobs)
         return a * (logprobs if logprobs.dim() == 1 else logprobs.sum(1)) + b * entropy
 
     wide = torch.promote_types(hidden.dtype, torch.float32)
+    if shift:
+        options = _next(batch, hidden, *ROWS)
+        per_token = batch.weights[:, None, :-1].to(wide)
+        return op(hidden[None], weight, batch.targets.roll(1)[None], token_loss, *per_token, bias=bias, **options)
     options = _given(batch, hidden, *ROWS)
     return op(hidden, weight, getattr(batch, targets), token_loss, *batch.weights.to(wide), bias=bias, **options)
+
+
+def shifted_loss_of_head(op, batch, *leaves):
+    return loss_of_head(op, batch, *leaves, shift=True)
 
 
 def several_loss_of_head(op, batch, *leaves):
@@ -297,14 +314,26 @@ def of_pair(op, batch, logits, ref_logits):
     return (op(logits, ref_logits, **_given(batch, logits, *PAIRS)),)
 
 
-def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bias):
+def of_shifted_pair(op, batch, logits, ref_logits):
+    value = op(logits[None], ref_logits[None], **_next(batch, logits, *PAIRS))[0]
+    return (torch.nn.functional.pad(value, (0, len(logits) - len(value))),)
+
+
+def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, shift=False):
     """The reference is a constant: ours gives it no gradient, and the definition is told to give none."""
-    options = _given(batch, hidden, *PAIRS) | {"bias": bias}
+    options = (_next if shift else _given)(batch, hidden, *PAIRS) | {"bias": bias}
     if op is not fused_rl.linear_token_kl:
         ref_hidden = ref_hidden.detach()
         ref_weight = ref_weight.detach()
         ref_bias = ref_bias.detach()
-    return (op(hidden, weight, ref_hidden, ref_weight, ref_bias=ref_bias, **options),)
+    if not shift:
+        return (op(hidden, weight, ref_hidden, ref_weight, ref_bias=ref_bias, **options),)
+    value = op(hidden[None], weight, ref_hidden[None], ref_weight, ref_bias=ref_bias, **options)[0]
+    return (torch.nn.functional.pad(value, (0, len(hidden) - len(value))),)
+
+
+def of_two_shifted_heads(op, batch, *leaves):
+    return of_two_heads(op, batch, *leaves, shift=True)
 
 
 def of_top_ids(op, batch, logits, ref_logits):
@@ -318,24 +347,31 @@ def of_top_ids(op, batch, logits, ref_logits):
 # References where the definition needs the conventions that an op documents.
 
 
-def divergence(logits, ref_logits, *, direction, temperature, mask):
+def divergence(logits, ref_logits, *, direction, temperature, mask, softcap=None, shift=False):
     """`reference.token_kl` with what it leaves open: -1e20 and below are -inf, p with no q is infinite, empty rows."""
+    options = {"direction": direction, "temperature": temperature, "mask": mask}
+    if softcap is not None:  # nothing is banned
+        return reference.token_kl(logits, ref_logits, **options, softcap=softcap, shift=shift)
+    if shift:
+        logits, ref_logits = logits[:, :-1], ref_logits[:, :-1]
     x, y = (torch.where(z <= -1e20, -torch.inf, z) for z in (logits, ref_logits))
     first, second = (y, x) if direction == "forward" else (x, y)
     empty = (first == -torch.inf).all(-1)
     infinite = ((second == -torch.inf) & (first > -torch.inf)).any(-1) & (direction != "jensen-shannon")
     known = ~(empty | (second == -torch.inf).all(-1) | infinite)[..., None]
     x, y = (torch.where(known, z, 0) for z in (x, y))
-    value = reference.token_kl(x, y, direction=direction, temperature=temperature, mask=mask)
+    value = reference.token_kl(x, y, **options)
     value = torch.where(infinite & ~empty, torch.inf, value)
     return value if mask is None else torch.where(mask, value, 0)
 
 
 def divergence_of_heads(hidden, weight, ref_hidden, ref_weight, *, bias, ref_bias, mask, **options):
-    kept = torch.ones_like(hidden[:, :1], dtype=torch.bool) if mask is None else mask[:, None]
+    kept = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
+    if kept.shape != hidden.shape[:-1]:
+        kept = torch.nn.functional.pad(kept, (0, 1))
     heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     return divergence(
-        *(torch.nn.functional.linear(torch.where(kept, h, 0), *z) for h, *z in heads), mask=mask, **options
+        *(torch.nn.functional.linear(torch.where(kept[..., None], h, 0), *z) for h, *z in heads), mask=mask, **options
     )
 
 
@@ -377,16 +413,18 @@ def loss_promise(batch, exact):
 
 def kl_promise(batch, exact):
     (value,) = exact
-    x, y = (z.double().amax(-1) for z in (batch.logits, batch.ref_logits))
+    x, y = (z.amax(-1) for z in _capped(batch))
     distance = ((x - y).abs() / batch.temperature).nan_to_num(torch.inf, torch.inf)
     allowed = (5e-6 if batch.direction == "jensen-shannon" else 3e-6) * value + 1e-7 * distance + 1e-13
+    blur = blurred(batch)
+    allowed = allowed + 4 * blur * (value + value.sqrt()) + 4 * blur**2  # as a capped logit is known
     unknown = (distance > 1e7) & (value < distance / 100)
     return (torch.where(unknown | empty_rows(batch), torch.inf, allowed),)
 
 
 def empty_rows(batch):
     """Rows that are -inf throughout on a side: of Jensen-Shannon nothing is promised but that it is no NaN."""
-    x, y = ((z <= -1e20).all(-1) for z in (batch.logits, batch.ref_logits))
+    x, y = ((z <= -1e20).all(-1) for z in _capped(batch))
     return x | y
 
 
@@ -398,9 +436,14 @@ def topk_promise(batch, exact):
     return (torch.where(known, 1e-6 * (1 + value) / torch.stack(tails).amin(0).sqrt(), torch.inf),)
 
 
-def _scaled(batch):
+def _capped(batch):
+    """Both logits in fp64, as they count."""
     for x in (batch.logits.double(), batch.ref_logits.double()):
-        x = x if batch.softcap is None else batch.softcap * torch.tanh(x / batch.softcap)
+        yield x if batch.softcap is None else batch.softcap * torch.tanh(x / batch.softcap)
+
+
+def _scaled(batch):
+    for x in _capped(batch):
         yield x / _column(batch)
 
 
@@ -434,11 +477,11 @@ def _doubt_of_divergence(batch):
     options = {"temperature": batch.temperature, "direction": batch.direction, "mask": None}
     terms = [1.0, 1.0]
     if batch.direction != "jensen-shannon":
-        value = divergence(batch.logits.double(), batch.ref_logits.double(), **options)
+        value = divergence(*_capped(batch), **options)
         of_first = 0.1 * value.nan_to_num(0, 0)[:, None]
         terms = [0.0, of_first] if batch.direction == "forward" else [of_first, 0.0]
-    for x, term in zip((batch.logits, batch.ref_logits), terms, strict=True):
-        yield term * (x.double() / _column(batch)).softmax(-1).nan_to_num(0) / _column(batch)
+    for x, term in zip(_scaled(batch), terms, strict=True):
+        yield term * x.softmax(-1).nan_to_num(0) / _column(batch)
 
 
 def sizes_of_pair(batch, gradients, leaves):
@@ -491,13 +534,19 @@ OPS = {
     "linear_token_logprobs": Op(*LINEAR, of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, K targets": Op(*LINEAR, several_of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, support": Op(*LINEAR, support_of_head, logprobs_promise, **HEAD),
+    "linear_token_logprobs, shift": Op(*LINEAR, shifted_head, logprobs_promise, **HEAD),
     "linear_token_loss": Op(*LOSS, loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, K targets": Op(*LOSS, several_loss_of_head, loss_promise, **HEAD),
+    "linear_token_loss, shift": Op(*LOSS, shifted_loss_of_head, loss_promise, **HEAD),
     "vocab_parallel_token_logprobs": Op(*SPLIT, of_targets, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, K targets": Op(*SPLIT, of_several, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, support": Op(*SPLIT, of_support, logprobs_promise, 1e-6),
+    "vocab_parallel_token_logprobs, shift": Op(*SPLIT, of_shifted, logprobs_promise, 1e-6),
     "token_kl": Op(fused_rl.token_kl, divergence, two, of_pair, kl_promise, 1e-6, sizes_of_pair),
+    "token_kl, shift": Op(fused_rl.token_kl, divergence, two, of_shifted_pair, kl_promise, 1e-6, sizes_of_pair),
     "linear_token_kl": Op(*LINEAR_KL, of_two_heads, kl_promise, 1e-6, **HEAD),
+    "linear_token_kl, shift": Op(*LINEAR_KL, of_two_shifted_heads, kl_promise, 1e-6, **HEAD),
     "vocab_parallel_token_kl": Op(*SPLIT_KL, of_pair, kl_promise, 1e-5, sizes_of_pair),
+    "vocab_parallel_token_kl, shift": Op(*SPLIT_KL, of_shifted_pair, kl_promise, 1e-5, sizes_of_pair),
     "topk_kl, of token_logprobs": Op(*CHAIN, of_top_ids, topk_promise, 2e-5),
 }

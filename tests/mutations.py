@@ -186,10 +186,22 @@ MUTATIONS = {
         "squares / count.clamp(min=1)",
         "tests/test_masked.py",
     ),
+    "the gradient of a capped divergence lacks the slope of the cap": Mutation(
+        "fused_rl/cpu/pair.py",
+        "out[rows[part]] = found.mul_(slope).to(out.dtype)",
+        "out[rows[part]] = found.to(out.dtype)",
+        "tests/test_kl.py -k softcap",
+    ),
+    "the kernels cap one of the two rows": Mutation(
+        "kernels/pair.py",
+        "return as_logits(x, mask, softcap), as_logits(y, mask, softcap)",
+        "return as_logits(x, mask, softcap), as_logits(y, mask, None)",
+        "tests/test_kl.py -k softcap",
+    ),
     "a masked mean divides by everything": Mutation(
         "fused_rl/masked.py",
-        "return masked_sum(values, mask, dim) / count.clamp(min=1)",
-        "return masked_sum(values, mask, dim) / (count * 0 + mask.numel())",
+        "return total / count.clamp(min=1)",
+        "return total / (count * 0 + mask.numel())",
         "tests/test_masked.py",
     ),
     "leave-one-out has the mean of all": Mutation(

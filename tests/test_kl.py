@@ -43,6 +43,40 @@ def test_value_and_gradients(backend, direction, size):
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
+CAPPED_SIZES = [(torch.float32, 700), (torch.bfloat16, 4104)]
+
+
+# a cap that reaches every logit, and one that reaches few; bf16, whose capped logits have more digits than it
+@on_backends(
+    "direction, softcap, size", DIRECTIONS, [3.0, 30.0], [(torch.float32, 700), (torch.bfloat16, 4104)], most=2
+)
+def test_softcap(backend, direction, softcap, size):
+    dtype, vocab = size
+    x, y = pair(2, 3, vocab, dtype=dtype, device=backend)
+    x[0, 0, 5:20] = -torch.inf  # as -softcap: nothing is banned
+    upstream = torch.randn(2, 3, device=backend)
+    options = {"direction": direction, "temperature": 0.7, "softcap": softcap}
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
+    assert got[0].isfinite().all()
+    assert_as_good_as_reference(got, x, y, upstream, **options)
+
+
+@on_backends("direction", DIRECTIONS, most=2)
+def test_shift_drops_the_last_position_without_a_copy(backend, direction):
+    x, y = pair(2, 4, 300, device=backend)
+    mask = torch.tensor([[True, True, False], [True, False, True]], device=backend)
+    options = {"direction": direction, "temperature": 0.5 + torch.rand(2, 3, device=backend), "mask": mask}
+    upstream = torch.randn(2, 3, device=backend)
+    value, *gradients = both_gradients(fused_rl.token_kl, x, y, upstream, shift=True, **options)
+    sliced, *expected = both_gradients(fused_rl.token_kl, x[:, :-1], y[:, :-1], upstream, **options)
+    assert torch.equal(value, sliced)
+    for whole, of_slice in zip(gradients, expected, strict=True):
+        assert torch.equal(whole[:, :-1], of_slice)
+        assert (whole[:, -1] == 0).all()
+    x[:, -1] = torch.nan  # is not read
+    assert torch.equal(fused_rl.token_kl(x, y, shift=True, **options), value)
+
+
 # KL from 5e-3 to 5e-11 nats; smooth, and nearly all mass on one token
 @on_backends("direction, distance, spread", DIRECTIONS, [1e-1, 1e-3, 1e-5], [3.0, 30.0], most=1)
 def test_close_distributions_keep_their_relative_precision(backend, spread, distance, direction):
@@ -361,7 +395,7 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
         whole[..., :5008].expand(2, 3, 5008),
         torch.randn(2, 3, 5009)[..., :5008],
     ):
-        got, same, *_ = pair_of_rows.launch_arguments(x, whole[..., :5008], 1.0)
+        got, same, *_ = pair_of_rows.launch_arguments(x, whole[..., :5008], 1.0, None)
         assert torch.equal(got, x)
         assert got.data_ptr() % 16 == 0
         assert all(n % 16 == 0 for n in got.stride()[:2])

@@ -134,7 +134,7 @@ def whiten_here(rank, world):
         if not keep_last:
             values[-1], mask[-1] = torch.nan, False
         for shift_mean in (True, False):
-            here = whiten(values[rank], mask[rank], shift_mean=shift_mean, group=torch.distributed.group.WORLD)
+            here = whiten(values[rank], mask[rank], shift_mean=shift_mean, process_group=torch.distributed.group.WORLD)
             errors.append((here - whiten(values, mask, shift_mean=shift_mean)[rank]).abs().max().item())
     return errors
 

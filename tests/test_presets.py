@@ -1,14 +1,21 @@
 """The table of known algorithms: equal to the documentation's, row by row, and no row twice."""
 
+import dataclasses
+import inspect
 import itertools
 import re
+import typing
 from pathlib import Path
 
 import pytest
+import torch
 
 import fused_rl
 from fused_rl import PRESETS, PolicyLossOptions
-from fused_rl.surrogates import SURROGATES
+from fused_rl.advantages import ADVANTAGES, Advantage
+from fused_rl.aggregation import LOSS_AGGS, LossAgg
+from fused_rl.presets import PolicyLossChanges, PresetName
+from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, Surrogate
 
 HEADER = [
     "preset",
@@ -62,3 +69,77 @@ def test_no_two_presets_are_the_same():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_advantage_has_a_name(name):
     assert PRESETS[name].advantage in fused_rl.ADVANTAGES
+
+
+ROWS, MASK = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]), torch.ones(2, 2, dtype=torch.bool)
+GIVEN = {"old_logprobs": ROWS - 0.3, "advantages": torch.tensor([1.0, -2.0]), "mask": MASK}
+
+
+def test_a_preset_by_name_as_a_row_and_as_options_is_one_loss():
+    """Of both functions, and with a change on top."""
+    options = PolicyLossOptions(**PRESETS["dapo"].options)
+    for changes in ({}, {"clip_high": 0.01}):
+        named, *others = (
+            fused_rl.policy_loss(ROWS, **GIVEN, **chosen, **changes)[0]
+            for chosen in (
+                {"preset": "dapo"},
+                {"preset": PRESETS["dapo"]},
+                {"options": options},
+                PRESETS["dapo"].options | {"clip_high": 0.28},
+            )
+            if not (changes and "clip_high" in chosen)
+        )
+        assert others and all(torch.equal(named, other) for other in others)
+        loss, per_token = fused_rl.policy_token_loss(**GIVEN, options=options, **changes)
+        of_tokens = loss(ROWS.flatten(), ROWS.flatten(), *(x.flatten() for x in per_token)).sum()
+        torch.testing.assert_close(of_tokens, named)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"preset": "grpo", "options": PolicyLossOptions()}, "preset or options, not both"),
+        ({"options": {"clip_low": 0.1}}, r"options must be PolicyLossOptions or None, got dict"),
+        ({"preset": "grop"}, "preset must be one of ppo, grpo"),
+        ({"clip_hihg": 0.1}, "option must be one of .*; got 'clip_hihg'"),
+    ],
+)
+def test_what_does_not_fit(given, said):
+    with pytest.raises(ValueError, match=said):
+        fused_rl.policy_loss(ROWS, **GIVEN, **given)
+
+
+def test_a_type_checker_sees_every_option():
+    """`PolicyLossChanges` has the fields of `PolicyLossOptions` with their types, and the losses take them by it."""
+    fields = {field.name for field in dataclasses.fields(PolicyLossOptions)}
+    changes, options = (typing.get_type_hints(kind) for kind in (PolicyLossChanges, PolicyLossOptions))
+    assert set(changes) == fields
+    named = fields - {"surrogate"}  # on a command line any text may name one of the user's
+    assert {name: changes[name] for name in named} == {name: options[name] for name in named}
+    for loss in (fused_rl.policy_loss, fused_rl.policy_token_loss):
+        hint = typing.get_type_hints(loss)["changes"]
+        assert typing.get_args(hint) == (PolicyLossChanges,)
+
+
+def test_closed_sets_are_literals():
+    for alias, table in (
+        (PresetName, PRESETS),
+        (RatioLevel, RATIO_LEVELS),
+        (Surrogate, SURROGATES),
+        (LossAgg, LOSS_AGGS),
+    ):
+        assert typing.get_args(alias) == tuple(table)
+    names = [name for part in typing.get_args(Advantage) for name in typing.get_args(part) or [part]]
+    assert names == [*ADVANTAGES]
+
+
+def test_one_default_wherever_an_option_has_one():
+    """The estimator of a KL in a loss, and the direction of a divergence; in the library and its reference."""
+    found = {}
+    for module in (fused_rl, fused_rl.reference):
+        for function in filter(callable, (getattr(module, name) for name in module.__all__)):
+            for name in ("kl_estimator", "direction"):
+                parameter = inspect.signature(function).parameters.get(name)
+                if parameter is not None:
+                    found.setdefault(name, set()).add(parameter.default)
+    assert found == {"kl_estimator": {"rk3"}, "direction": {"reverse"}}

@@ -312,3 +312,14 @@ def test_what_generate_sampled_is_replayed():
     assert (off >= -1e-5).all()
     assert off.mean() > 0.15
     assert ((-off).exp() < 0.9).float().mean() > 0.5
+
+
+def test_shift_takes_the_sets_of_all_targets():
+    hidden, weight = torch.randn(2, 4, 8), torch.randn(50, 8)
+    targets = torch.randint(50, (2, 4))
+    support = TokenSupport.from_lists([[int(t), (int(t) + 7) % 50] for t in targets.flatten()])
+    shifted = fused_rl.linear_token_logprobs(hidden, weight, targets, support=support, shift=True)
+    of_next = support.select(torch.tensor([1, 2, 3, 5, 6, 7]))
+    expected = fused_rl.linear_token_logprobs(hidden[:, :-1], weight, targets[:, 1:], support=of_next)
+    for got, wanted in zip(shifted, expected, strict=True):
+        assert torch.equal(got, wanted)

@@ -118,28 +118,28 @@ def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROW
     return (x, y, mask, row if per_row else inv_t), row
 
 
-def kl_fwd(jensen_shannon=False, split=False, **options):
+def kl_fwd(jensen_shannon=False, split=False, softcap=None, **options):
     from fused_rl.kernels import jensen_shannon as js
     from fused_rl.kernels import kl, launch
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     if jensen_shannon:
-        js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous())
+        js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous(), softcap)
     else:
         count = 10**6 if split else 0
         with _device(launch, multiprocessors=count):
-            kl.kl_fwd(*rows)
+            kl.kl_fwd(*rows, softcap)
 
 
-def kl_bwd(jensen_shannon=False, wants=(True, False), **options):
+def kl_bwd(jensen_shannon=False, wants=(True, False), softcap=None, **options):
     from fused_rl.kernels import kl
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     state = row.expand(len(KLState._fields), -1).contiguous()
     sums = row.expand(3, -1).contiguous() if jensen_shannon else None
-    kl.kl_bwd(row, *rows, row, state, sums, *wants)
+    kl.kl_bwd(row, *rows, row, state, sums, *wants, softcap)
 
 
 def gae():
@@ -235,6 +235,10 @@ VARIANTS = {
     "kl_fwd fp16, odd vocabulary": (kl_fwd, FP16 | ODD),
     "kl_fwd bf16, odd vocabulary": (kl_fwd, ODD),
     "kl_fwd bf16, split": (kl_fwd, {"split": True}),
+    "kl_fwd bf16, softcap": (kl_fwd, {"softcap": 30.0}),
+    "kl_fwd fp32, odd vocabulary, softcap": (kl_fwd, FP32 | ODD | {"softcap": 30.0}),
+    "kl_bwd bf16, softcap": (kl_bwd, {"softcap": 30.0, "wants": (True, True)}),
+    "js_fwd bf16, softcap": (kl_fwd, JENSEN_SHANNON | {"softcap": 30.0}),
     "js_fwd fp32, odd vocabulary": (kl_fwd, JENSEN_SHANNON | FP32 | ODD),
     "kl_bwd fp32, odd vocabulary": (kl_bwd, FP32 | ODD | {"wants": (True, True)}),
     "kept_fwd fp32, per-row temperature, softcap": (kept_fwd, PER_ROW | CAPPED),

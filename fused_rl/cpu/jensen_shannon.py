@@ -2,18 +2,19 @@
 
 import torch
 
-from fused_rl.cpu.pair import distributions, exp, load, over_blocks, p_q_delta, selected_rows
+from fused_rl.cpu.pair import capped, distributions, exp, load, over_blocks, p_q_delta, selected_rows
 from fused_rl.kernels.states import JensenShannonSums, KLState, bounded
 
 
-def js_fwd(x, y, mask, inv_t, state):
+def js_fwd(x, y, mask, inv_t, state, softcap=None):
     """`JensenShannonSums` as (3, N) fp32; with the state (9, N) of `kl_fwd`."""
     sums = torch.zeros(len(JensenShannonSums._fields), x.shape[0] * x.shape[1])
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
     per_row = distributions(KLState(*state[:, rows]), t)
-    blocks = over_blocks(_js_sums, x, y, *per_row)
-    totals = [part.sum(1, dtype=torch.float64) for part in blocks]
-    sums[:, rows] = torch.stack(totals).float()
+    for part, *pair in capped(x, y, softcap):
+        blocks = over_blocks(_js_sums, *pair, *(z[part] for z in per_row))
+        totals = [block.sum(1, dtype=torch.float64) for block in blocks]
+        sums[:, rows[part]] = torch.stack(totals).float()
     return bounded(sums)
 
 

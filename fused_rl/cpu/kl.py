@@ -13,6 +13,7 @@ from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.cpu.jensen_shannon import js_dx, js_dy
 from fused_rl.cpu.pair import (
     BANNED,
+    capped,
     difference,
     distributions,
     excess,
@@ -21,7 +22,7 @@ from fused_rl.cpu.pair import (
     over_blocks,
     p_q_delta,
     selected_rows,
-    write_rows,
+    write_gradient,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
 
@@ -32,18 +33,20 @@ FARTHEST = 40.0  # nats: with p at least 1e-38, no q that counts goes with a p o
 TOO_FAR = 1e7  # nats, as in the kernels
 
 
-def kl_fwd(x, y, mask, inv_t):
+def kl_fwd(x, y, mask, inv_t, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     n = x.shape[0] * x.shape[1]
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
     kl = torch.zeros(n)
     state = torch.zeros(len(KLState._fields), n)
-    blocks = over_blocks(_near_sums, x, y, t, recompute=True, careful=_block_sums)
-    kl[rows], state[:, rows] = _merge(*blocks, t.double()[:, None])
+    for part, *pair in capped(x, y, softcap):
+        blocks = over_blocks(_near_sums, *pair, t[part], recompute=True, careful=_block_sums)
+        at = rows[part]
+        kl[at], state[:, at] = _merge(*blocks, t[part].double()[:, None])
     return kl, state
 
 
-def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
+def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None):
     """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
     new = torch.empty if mask is None else torch.zeros
     dx = in_huge_pages(new(x.shape, dtype=x.dtype)) if wants_dx else None
@@ -57,18 +60,18 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy):
     if sums is None:
         g_over_w = torch.where(still, 0, g / state.w_all)
         gradients = {
-            _kl_dx: (dx, (state.m, t, state.offset, state.c, g_over_w)),
-            _kl_dy: (dy, (*common, g)),
+            _kl_dx: (dx, 0, (state.m, t, state.offset, state.c, g_over_w)),
+            _kl_dy: (dy, 1, (*common, g)),
         }
     else:
         sums = JensenShannonSums(*sums[:, rows])
         gradients = {
-            js_dx: (dx, (*common, g / 2, sums.p_a)),
-            js_dy: (dy, (*common, g / 2, sums.q_b)),
+            js_dx: (dx, 0, (*common, g / 2, sums.p_a)),
+            js_dy: (dy, 1, (*common, g / 2, sums.q_b)),
         }
-    for function, (out, per_row) in gradients.items():
+    for function, (out, side, per_row) in gradients.items():
         if out is not None:
-            write_rows(function, out.view(-1, out.shape[-1]), rows, x, y, per_row)
+            write_gradient(function, out.view(-1, out.shape[-1]), rows, (x, y), side, per_row, softcap)
     return dx, dy
 
 

@@ -100,6 +100,30 @@ def _compile_pays(x):
     return compiled.compile_pays(x[1].numel(), x[0].shape[1])
 
 
+def capped(x, y, softcap):
+    """(part, x, y): all rows as they are; under a softcap a few rows at a time, capped, in fp32."""
+    if softcap is None:
+        yield slice(None), x, y
+        return
+    for part in _chunks(x[1].numel(), max(1, compiled.CHUNK // x[0].shape[1])):
+        pair = [z[at[part]].float().div_(softcap).tanh_().mul_(softcap) for z, at in (x, y)]
+        rows = torch.arange(len(pair[0]))
+        yield part, *((z, rows) for z in pair)
+
+
+def write_gradient(function, out, rows, pair, side, per_row, softcap):
+    """`function` writes these rows of `out`, (N, V), the gradient of x (side 0) or of y (side 1)."""
+    if softcap is None:
+        write_rows(function, out, rows, *pair, per_row)
+        return
+    for part, *of_cap in capped(*pair, softcap):
+        x, at = of_cap[side]
+        found = torch.empty_like(x)
+        write_rows(function, found, at, *of_cap, [z[part] for z in per_row])
+        slope = x.div_(softcap).square_().neg_().add_(1)
+        out[rows[part]] = found.mul_(slope).to(out.dtype)
+
+
 def write_rows(function, out, rows, x, y, per_row):
     """`function` writes these rows of `out`, (N, V), from x and y."""
     (x, x_at), (y, y_at) = x, y

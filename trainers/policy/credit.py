@@ -122,9 +122,9 @@ def advantages_and_returns(
     config: CreditConfig, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both (B, T - 1), from `rewards` and `values` (B, T - 1): each with its own lambda; whitened over all ranks."""
-    whiten, group = fused_rl.whiten, ranks.all_ranks()
+    whiten, everyone = fused_rl.whiten, ranks.all_ranks()
     if config.whiten_rewards:
-        rewards = whiten(rewards, mask, shift_mean=False, group=group)
+        rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
     advantages, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
     if config.value_gae_lambda is not None:
         gae_lambda = config.value_gae_lambda
@@ -135,7 +135,7 @@ def advantages_and_returns(
             rows, gae_lambda = lengths == length, max(0.0, 1 - 1 / (config.gae_alpha * max(length, 1)))
             of_length = (x[rows] for x in (rewards, values, mask))
             advantages[rows], _ = fused_rl.gae(*of_length, gamma=config.gamma, gae_lambda=gae_lambda)
-    return whiten(advantages, mask, group=group) if config.whiten_advantages else advantages, returns
+    return whiten(advantages, mask, process_group=everyone) if config.whiten_advantages else advantages, returns
 
 
 def adapted(kl_coef: float, kl: float, responses: int, target: float, horizon: float) -> float:

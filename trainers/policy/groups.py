@@ -7,11 +7,12 @@ of many such groups is a small one; new prompts are drawn in their place, up to 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 import fused_rl
+from fused_rl.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.config import InputError, NonNegative, NonNegativeInt, Positive, PositiveInt
@@ -21,7 +22,7 @@ from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample
 
-ADVANTAGES = tuple(name for name in fused_rl.ADVANTAGES if name != "gae")
+ADVANTAGES = get_args(ResponseAdvantage)
 DIVIDED = ("group-std", "batch-std", "group-mean-batch-std")  # by a standard deviation
 
 
@@ -33,7 +34,7 @@ class GroupConfig(RolloutConfig, LossConfig):
 
     group_size: PositiveInt = 8
     """Responses per prompt."""
-    advantage: Literal["group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std"] | None = None
+    advantage: ResponseAdvantage | None = None
     """Reward less the group's mean, divided by its standard deviation or not; less the mean of the others in the
     group; whitened over the whole batch; or less the group's mean, divided by the batch's standard deviation. None is
     the preset's."""

@@ -69,7 +69,7 @@ def loss_options(config: LossConfig) -> dict[str, object]:
     """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
     given = {name: getattr(config, name) for name in names_of(PolicyLossOptions)}
     given = {name: value for name, value in given.items() if value is not None}
-    given.setdefault("kl_estimator", "rk3")
+    given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
     if ":" in given.get("surrogate", ""):
         given["surrogate"] = load_surrogate(given["surrogate"])
     try:

@@ -28,7 +28,7 @@ class KLConfig(LossConfig):
     @property
     def estimator(self) -> str:
         """What was chosen, or what is right for where the KL is paid."""
-        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "rk3")
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else fused_rl.PolicyLossOptions.kl_estimator)
 
     def kl_in_loss(self, kl_coef: float) -> dict[str, object]:
         """The options of the loss, in which what the rewards have paid for is not paid for again."""
