@@ -15,6 +15,7 @@ COMMANDS = {
     "eval": "fused_rl.trainers.commands.eval",
     "kl-report": "fused_rl.trainers.commands.kl_report",
     "report": "fused_rl.trainers.commands.report",
+    "doctor": "fused_rl.trainers.commands.doctor",
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",
     "demo-ppo": "fused_rl.recipes.demo_ppo",
@@ -27,6 +28,7 @@ TOLD = {
     "eval": "how many problems a model solves: greedy, pass@k",
     "kl-report": "the KL estimators beside the exact KL of two models",
     "report": "one HTML page of runs: curves, samples, configs",
+    "doctor": "what is wrong with a run, or with this machine",
     "demo": "a small model learns sums by grpo, on two CPU cores",
     "demo-reward": "a reward model for these sums",
     "demo-ppo": "ppo against that reward model",
@@ -60,7 +62,8 @@ def main() -> None:
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:
-        packages, extras = lacking(command)
+        looks_at_machine = sys.argv[1:] == ["doctor"]  # which tells what it lacks
+        packages, extras = ([], []) if looks_at_machine else lacking(command)
         if packages:
             install = f"pip install 'fused-rl[{','.join(extras)}]'"
             sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")

@@ -143,8 +143,6 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, drawn, measured, advantages, parts, step, on_policy=not history)
-        if not history:
-            policy.warn_if_off_policy(sums["drift"])
         history.append(keyed(KEYS["grpo"], sums) | policy.optimizer_step(step))
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
@@ -152,7 +150,7 @@ def update(
     means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), drawn.counts)
     if measured.kl is not None:
         means["objective/kl_exact"] = _per_response(measured.kl.sum(1), drawn.counts)
-    return means | {"lr": history[-1]["lr"]}
+    return means | {"lr": history[-1]["lr"], "val/first_ratio": history[0]["val/first_ratio"]}
 
 
 def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
@@ -219,7 +217,6 @@ def train_step(
     # Sample and score groups; new ones for those without a signal: https://arxiv.org/abs/2503.14476, section 3.2.
     config, began = policy.config, time.monotonic()
     drawn = draw(policy, prompts, more, step)
-    policy.stuck.look(drawn.rollout, None if advantage_of(config) == "batch-std" else config.group_size)
     sampled = time.monotonic()
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.

@@ -37,7 +37,6 @@ from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
 from fused_rl.trainers.rollouts.solved import win_rate
-from fused_rl.trainers.rollouts.stuck import IdleCritic
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
@@ -153,8 +152,6 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, critic, experience, parts, kl_coef, step)
-        if not history:
-            policy.warn_if_off_policy(sums["drift"])
         history.append(keyed(KEYS["ppo"], sums) | policy.optimizer_step(step) | critic.optimizer_step(step))
         # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
         if policy.config.target_kl is not None and history[-1]["policy/approxkl_avg"] > policy.config.target_kl:
@@ -165,6 +162,7 @@ def update(
     # The step's metrics: means over its updates.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
     last = {key: history[-1][key] for key in history[-1] if key.endswith("lr")}
+    last["val/first_ratio"] = history[0]["val/first_ratio"]
     return means | last | {"optim/updates": len(history)}
 
 
@@ -206,7 +204,6 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     # Sample and score: https://arxiv.org/abs/2403.17031.
     config, began = policy.config, time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
-    policy.stuck.look(rollout, None)  # no group to compare with: the critic is the baseline
     sampled = time.monotonic()
 
     # What was expected of each token, and what it earned: https://arxiv.org/abs/1909.08593, section 2.2.
@@ -261,7 +258,7 @@ def train(config: PPOConfig, sampler: Make | None = None) -> str:
 
     # Where the run begins, or goes on.
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
-    kl_coef, watch = config.kl_coef, IdleCritic()
+    kl_coef = config.kl_coef
     engines = {"policy": policy.model} | critic.engines  # what checkpoints hold
     loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef}, policy.own)
     kl_coef = loop.restored.get("kl_coef", kl_coef)
@@ -273,8 +270,6 @@ def train(config: PPOConfig, sampler: Make | None = None) -> str:
     for step, indices in loop:
         policy.begin(step, lambda later: read.mine(order.after(later)))
         metrics, samples = train_step(policy, critic, read.mine(indices), step, kl_coef), []
-        if not policy.tell_if_all_left_out(metrics["val/stop_rate"], step):
-            watch.look(metrics.get("optim/critic_grad_norm"), metrics["val/var_explained"])
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
             kl_coef = credit.adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)

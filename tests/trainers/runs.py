@@ -103,7 +103,7 @@ def trainers() -> list[type[RunConfig]]:
 
 def scores_of(*verifiers: str) -> set[str]:
     """The metrics of each of them."""
-    return {f"rewards/{name}/mean" for name in verifiers} | {f"rewards/{name}/std" for name in verifiers}
+    return {f"rewards/{name}/{what}" for name in verifiers for what in ("mean", "std", "none")}
 
 
 def on_ranks(function, world: int, *args, timeout: int = 500) -> list:
@@ -129,8 +129,8 @@ def forget_after(whole, stopped, step: int) -> None:
     torch.manual_seed(1234)  # what this process draws must come from the checkpoint
 
 
-def stopped_after(trainer, config, step: int) -> None:
-    """The trainer's command, which gets a SIGTERM in a step, says that it stops after it, and does."""
+def stopped_after(trainer, config, step: int) -> str:
+    """The trainer's command, which gets a SIGTERM in a step, says that it stops after it, and does; what it printed."""
     made, train_step, out = [], trainer.train_step, io.StringIO()
 
     def told(*args):
@@ -144,3 +144,4 @@ def stopped_after(trainer, config, step: int) -> None:
         with pytest.raises(SystemExit) as stopped:
             trainer.main(killed.words_of(config))
     assert stopped.value.code == 130 and "continue with --resume" in out.getvalue()
+    return out.getvalue()

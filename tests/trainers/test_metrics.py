@@ -183,6 +183,7 @@ def definitions(folder: str) -> dict[str, float]:
         "loss/policy_avg": sequences["surrogate"],
         "loss/total_avg": sequences["total"],
         "val/ratio": tokens["ratio"].mean(),
+        "val/first_ratio": tokens["ratio"].mean(),
         "val/ratio_var": tokens["ratio"].var(unbiased=False),
         "val/num_eos_tokens": sum(stopped),
         "val/stop_rate": stop_rate,
@@ -200,6 +201,7 @@ def definitions(folder: str) -> dict[str, float]:
         "completions/clipped_ratio": 1 - stop_rate,
         "rewards/points/mean": scores.mean(),
         "rewards/points/std": scores.std(unbiased=False),
+        "rewards/points/none": 0,
     }
     return {key: torch.as_tensor(value).item() for key, value in found.items()}
 
@@ -243,10 +245,10 @@ def test_every_bare_name_of_the_losses_has_a_key():
     for trainer, sums in asked.items():
         keyed(KEYS[trainer], sums)
     explained_variance(asked["ppo"])  # which PPO computes of the values before the update
-    assert asked["grpo"].names == policy_metrics.keys()
-    assert (
-        asked["ppo"].names == policy_metrics.keys() - {"kl"} | value_metrics.keys()
-    )  # its KL is from before the update
+    assert asked["grpo"].names == policy_metrics.keys() | {"drift"}  # which the trainers add
+    assert asked["ppo"].names == policy_metrics.keys() - {"kl"} | value_metrics.keys() | {
+        "drift"
+    }  # its KL is from before the update
     assert asked["reward"].names == pair_metrics.keys()
 
 

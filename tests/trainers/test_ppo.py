@@ -14,7 +14,6 @@ from fused_rl.trainers.policy import credit, policy
 from fused_rl.trainers.policy.critic import Critic
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
-from fused_rl.trainers.rollouts.stuck import IdleCritic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import steps, tiny
@@ -194,20 +193,6 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
         ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all
         assert score.item() == pytest.approx(exact(ids, torch.ones_like(ids)).item(), abs=1e-5)
     assert set(rollout.scores) == {"reward_model", ODD}
-
-
-def test_a_critic_that_does_not_learn_is_a_warning_said_once(capsys):
-    watch = IdleCritic()
-    for _ in range(watch.PATIENCE):
-        watch.look(1.0, -0.1)
-    watch.look(0.0, 0.5)
-    watch.look(0.0, 0.5)
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "val/var_explained was below 0 for 10 steps" in said[0] and "no gradient" in said[1]
-    watch = IdleCritic()
-    for explained in [-1.0] * 9 + [0.1] + [-1.0] * 9 + [float("nan")]:
-        watch.look(None, explained)
-    assert capsys.readouterr().out == ""
 
 
 def test_no_scorer_at_all_is_refused(folders):

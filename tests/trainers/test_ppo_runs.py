@@ -163,7 +163,7 @@ def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(
     runs.on_ranks(sampled_over_two_ranks, 2, files, str(tmp_path))
     metrics = tiny.read_metrics(tmp_path)[-1]
     assert metrics["completions/min_length"] < metrics["completions/max_length"]
-    assert "warning: the first minibatch" not in capfd.readouterr().out
+    assert "val/first_ratio is" not in capfd.readouterr().out
 
 
 # Stopped and resumed: bit for bit.
@@ -324,7 +324,7 @@ def assert_finite(metrics):
 def test_a_run_whose_responses_are_all_left_out_says_so_and_blames_no_critic(files, tmp_path, capsys):
     ppo.train(config_of(files, tmp_path, max_new_tokens=1, mask_truncated=True, steps=2, stop_token=None, eval_size=0))
     out = capsys.readouterr().out
-    assert "step 2: every response was cut at max_new_tokens=1, and mask_truncated leaves all of them out" in out
+    assert out.count("every response was cut at max_new_tokens, and mask_truncated leaves all of them out") == 1
     assert "critic" not in out
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["val/var_explained"] for line in lines] == [None, None]

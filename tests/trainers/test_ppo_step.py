@@ -349,6 +349,7 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
         "loss/value_avg": t["value_loss"],
         "val/clipfrac_avg": t["value_clipped"].mean(),
         "val/ratio": t["ratio"].mean(),
+        "val/first_ratio": t["ratio"].mean(),
         "val/ratio_var": t["ratio"].var(unbiased=False),
         "val/var_explained": 1 - error.var() / t["return"].var(),
         "val/num_eos_tokens": sum(stopped),
@@ -360,6 +361,7 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
         "completions/clipped_ratio": 1 - sum(stopped) / 16,
         "rewards/points/mean": points.mean(),
         "rewards/points/std": points.std(unbiased=False),
+        "rewards/points/none": 0,
     }
     return {key: torch.as_tensor(value).item() for key, value in found.items()}
 

@@ -4,8 +4,7 @@ import torch
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options.config import EngineConfig, InputError
-from fused_rl.trainers.policy import policy
+from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response
@@ -244,23 +243,6 @@ def test_missing_models_and_tokenizers_are_named(tmp_path):
         load(str(tmp_path / "no_model"))
     with pytest.raises(InputError, match="zero_stage=0"):
         load("x", dtype="bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("drift", "dtype", "warned"),
-    [
-        (5e-7, "float32", False),
-        (2e-6, "float32", True),
-        (0.04, "bfloat16", False),
-        (-0.1, "bfloat16", True),
-        (float("nan"), "float32", True),
-    ],
-)
-def test_a_first_ratio_that_is_not_one_is_a_warning_that_says_what_it_means(capsys, drift, dtype, warned):
-    held = EngineConfig(dtype=dtype, zero_stage=1)
-    made = policy.Policy(held, *[None] * 7)
-    made.warn_if_off_policy(drift)
-    assert ("wrong ratios" in capsys.readouterr().out) == warned
 
 
 def test_a_drawn_token_is_that_at_a_quantile_and_never_an_impossible_one():

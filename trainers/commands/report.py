@@ -19,6 +19,7 @@ from fused_rl.trainers.base.files import storing, write_atomically
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.report_page import Panel, against, over_steps, page
 from fused_rl.trainers.metrics.metric import Metric
+from fused_rl.trainers.metrics.rules import examine
 from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line, shown
@@ -60,7 +61,9 @@ def read_run(folder: Path) -> RunRead:
     samples = read_metrics(folder / "samples.jsonl")[-MOST_SAMPLES:]
     samples.sort(key=lambda row: (str(row.get("of", "")), row.get("of") != "training" and str(row.get("prompt", ""))))
     columns = list(dict.fromkeys(chain.from_iterable(samples)))
-    return RunRead(str(folder), read_metrics(folder / "metrics.jsonl"), command, config, samples, columns)
+    history = read_metrics(folder / "metrics.jsonl")
+    findings = [finding.told() for finding in examine(command, config, history).found]
+    return RunRead(str(folder), history, command, config, samples, columns, findings)
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, object]]:

@@ -163,6 +163,13 @@ SCORERS = {
         healthy="above 0",
         outside="0: it judges all alike, and teaches nothing",
     ),
+    "rewards/{name}/none": Metric(
+        "1",
+        "fraction of the samples that the scorer does not apply to: it returned None",
+        "sum",
+        healthy="below 1",
+        outside="1: it judges nothing; look at the columns that it reads and at the form of the answers",
+    ),
     "verifier/{name}/timeouts": Metric(
         "samples", "broke a limit (CPU, memory) and score 0 for it", "sum", **NONE_STRUCK
     ),

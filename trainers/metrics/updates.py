@@ -200,6 +200,14 @@ LOSS = {
         healthy="1 within rounding in the first update of a step, near 1 over all",
         outside="in a first update: the model does not repeat itself, or another one sampled; else as approxkl_avg",
     ),
+    "val/first_ratio": Metric(
+        "1",
+        "mean ratio, in a step's first update, to what was measured before it; 1 where nothing was",
+        "sum",
+        lambda sums: 1 + sums["drift"],
+        healthy="1 within rounding: 1e-6 in fp32, some hundredths in bfloat16",
+        outside="the model does not repeat itself (dropout? a non-deterministic kernel?)",
+    ),
     "val/ratio_var": Metric(
         "1",
         "variance of that ratio over the tokens of an update",
@@ -238,7 +246,7 @@ CRITIC = {
         "variance of the returns that the values explain, before the update",
         "moments",
         healthy="0 to 1, rising",
-        outside="below 0: worse than a constant (a warning after 10 steps); start --critic from a reward model",
+        outside="0 or less: no better than a constant; start --critic from a reward model",
     ),
     "val/win_rate": Metric(
         "1",
@@ -260,7 +268,7 @@ CRITIC = {
         "norm of the critic's gradient before clipping",
         "whole",
         healthy="above 0",
-        outside="0: the critic learns nothing, and a warning says so",
+        outside="0: the critic learns nothing",
     ),
     "time/measure": Metric("s", "log-probabilities and values before the update", "whole"),
 }

@@ -226,10 +226,8 @@ def _with_signal(config: GroupConfig, rollout: Rollout) -> int:
 
 
 def _metrics(policy: Policy, rollout: Rollout, trained: int, step: int) -> dict[str, float]:
-    """Of all that was drawn in the step, over all ranks; says so where none of it will be trained on."""
-    metrics = group_metrics(policy.config, rollout, step) | {"groups/trained": float(trained)}
-    policy.tell_if_all_left_out(metrics["val/stop_rate"], step)
-    return metrics
+    """Of all that was drawn in the step, over all ranks."""
+    return group_metrics(policy.config, rollout, step) | {"groups/trained": float(trained)}
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:

@@ -14,7 +14,6 @@ import torch
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, resolve_options, wide_option
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
@@ -28,7 +27,6 @@ from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.seeds import Seeds
 from fused_rl.trainers.rollouts.shown import Shown, drawn_from
-from fused_rl.trainers.rollouts.stuck import Stuck
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 from fused_rl.trainers.samplers.build import Make, build_sampler
 
@@ -69,8 +67,6 @@ class Policy:
     """Whether the model has a value head, whose values come with its passes."""
     frozen: bool = False
     """Whether it stays as it is, while its critic learns."""
-    stuck: Stuck = field(default_factory=Stuck)
-    """Tells where the rollouts teach nothing."""
     seeds: Seeds = field(default_factory=Seeds)
     """Of the responses that are trained on."""
     own: dict[str, object] = field(default_factory=dict)
@@ -188,25 +184,6 @@ class Policy:
         """The schedule counts planned updates: it still ends at zero where some of them are not made."""
         for _ in range(0 if self.frozen else updates):
             self.model.lr_scheduler.step()
-
-    def tell_if_all_left_out(self, stop_rate: float, step: int) -> bool:
-        """Whether `mask_truncated` left every response of a step out, over all ranks; says so."""
-        if not self.config.mask_truncated or stop_rate > 0:
-            return False
-        if ranks.rank() == 0:
-            cut = f"every response was cut at max_new_tokens={self.config.max_new_tokens}"
-            tell(f"step {step}: {cut}, and mask_truncated leaves all of them out: nothing is trained")
-        return True
-
-    def warn_if_off_policy(self, drift: float) -> None:
-        """In the first minibatch the ratio is 1, or log-probabilities are not those of the sampling policy."""
-        tolerance = 5e-2 if engine.torch_dtype(self.config) == torch.bfloat16 else 1e-6
-        if not abs(drift) <= tolerance and ranks.rank() == 0:
-            tell(
-                f"warning: the first minibatch's mean ratio is {1 + drift:.7g}, not 1 within {tolerance:g}: the "
-                "forward of the update does not repeat the one before it (dropout? a non-deterministic kernel?), so "
-                "clipping and advantages act on the wrong ratios"
-            )
 
 
 def is_token_level(options: dict[str, object]) -> bool:

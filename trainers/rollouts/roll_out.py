@@ -170,13 +170,14 @@ def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, f
 
 
 def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Mean and standard deviation of each scorer's scores, over all ranks and the samples that it applies to."""
+    """Of each scorer over all ranks: mean and deviation over the samples that it applies to, and how many are not."""
     metrics = {}
     for name, values in scores.items():
         applies = values[~values.isnan()].double()
-        moments = torch.stack([torch.ones_like(applies).sum(), applies.sum(), applies.square().sum()])
-        count, total, square = ranks.global_sum(moments).tolist()
+        moments = [torch.ones_like(applies).sum(), applies.sum(), applies.square().sum(), values.isnan().double().sum()]
+        count, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
         mean, mean_square = total / max(count, 1), square / max(count, 1)
         metrics[f"rewards/{name}/mean"] = mean
         metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
+        metrics[f"rewards/{name}/none"] = none / max(count + none, 1)
     return metrics

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.metrics.rules import Watch
 from fused_rl.trainers.metrics.table import description, row_of
 from fused_rl.trainers.options.config import InputError, OutputConfig, RunConfig
 from fused_rl.trainers.options.text import shown
@@ -33,6 +35,10 @@ class Logger:
 
         self.history = _kept(self.folder / "metrics.jsonl", start)
         _kept(self.folder / "samples.jsonl", start)
+        dtype = str(torch_dtype(config)).removeprefix("torch.")  # what auto is here
+        self.watch = Watch(config.command, asdict(config) | {"dtype": dtype})
+        for entry in self.history:  # told when they were made
+            self.watch.see(entry)
         self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
         self.trackers = _trackers(config, asdict(config))
@@ -53,6 +59,8 @@ class Logger:
             self._draw(key, value, step)
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
+        for finding in self.watch.see(entry):
+            tell(f"warning: {finding.told()}")
         self.last.update(metrics)
         told = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
         if self.progress is not None:

@@ -1,0 +1,151 @@
+"""The rules over metrics, on entries made here: when each begins to fit, and that it is told once."""
+
+import math
+
+import pytest
+
+from fused_rl.trainers.metrics import bands, rules
+from fused_rl.trainers.metrics.bands import BANDS, MARGIN, UNITS
+from fused_rl.trainers.metrics.rules import RULES, Watch, examine
+from fused_rl.trainers.metrics.table import KEYS, row_of
+
+NAN = float("nan")
+FP32 = {"dtype": "float32"}
+
+
+def found(trainer, key, values, **config):
+    """(rule, step in which it was told, step since when) for a metric over steps 1, 2, …"""
+    watch, told = Watch(trainer, FP32 | config), []
+    for step, value in enumerate(values, 1):
+        told += [(finding.rule.name, step, finding.step) for finding in watch.see({"step": step, key: value})]
+    return told
+
+
+def test_every_rule_looks_at_metrics_of_the_table_and_says_what_to_do():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        for trainer in rule.trainers:
+            assert any(row_of(trainer, metric) for metric in rule.metrics), rule.name
+        assert rule.means and rule.change and rule.patience >= 1
+    assert {trainer for rule in RULES for trainer in rule.trainers} == set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "value", "rule"),
+    [
+        ("grpo", "frac_reward_zero_std", 1.0, "no-signal"),
+        ("grpo", "rewards/f/none", 1.0, "silent-scorer"),
+        ("ppo", "rewards/odd: name/none", 1.0, "silent-scorer"),
+        ("ppo", "val/var_explained", -0.1, "idle-critic"),
+        ("ppo", "val/var_explained", 0.0, "idle-critic"),
+    ],
+)
+def test_what_teaches_nothing_for_ten_steps_is_told_once(trainer, key, value, rule):
+    assert found(trainer, key, [value] * 24) == [(rule, 10, 1)]
+    assert found(trainer, key, [value] * 9 + [0.5] + [value] * 9 + [NAN] + [value] * 9) == []  # the count begins again
+    assert found(trainer, key, [0.5] * 3 + [value] * 12 + [0.5] + [value] * 12) == [(rule, 13, 4)]
+
+
+def test_rewards_that_are_compared_over_the_batch_may_be_equal_in_a_group():
+    assert found("grpo", "frac_reward_zero_std", [1.0] * 20, advantage="batch-std") == []
+    assert found("ppo", "frac_reward_zero_std", [1.0] * 20) == []  # one reward per prompt is not compared with others
+
+
+def test_a_critic_without_gradient_is_told_at_once_unless_nothing_is_trained():
+    assert found("ppo", "optim/critic_grad_norm", [1.0, 0.0, 0.0]) == [("dead-critic", 2, 2)]
+    watch = Watch("ppo", FP32 | {"mask_truncated": True})
+    entry = {"step": 1, "optim/critic_grad_norm": 0.0, "val/stop_rate": 0.0}
+    assert [finding.rule.name for finding in watch.see(entry)] == ["nothing-trained"]
+
+
+@pytest.mark.parametrize(
+    ("drift", "dtype", "warned"),
+    [(5e-7, "float32", 0), (2e-6, "float32", 1), (0.04, "bfloat16", 0), (-0.1, "bfloat16", 1)],
+)
+def test_a_first_ratio_that_is_not_one_is_told(drift, dtype, warned):
+    assert len(found("grpo", "val/first_ratio", [1 + drift], dtype=dtype)) == warned
+    auto = {"dtype": "auto", "zero_stage": 0 if dtype == "float32" else 2}  # as config.yaml says it
+    assert len(found("grpo", "val/first_ratio", [1 + drift], **auto)) == warned
+
+
+def test_what_a_sampler_tells_is_raw_from_the_beginning_or_stale_later():
+    key = "rollout/logprob_diff_abs"
+    assert found("grpo", key, [0.02] * 5) == [("raw-logprobs", 3, 1)]
+    assert found("grpo", key, [1e-6] * 2 + [0.02] * 5) == [("stale-logprobs", 5, 3)]
+    assert found("grpo", key, [0.02] * 5, dtype="bfloat16") == found("grpo", key, [0.02] * 5, lag=1) == []
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, None])
+def test_a_loss_that_is_no_number_is_told(value):
+    assert found("sft", "train/loss", [2.0, value, 2.0]) == [("not-finite", 2, 2)]
+    assert found("ppo", "val/var_explained", [value] * 20) == []  # of equal returns
+
+
+MEASURED = [
+    ("grpo", "val/stop_rate", "low", "cut-responses"),
+    ("grpo", "policy/approxkl_avg", "high", "steps-too-far"),
+    ("grpo", "policy/entropy_avg", "low", "entropy-gone"),
+    ("grpo", "policy/entropy_avg", "high", "entropy-rises"),
+    ("ppo", "objective/kl_exact", "high", "kl-runs-away"),
+    ("sft", "train/loss", "high", "loss-rises"),
+    ("reward", "train/rm/loss", "high", "loss-rises"),
+    ("ppo", "optim/critic_grad_norm", "high", "gradient-grows"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "key", "edge", "rule"), MEASURED)
+def test_a_measured_band_is_left_beyond_its_margin(trainer, key, edge, rule):
+    measured, patience = BANDS[trainer][key], next(each.patience for each in RULES if each.name == rule)
+    begun = [{"step": step, key: 1.0} for step in range(1, UNITS[key].first + 1)]
+
+    def of(value, steps):
+        later = [{"step": len(begun) + i, "completions/mean_length": 1.0, key: value} for i in range(1, steps + 1)]
+        return [finding.rule.name for finding in examine(trainer, FP32, begun + later).found]
+
+    edge, further = (measured.low / MARGIN, 0.99) if edge == "low" else (measured.high * MARGIN, 1.01)
+    assert of(edge * further, patience) == [rule]
+    assert of(edge * further, patience - 1) == of(edge, 20) == []
+
+
+def test_bands_are_of_metrics_of_the_table_and_of_runs_that_were_made():
+    import json
+
+    measured = json.loads(bands.FILE.read_text())
+    assert set(BANDS) == set(KEYS) == {trainer for trainer, seeds in measured["seeds"].items() if seeds}
+    assert measured["commit"] and measured["device"] and measured["command"].startswith("python -m bench bands")
+    for trainer, of_trainer in BANDS.items():
+        for key, (low, high) in of_trainer.items():
+            assert key in KEYS[trainer] and low <= high
+
+
+def hacked(accuracy):
+    """40 steps in which scores and lengths rise, evaluated after 20 and 40."""
+    long = 4 * BANDS["grpo"]["completions/mean_length"].high
+    for step in range(1, 41):
+        entry = {"step": step, "objective/scores": step, "completions/mean_length": 1 + (long * step / 10)}
+        yield entry | ({"eval/accuracy_sampled": accuracy[step // 20 - 1]} if step % 20 == 0 else {})
+
+
+def test_scores_that_rise_with_length_and_not_with_accuracy_are_told():
+    assert [finding.rule.name for finding in examine("grpo", FP32, hacked([0.5, 0.5])).found] == ["outwitted-scorer"]
+    assert examine("grpo", FP32, hacked([0.5, 0.9])).found == []
+
+
+def test_a_resumed_run_says_no_line_twice_and_misses_none():
+    history = [{"step": step, "frac_reward_zero_std": 1.0} for step in range(1, 25)]
+    whole = Watch("grpo", FP32)
+    told = {entry["step"]: [finding.told() for finding in whole.see(entry)] for entry in history}
+    for stopped in range(25):
+        watch = Watch("grpo", FP32)
+        for entry in history[:stopped]:
+            watch.see(entry)
+        assert {e["step"]: [f.told() for f in watch.see(e)] for e in history[stopped:]} == {
+            e["step"]: told[e["step"]] for e in history[stopped:]
+        }
+
+
+def test_steps_are_not_compared_to_what_is_not_there():
+    """A hand-made or damaged history is no crash: text, other metrics, none of them."""
+    history = [{"step": 1}, {"step": 2, "train/loss": "high", "odd": [1]}, {"step": 3, "train/loss": True}]
+    assert [finding.rule.name for finding in examine("sft", {}, history).found] == ["not-finite"]
+    assert examine("distill", {}, history).found == [] and rules.WINDOW == 10

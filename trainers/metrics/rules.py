@@ -1,0 +1,393 @@
+"""What sick runs look like: one table of rules over a run's metrics, for the run itself, `fused-rl doctor` and reports.
+
+    watch = Watch("grpo", config)
+    for entry in entries:              # of metrics.jsonl, or as they are made
+        for finding in watch.see(entry):
+            print(finding.told())
+
+What a rule has seen follows from the entries alone, so a resumed run goes on where it was.
+"""
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import NamedTuple
+
+from fused_rl.trainers.metrics.bands import BANDS, MARGIN, UNITS, in_unit
+from fused_rl.trainers.metrics.table import KEYS, POLICIES, row_of
+
+GRADIENTS = ("optim/grad_norm", "optim/critic_grad_norm")
+WINDOW = 10  # steps in a row, of what chance or a warm-up may bring for a few
+
+
+class Rule(NamedTuple):
+    """One thing that goes wrong."""
+
+    name: str
+    trainers: tuple[str, ...]
+    metrics: tuple[str, ...]
+    """Rows of the table; each key of them is looked at for itself."""
+    left: Callable[["Watch", str], str | None]
+    """(what was seen, key) -> the healthy values that the last one is not of, in words; None where it is of them."""
+    means: str
+    """What it mostly is."""
+    change: str
+    """What to do about it."""
+    patience: int = 1
+    """So many steps in a row that have the metric."""
+
+
+class Finding(NamedTuple):
+    """A rule that fits a run."""
+
+    rule: Rule
+    key: str
+    step: int
+    """Where it began."""
+    value: float
+    """Then."""
+    healthy: str
+    """In words."""
+
+    def told(self) -> str:
+        """In a line."""
+        since = f"since step {self.step} {self.key} is {self.value:.4g}, and healthy is {self.healthy}"
+        return f"{since}: {self.rule.means}; {self.rule.change}"
+
+
+class Watch:
+    """Reads a run's metrics step by step, and finds what is wrong, each thing once."""
+
+    def __init__(self, trainer: str, config: Mapping[str, object]):
+        self.trainer, self.config = trainer, config
+        self.rules = [rule for rule in RULES if trainer in rule.trainers]
+        self.now: dict[str, object] = {}
+        """The last entry."""
+        self.values: dict[str, list[float]] = {}
+        """Of each metric, without those that are not finite."""
+        self.steps: dict[str, list[int]] = {}
+        """Of each value of these."""
+        self.outside: dict[tuple[str, str], tuple[Finding, int]] = {}
+        """Of each rule and key that is outside now: since when, and for how many steps."""
+        self.found: list[Finding] = []
+        self.looked_at: set[str] = set()
+
+    def see(self, entry: Mapping[str, object]) -> list[Finding]:
+        """One entry of metrics.jsonl; returns what it shows for the first time."""
+        self.now = entry
+        for key in entry.keys() - {"step"}:
+            if math.isfinite(self.value(key)):
+                self.values.setdefault(key, []).append(self.value(key))
+                self.steps.setdefault(key, []).append(entry["step"])
+        new = []
+        for rule in self.rules:
+            for key in self._keys(rule):
+                new += self._look(rule, key)
+        self.found += new
+        return new
+
+    def _keys(self, rule: Rule) -> list[str]:
+        """Of the last entry, those that a rule looks at."""
+        named = [metric for metric in rule.metrics if "{" in metric]
+        keys = [metric for metric in rule.metrics if metric in self.now]
+        return keys + [key for key in self.now if named and row_of(self.trainer, key) in named]
+
+    def _look(self, rule: Rule, key: str) -> list[Finding]:
+        """The finding, in the step that makes it one."""
+        self.looked_at.add(key)
+        healthy = rule.left(self, key)
+        if healthy is None:
+            self.outside.pop((rule.name, key), None)
+            return []
+        now = Finding(rule, key, self.now["step"], self.value(key), healthy)
+        first, count = self.outside.get((rule.name, key), (now, 0))
+        self.outside[rule.name, key] = first, count + 1
+        known = any(finding.rule is rule and finding.key == key for finding in self.found)
+        return [first] if count + 1 == rule.patience and not known else []
+
+    def value(self, key: str) -> float:
+        """The last entry's; NaN where it has none, or none that is a number."""
+        value = self.now.get(key)
+        return float(value) if isinstance(value, (int, float)) else math.nan
+
+    def upto(self, key: str, step: int) -> list[float]:
+        """The last `WINDOW` values of a metric up to a step; the first ones where there are not as many."""
+        end = bisect.bisect_right(self.steps.get(key, []), step)
+        return self.values.get(key, [])[max(0, end - WINDOW) : max(end, WINDOW)]
+
+
+def examine(trainer: str, config: Mapping[str, object], history: Iterable[Mapping[str, object]]) -> Watch:
+    """What the whole of a run shows; of a trainer without rules nothing."""
+    watch = Watch(trainer, config)
+    for entry in history if trainer in KEYS else ():
+        watch.see(entry)
+    watch.found.sort(key=lambda finding: finding.step)
+    return watch
+
+
+# When a metric is outside: by what it means, or by what was measured.
+
+
+def unless(outside: Callable[[float], bool], healthy: str, *, option: str = "", has: object = None):
+    """Outside by its value alone; with `option` only in runs whose option has this value."""
+
+    def left(watch: Watch, key: str) -> str | None:
+        asked = not option or watch.config.get(option) == has
+        return healthy if asked and outside(watch.value(key)) else None
+
+    return left
+
+
+def band(edge: str):
+    """Beyond an edge of the measured band, "low" or "high", by more than the margin."""
+
+    def left(watch: Watch, key: str) -> str | None:
+        measured = BANDS.get(watch.trainer, {}).get(key)
+        if measured is None or math.isnan(watch.value(key)):
+            return None
+        value = in_unit(key, watch.values)
+        low, high, unit = measured.low / MARGIN, measured.high * MARGIN, UNITS[key].words
+        if value is None or (value >= low if edge == "low" else value <= high):
+            return None
+        return f"{f'at least {low:.2g}' if edge == 'low' else f'at most {high:.2g}'} {unit}".rstrip()
+
+    return left
+
+
+def no_signal(watch: Watch, key: str) -> str | None:
+    """Every group's rewards are equal, and compared within the group."""
+    over_batch = watch.config.get("advantage") == "batch-std"
+    return "below 1" if watch.value(key) == 1 and not over_batch else None
+
+
+def dead_critic(watch: Watch, key: str) -> str | None:
+    """No gradient, and not because nothing at all is trained on."""
+    nothing = watch.config.get("mask_truncated") and watch.value("val/stop_rate") == 0
+    return "above 0" if watch.value(key) == 0 and not nothing else None
+
+
+def ratio_off(watch: Watch, key: str) -> str | None:
+    """Further from 1 than rounding: in fp32 a pass repeats itself to 1e-6, in bfloat16 to some hundredths."""
+    allowed = 1e-6 if _is_fp32(watch) else 5e-2
+    return f"1 within {allowed:g}" if abs(watch.value(key) - 1) > allowed else None
+
+
+def _is_fp32(watch: Watch) -> bool:
+    return watch.config.get("dtype") == "float32" or watch.config.get("zero_stage") == 0
+
+
+def _not_the_policys(watch: Watch, key: str, value: float) -> str | None:
+    """More than docs/rollouts.md allows a server; what is drawn ahead is of other weights by intention."""
+    allowed = 1e-3 if _is_fp32(watch) else 0.05
+    return f"at most {allowed:g} nats" if value > allowed and not watch.config.get("lag") else None
+
+
+def raw(watch: Watch, key: str) -> str | None:
+    """From the first rollout on, when the weights were those that a run begins with."""
+    return _not_the_policys(watch, key, watch.value(key)) if _off_at_first(watch, key) else None
+
+
+def stale(watch: Watch, key: str) -> str | None:
+    """Only after updates."""
+    return None if _off_at_first(watch, key) else _not_the_policys(watch, key, watch.value(key))
+
+
+def _off_at_first(watch: Watch, key: str) -> bool:
+    first = watch.values.get(key, [math.nan])[0]
+    return _not_the_policys(watch, key, first) is not None
+
+
+def outwitted(watch: Watch, key: str) -> str | None:
+    """Since an evaluation scores and lengths have risen, and held-out accuracy has not."""
+    measured = BANDS.get(watch.trainer, {}).get("completions/mean_length")
+    lengths, scores = "completions/mean_length", "objective/scores"
+    if measured is None or math.isnan(watch.value(key)) or len(watch.values.get(scores, [])) < 2 * WINDOW:
+        return None
+    now = watch.now["step"]
+    for step, accuracy in zip(watch.steps[key][:-1], watch.values[key], strict=False):
+        longer = median(watch.upto(lengths, now)) > MARGIN * measured.high * median(watch.upto(lengths, step))
+        paid = min(watch.upto(scores, now)) > median(watch.upto(scores, step))
+        if longer and paid and watch.value(key) <= accuracy:
+            return f"above {accuracy:.4g}, of step {step}, while scores and lengths rise"
+    return None
+
+
+def never_above_chance(watch: Watch, key: str) -> str | None:
+    """After training began."""
+    return "above 0.5, which is chance" if watch.now["step"] and watch.value(key) <= 0.5 else None
+
+
+RULES = (
+    # What is trained on.
+    Rule(
+        "no-signal",
+        ("grpo",),
+        ("frac_reward_zero_std",),
+        no_signal,
+        f"for {WINDOW} steps all rewards of every group were equal, so that nothing is learnt: prompts too hard or too "
+        "easy, or a scorer that judges all alike",
+        "read the responses in samples.jsonl, and look at what judges them, at temperature and at group_size; where no "
+        "response is right, warm start with sft",
+        WINDOW,
+    ),
+    Rule(
+        "silent-scorer",
+        POLICIES,
+        ("rewards/{name}/none",),
+        unless(lambda value: value == 1, "below 1"),
+        f"the scorer returned None for every response of {WINDOW} steps: it judges nothing",
+        "look at the columns that it reads and at the form of the answers, or choose another one: --verifiers",
+        WINDOW,
+    ),
+    Rule(
+        "nothing-trained",
+        POLICIES,
+        ("val/stop_rate",),
+        unless(lambda value: value == 0, "above 0", option="mask_truncated", has=True),
+        "every response was cut at max_new_tokens, and mask_truncated leaves all of them out: nothing is trained",
+        "raise --max_new_tokens, or warm start with sft so that responses end",
+    ),
+    Rule(
+        "cut-responses",
+        POLICIES,
+        ("val/stop_rate",),
+        band("low"),
+        f"for {WINDOW} steps most responses were cut at max_new_tokens, before their answer",
+        "raise --max_new_tokens, or warm start with sft so that responses end; see that --model has the EOS of its "
+        "template",
+        WINDOW,
+    ),
+    # The policy.
+    Rule(
+        "ratio-off",
+        POLICIES,
+        ("val/first_ratio",),
+        ratio_off,
+        "the forward of the update does not repeat the one before it (dropout? a non-deterministic kernel?), so "
+        "clipping and advantages act on the wrong ratios",
+        "see `fused-rl doctor --null`; use --dtype float32, or a model without randomness in its forward",
+    ),
+    Rule(
+        "steps-too-far",
+        POLICIES,
+        ("policy/approxkl_avg",),
+        band("high"),
+        "the updates of a step go too far from the policy that sampled",
+        "lower --lr (it may be 100 times too high), --epochs or --minibatches; in ppo give --target_kl",
+        3,
+    ),
+    Rule(
+        "entropy-gone",
+        POLICIES,
+        ("policy/entropy_avg",),
+        band("low"),
+        "responses are all alike, and teach nothing",
+        "lower --lr, raise --kl_coef or --entropy_coef, and sample at temperature 1; read samples.jsonl",
+        WINDOW,
+    ),
+    Rule(
+        "entropy-rises",
+        POLICIES,
+        ("policy/entropy_avg",),
+        band("high"),
+        "responses become noise",
+        "lower --lr or --entropy_coef; read samples.jsonl",
+        WINDOW,
+    ),
+    Rule(
+        "kl-runs-away",
+        POLICIES,
+        ("objective/kl_exact",),
+        band("high"),
+        "the policy is far from the model that it began as; scores that rise with it are mostly a scorer outwitted",
+        "raise --kl_coef or lower --lr, and read the responses in samples.jsonl",
+        3,
+    ),
+    Rule(
+        "outwitted-scorer",
+        POLICIES,
+        ("eval/accuracy_sampled",),
+        outwitted,
+        "the scorer pays for length, and not for right answers",
+        "judge what is right (--verifiers), with weight 0 to watch it alone; take length out of the score, or give "
+        "--overlong_buffer; raise --kl_coef",
+    ),
+    # The critic.
+    Rule(
+        "dead-critic",
+        ("ppo",),
+        ("optim/critic_grad_norm",),
+        dead_critic,
+        "the critic has no gradient: its value loss is 0, every response is empty, or value_clip holds every token",
+        "look at loss/value_avg, completions/mean_length and val/clipfrac_avg",
+    ),
+    Rule(
+        "idle-critic",
+        ("ppo",),
+        ("val/var_explained",),
+        unless(lambda value: value <= 0, "above 0"),
+        f"for {WINDOW} steps the critic was no better than a constant, and adds noise to the advantages",
+        "look at critic_lr, at value_clip (smaller than the rewards' scale?), and warm it up first: --critic_only N, "
+        "then --critic OUTPUT_DIR/critic",
+        WINDOW,
+    ),
+    # Who draws.
+    Rule(
+        "raw-logprobs",
+        POLICIES,
+        ("rollout/logprob_diff_abs",),
+        raw,
+        "the sampler tells log-probabilities that are not the policy's: raw ones, of before the temperature or the "
+        "kept sets, or those of another dtype",
+        "start vLLM with --logprobs-mode processed_logprobs, and give both sides one --dtype and an fp32 head",
+        3,
+    ),
+    Rule(
+        "stale-logprobs",
+        POLICIES,
+        ("rollout/logprob_diff_abs",),
+        stale,
+        "the sampler's log-probabilities were the policy's when the run began, and are not now: it has stale weights, "
+        "or keeps prompts of before the last ones",
+        "see that its `publish` brings every tensor and empties its cache",
+        3,
+    ),
+    # Any training.
+    Rule(
+        "not-finite",
+        tuple(KEYS),
+        ("train/loss", "train/rm/loss", "loss/total_avg", "loss/value_avg", *GRADIENTS),
+        unless(lambda value: not math.isfinite(value), "a number"),
+        "a loss or gradient is not finite",
+        "lower --lr, look for extreme rows or scores, and go on from a checkpoint before: --resume_from",
+    ),
+    Rule(
+        "loss-rises",
+        ("sft", "reward"),
+        ("train/loss", "train/rm/loss"),
+        band("high"),
+        "the loss is above that of the model as it began",
+        "lower --lr (it may be 100 times too high), and give --warmup_steps",
+        3,
+    ),
+    Rule(
+        "gradient-grows",
+        tuple(KEYS),
+        GRADIENTS,
+        band("high"),
+        "gradients are far above what they were: steps are too large, or rows are unlike those before",
+        "lower --lr, or --critic_lr where it is the critic's; --max_grad_norm bounds one step, not many",
+        WINDOW,
+    ),
+    Rule(
+        "below-chance",
+        ("reward",),
+        ("eval/rm/accuracy",),
+        never_above_chance,
+        "twice held-out pairs were told apart no better than by chance: chosen and rejected swapped in one of the "
+        "files, or nothing is learned",
+        "read some rows of both; then raise --lr or --steps",
+        2,
+    ),
+)
