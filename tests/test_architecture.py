@@ -42,7 +42,8 @@ ROOMS = {
     "policy": UPPER,
     "workers": set(),
     "scorers": UPPER | {"workers"},
-    "commands": UPPER | {"policy", "scorers", "workers"},
+    "doctor": UPPER | {"policy", "scorers"},
+    "commands": UPPER | {"policy", "scorers", "doctor"},
 }
 # Every file of trainers/ that has a command of its own to train with.
 ALGORITHMS = {path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()}
