@@ -40,8 +40,10 @@ ROOMS = {
     "servers": DATA | {"rollouts"},
     "samplers": DATA | {"rollouts", "servers"},
     "policy": UPPER,
-    "scorers": UPPER,
-    "commands": UPPER | {"policy", "scorers"},
+    "workers": set(),
+    "scorers": UPPER | {"workers"},
+    "doctor": UPPER | {"policy", "scorers"},
+    "commands": UPPER | {"policy", "scorers", "doctor"},
 }
 # Every file of trainers/ that has a command of its own to train with.
 ALGORITHMS = {path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()}

@@ -52,7 +52,7 @@ from fused_rl.trainers.run.curves import Against
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.samplers.build import Make
-from fused_rl.trainers.scorers.load import check_scorers, load_scorers
+from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import Reader
 
@@ -255,7 +255,7 @@ def train(config: GRPOConfig, sampler: Make | None = None) -> str:
     """Run the whole training; returns the folder of the trained model. `sampler` is what its option would name."""
     # What is read: tokenizer, scorers, rows, models.
     run = beginning.begin(config, arithmetic)
-    read = prepare.read(config, run, load_scorers, Reader.beside, sampler)
+    read = prepare.read(config, run, load_chosen, Reader.beside, sampler)
     config = read.config
     with phase("loaded the models"):
         shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False

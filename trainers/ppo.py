@@ -44,7 +44,7 @@ from fused_rl.trainers.run.curves import Against
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.samplers.build import Make
-from fused_rl.trainers.scorers.load import check_scorers, load_scorers
+from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import Reader
 
@@ -247,7 +247,7 @@ def train(config: PPOConfig, sampler: Make | None = None) -> str:
     # What is read: tokenizer, scorers, rows, models.
     config = planned(config)
     run = begin(config, arithmetic)
-    read = prepare.read(config, run, load_scorers, Reader.beside, sampler)
+    read = prepare.read(config, run, load_chosen, Reader.beside, sampler)
     config = read.config
     with phase("loaded the models"):
         critic = load_critic(config, read.tokenizer, run.device, read.updates)

@@ -137,9 +137,9 @@ def test_weights_stand_for_each_verifier_and_are_not_all_0(capsys):
     with pytest.raises(InputError, match=r"verifier_weights=.1.0. has 1 numbers for 2 verifiers; give one for each"):
         load_scorers(ScorerConfig(verifiers=["math", FUNCTION], verifier_weights=[1]))
     with pytest.raises(InputError, match="solved_at=.1.0, None, None. has 3 numbers for 1 verifiers"):
-        read(ScorerConfig(solved_at=[1, None, None]))
+        read(ScorerConfig(verifiers="math", solved_at=[1, None, None]))
     with pytest.raises(InputError, match="every weight is 0, so every reward would be 0"):
-        read(ScorerConfig(verifier_weights=[0]))
+        read(ScorerConfig(verifiers="math", verifier_weights=[0]))
     with pytest.raises(SystemExit, match="dataset file none.jsonl does not exist"):  # what it says last
         words = ["--verifiers", f"[math, {FUNCTION}]", "--verifier_weights=[2, 0.2]", "--model=.", "--dry_run"]
         grpo.main([*BASE, *words, "--dataset=none.jsonl"])

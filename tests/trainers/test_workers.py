@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers.scorers.limits import Pool, Verdict, WorkerError
+from fused_rl.trainers.workers.limits import Pool, Verdict, WorkerError
 
 ROOT = Path(__file__).parent.parent.parent
 JUDGE = """
@@ -170,7 +170,7 @@ def test_a_judge_that_does_not_load_is_told(code, message, tmp_path):
 CALLER = """
     import os, signal, sys, time
     from pathlib import Path
-    from fused_rl.trainers.scorers.limits import Pool
+    from fused_rl.trainers.workers.limits import Pool
 
     told = []
     signal.signal(signal.SIGINT, lambda *_: told.append("SIGINT"))

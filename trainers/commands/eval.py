@@ -26,7 +26,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints, sources
-from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows, load_rows
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, NonNegativeInt, PositiveInt, Seed, check_revision, names_of
@@ -42,8 +42,7 @@ from fused_rl.trainers.run import command, there
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.samplers.options import SamplingConfig
-from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.math import OTHER_JUDGES, unfit_for_math
+from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import Reader
 
@@ -100,8 +99,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
     """Scorers as in grpo (docs/verifiers.md); None is the run's with its weights and thresholds where `model` is of a
-    run, else reasoning_gym where the rows name its dataset, math where every answer is a number or a formula; otherwise
-    they must be named."""
+    run, else chosen by the answers of the rows, as in grpo."""
     samples: NonNegativeInt = 4
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None
@@ -189,24 +187,6 @@ def _check_folder(config: EvalConfig) -> None:
             raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
 
 
-def verifier_for(rows: Rows, answer_column: str | None) -> tuple[str, str]:
-    """The verifier that fits the rows, and why, where none is named; refuses to guess."""
-    row = rows.rows[0]
-    metadata = row.get("metadata")
-    if isinstance(metadata, dict) and metadata.get("source_dataset"):
-        return "reasoning_gym", "the rows name their dataset in metadata.source_dataset"
-    found = [column for column in (answer_column, *ANSWER_COLUMNS) if column and row.get(column) is not None]
-    if not found:
-        remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
-        raise InputError(f"{rows.where(0)}: nothing to judge responses by; the row has {sorted(row)}; {remedy}")
-    for i, row in enumerate(rows.rows):
-        with rows.at(i):
-            problem = unfit_for_math(row, answer_column)
-        if problem is not None:
-            raise InputError(f"{rows.where(i)}: nothing says what judges {problem}; {OTHER_JUDGES}")
-    return "math", f"every answer, in column {found[0]!r}, is a number or a formula"
-
-
 @dataclass
 class Subject:
     """What is evaluated: a model that responds, and what judges it."""
@@ -228,13 +208,9 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = load_rows(config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        if config.verifiers is None:
-            verifier, reason = verifier_for(rows, config.answer_column)
-            config = dataclasses.replace(config, verifiers=verifier)
-            _say(f"verifiers: {verifier} ({reason})")
         dtype, attention = _dtype(config, device), config.attn_implementation
         reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
-        scorers = load_scorers(config, reader)
+        config, scorers = load_chosen(config, [rows], reader, {})
         encoder = encode.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)

@@ -25,6 +25,7 @@ from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature, names_of
 from fused_rl.trainers.options.needs import TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
+from fused_rl.trainers.options.text import table
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.run import command, there
 from fused_rl.trainers.samplers.generate import TransformersSampler
@@ -140,16 +141,6 @@ def example() -> str:
         lines.append(f"{name} = {value:.6f}, gradient [{', '.join(f'{g:.6f}' for g in gradient.tolist())}]")
     header = ["as a loss", "E on-policy", "E[gradient] on-policy", "E off-policy", "E[gradient] off-policy"]
     return "\n".join([*lines, "", table([header, *example_rows()])])
-
-
-def table(rows: list[list[str]]) -> str:
-    """Rows as aligned columns, the first one a header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 @torch.no_grad()

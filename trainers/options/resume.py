@@ -26,6 +26,7 @@ MAY_CHANGE = frozenset(
         *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
+CHOSEN = ("verifiers",)  # by the rows where it is None: then what was chosen before holds
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone
 
 
@@ -48,7 +49,7 @@ def changes(
     taken, refused = [], []
     for name, new in current.items():
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
-        if name in ACTIONS or _same(old, new):
+        if name in ACTIONS or _same(old, new) or (name in CHOSEN and new is None):
             continue
         if isinstance(new, list) and isinstance(recorded.get(name), str):
             raise InputError(

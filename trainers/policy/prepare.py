@@ -9,7 +9,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import in_run, in_steps
-from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.data.rows import Rows, load_train_eval
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, divide_over
 from fused_rl.trainers.policy.options import PolicyConfig
@@ -45,7 +45,7 @@ class Read:
     """What a run has read before its models."""
 
     config: PolicyConfig
-    """With the steps that its passes over the prompts come to."""
+    """With the steps that its passes over the prompts come to, and the scorers that were chosen."""
     tokenizer: object
     scorers: Sequence[Scorer]
     prompts: list[Prompt]
@@ -76,16 +76,18 @@ def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callabl
     """All but the models, compared with what the other processes and a resumed run have read."""
     with phase("read tokenizer, scorers and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        scorers = load_scorers(config, reader(config, config, tokenizer, run.device, config.rollout_batch_size))
-        prompts, held_out = load_prompts(config, tokenizer, scorers)
+        rows, judges = load_train_eval(config), reader(config, config, tokenizer, run.device, config.rollout_batch_size)
+        config, scorers = load_scorers(config, rows, judges, run.recorded)
+        prompts, held_out = load_prompts(config, tokenizer, scorers, rows)
         check_own(config)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)
     return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device, sampler)
 
 
-def load_prompts(config: PolicyConfig, tokenizer, scorers: Sequence[Scorer]) -> tuple[list[Prompt], list[Prompt]]:
+def load_prompts(
+    config: PolicyConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows]
+) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and the held-out ones; every row is checked by every scorer."""
-    encoder = encode.Encoder.of(config, tokenizer)
-    train, held_out = load_train_eval(config)
+    encoder, (train, held_out) = encode.Encoder.of(config, tokenizer), rows
     chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
     return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)

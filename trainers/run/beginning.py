@@ -35,6 +35,8 @@ class Run:
     device: torch.device
     folder: Path
     """Where it writes, opened."""
+    recorded: dict[str, object] = field(default_factory=dict)
+    """The options in the checkpoint that it goes on from; empty where it begins."""
     made_of: Fingerprints = field(default_factory=dict)
     """Of all that it reads; empty until it was compared."""
 
@@ -70,4 +72,5 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
     folder = Folder(config).open()
     with ranks.together():
         there.check(config.reads())
-    return Run(config, device, folder)
+        recorded = Checkpoints(config).recorded() if config.resume else {}
+    return Run(config, device, folder, recorded)

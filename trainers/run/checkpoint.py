@@ -179,12 +179,16 @@ class Checkpoints:
         if problem is not None:
             raise InputError(f"resume: {problem}{self._offer(besides=chosen)}")
         state = json.loads((chosen / "state.json").read_text())
-        recorded = yaml.safe_load((chosen / "config.yaml").read_text(encoding="utf-8")) | state["facts"]
+        recorded = self.recorded() | state["facts"]
         changed = resume.changes(self.config, self._facts(), recorded, chosen, summed="made_of" in state)
         if self.config.steps is not None:
             self._refuse_fewer_steps(state["step"])
         if rank() == 0:
             tell(*(f"resume: {line}" for line in (f"from {chosen}, which is whole", *changed)))
+
+    def recorded(self) -> dict[str, object]:
+        """The options of the run that wrote the checkpoint."""
+        return yaml.safe_load((self._chosen() / "config.yaml").read_text(encoding="utf-8"))
 
     def check_made_of(self, made_of: Fingerprints) -> list[str]:
         """What the run is made of that the checkpoint's was not, as far as that was accepted; lines to tell."""

@@ -4,21 +4,28 @@ Each is a `Scorer` (rollouts/types.py): it knows its weight, and from which scor
 each may do to a run, and what the limits are: docs/verifiers.md.
 """
 
+import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.guests import Expired, load_function, within
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern
+from fused_rl.trainers.scorers.choose import choose
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
 from fused_rl.trainers.scorers.math import MathVerifier
 from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read
 from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
+
+Config = TypeVar("Config", bound=ScorerConfig)
 
 
 def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
@@ -28,6 +35,8 @@ def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
         options: name them.
         imports: also import the modules of functions, and reasoning_gym where a dataset of it is named.
     """
+    if options.verifiers is None:
+        return "chosen by the answers, when the rows are read (--verifiers names it)"
     spelled = read(options)
     for part in spelled:
         if part.kind == "math" and importlib.util.find_spec("math_verify") is None:
@@ -37,6 +46,27 @@ def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
         if not lasting and (imports or not needs_imports):
             _load(part, None)
     return " + ".join(f"{part.weight:g}*{part.name}" for part in spelled)
+
+
+def load_chosen(
+    config: Config, rows: Sequence[Rows], reader: Reader, recorded: Mapping[str, object]
+) -> tuple[Config, list[Scorer]]:
+    """The config with its scorers, chosen by the rows where it names none, and these, loaded.
+
+    Args:
+        config: names them, or leaves it open.
+        rows: to train and to evaluate on.
+        reader: what reward models need.
+        recorded: the options of the run that is resumed: who judged there goes on.
+    """
+    if config.verifiers is None:
+        verifiers, why = recorded.get("verifiers"), "as in the run that is resumed"
+        if verifiers is None:
+            verifiers, why = choose([part for part in rows if len(part)], config.answer_column)
+        config = dataclasses.replace(config, verifiers=verifiers)
+        if ranks.rank() == 0:
+            tell(f"verifiers: {', '.join(config.verifiers)}, {why}")
+    return config, load_scorers(config, reader)
 
 
 def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Scorer]:

@@ -7,8 +7,8 @@ from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Sample, where
 from fused_rl.trainers.scorers.builtin import Limited
-from fused_rl.trainers.scorers.limits import Pool, WorkerError
 from fused_rl.trainers.scorers.math_judge import unfit
+from fused_rl.trainers.workers.limits import Pool, WorkerError
 
 MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.01 to 0.3, or never end
 OTHER_JUDGES = (

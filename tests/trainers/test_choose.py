@@ -1,0 +1,165 @@
+"""Who judges where `--verifiers` is not given: chosen by the answers, and right about each of them, both ways."""
+
+import pytest
+import yaml
+
+from fused_rl.trainers import grpo
+from fused_rl.trainers.commands import eval
+from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.types import Response, Sample
+from fused_rl.trainers.scorers.choose import choose
+from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.options import ScorerConfig
+from tests.trainers import figures, runs, tiny
+
+# Of each an answer, a response that is right, and one that is wrong: numbers, units, fractions, intervals, sets.
+MATHEMATICS = r"""
+42 | so it is \boxed{42} | \boxed{24}
+-3 | #### -3 | #### 3
+1,234 | \boxed{1234} | \boxed{1.234}
+0.5 | $\frac{1}{2}$ | $\frac{1}{5}$
+1e-05 | \boxed{0.00001} | \boxed{0.0001}
+10^5 | \boxed{100000} | \boxed{50}
+50% | \boxed{50\%} | \boxed{5\%}
+−3 | \boxed{-3} | \boxed{3}
+5! | \boxed{120} | \boxed{5}
+$5.00 | \boxed{5} | \boxed{500}
+90° | \boxed{90} | \boxed{9}
+5 \text{ cm} | \boxed{5} | \boxed{6}
+1/2 | \boxed{0.5} | \boxed{2}
+\frac{3}{4} | \boxed{0.75} | \boxed{0.34}
+3/4 | \boxed{6/8} | \boxed{4/3}
+3\frac{1}{2} | \boxed{3.5} | \boxed{1.5}
+(1, 2) | \boxed{(1, 2)} | \boxed{(2, 1)}
+[-2,7] | \boxed{[-2, 7]} | \boxed{(-2, 7)}
+[0, \infty) | \boxed{[0, \infty)} | \boxed{(0, \infty)}
+x < 3 | \boxed{x < 3} | \boxed{x > 3}
+{1, 2} | \boxed{\{2, 1\}} | \boxed{\{1, 3\}}
+\{1, 2\} | \boxed{\{2, 1\}} | \boxed{\{1, 2, 3\}}
+1, 2 | \boxed{1, 2} | \boxed{1, 3}
+3 and 4 | \boxed{3, 4} | \boxed{3, 5}
+x = 3 | \boxed{3} | \boxed{4}
+2xy | \boxed{2yx} | \boxed{2x}
+(x+1)^2 | \boxed{x^2+2x+1} | \boxed{x^2+1}
+"""
+# Dates, times, words, letters of multiple choice, code, lists, units in words.
+OTHERS = r"""
+2024-01-05 | 2024-01-05 | 2018
+5/1/2024 | 5/1/2024 | 5/2024
+5 May 2024 |  5  May 2024 | May 2024
+2024-01 | 2024-01 | 2023
+12:30 | 12:30 | 0.4
+9:05 PM | 9:05 PM | 9:05 AM
+10:15:00 | 10:15:00 | 10:15
+3 PM | 3 PM | 3
+Paris | Paris | Siarp
+yes | yes | no
+no | no | on
+New York | New York | York New
+北京 | 北京 | 京北
+True | True | 1
+B | B | A
+(A) | (A) | A)
+A, C | A, C | C, A
+x | x | y
+b. | b. | b
+print(1) | print(1) | 1
+x**2 | x**2 | x*2
+0x1F | 0x1F | 31
+v1.0 | v1.0 | v1
+a_list = [] | a_list = [] | a_list
+[1, 2] | [1, 2] | [2, 1]
+['a'] | ['a'] | ['b']
+[1,2,3] | [1,2,3] | [3,2,1]
+[] | [] | [0]
+4 4 6 9 | 4 4 6 9 | 23
+5 dollars | 5 dollars | dollars 5
+80 miles | 80 miles | 80
+1.5 million | 1.5 million | 1.5
+n/a | n/a | 0
+"""
+
+
+def cases(lines):
+    """(answer, right, wrong) of each line."""
+    return [tuple(line.split(" | ")) for line in lines.strip().splitlines()]
+
+
+def rows_of(*answers):
+    return Rows([{"question": "?", "answer": answer} for answer in answers], "d.jsonl")
+
+
+@pytest.mark.parametrize(("lines", "chosen"), [(MATHEMATICS, "math"), (OTHERS, "exact_match")])
+def test_the_scorer_that_is_chosen_is_right_about_each_answer_both_ways(lines, chosen):
+    of_kind, samples = cases(lines), []
+    for answer, right, wrong in of_kind:
+        assert choose([rows_of(answer)], None)[0] == chosen, answer  # alone, as all of them together
+        samples += [Sample({"answer": answer}, [], Response([], "stop"), text, "d") for text in (right, wrong)]
+    verifier, _ = choose([rows_of(*(answer for answer, _, _ in of_kind))], None)
+    (scorer,) = load_scorers(ScorerConfig(verifiers=verifier))
+    scores = scorer(samples)
+    judged = {case[0]: both for case, *both in zip(of_kind, scores[::2], scores[1::2], strict=True)}
+    assert {answer: both for answer, both in judged.items() if both != [1, 0]} == {}
+
+
+def test_there_are_sixty_answers():
+    assert len(cases(MATHEMATICS) + cases(OTHERS)) == 60
+
+
+def test_the_reason_is_told():
+    why = "since all 3 answers are numbers or formulas: '1', '1/2', '3'"
+    assert choose([rows_of("1", "1/2"), rows_of("3")], None) == ("math", why)
+    verifier, why = choose([rows_of("B", *"ACDACDACD", "7")], None)
+    assert verifier == "exact_match"
+    assert why.startswith("since 10 of 11 answers are no mathematics: 'B' (a word, or the letter of a choice, not a ")
+    assert why.endswith("a response is right where it is the answer and nothing else; or name another with --verifiers")
+    gym = Rows([{"question": "?", "answer": "Paris", "metadata": {"source_dataset": "chain_sum"}}], "d.jsonl")
+    assert choose([gym], None)[0] == "reasoning_gym"
+
+
+BOTH = r"d.jsonl: no one scorer fits all answers: 1 are mathematics \('42'\), and 1 are not \('Paris' \(a word"
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (["42", "Paris"], BOTH),
+        (["Paris"] * 8 + ["42"], "and 8 are not"),
+        (["42"] * 99 + ["12:30"], r"99 are mathematics \('42'\), and 1 are not \('12:30' \(a date, a time"),
+        (["42", ""], "d.jsonl, line 2: column 'answer' has no answer: ''"),
+        (["", ""], "column 'answer' has no answer: ''"),
+        (["42", None], "column 'answer' is null"),
+        ([None], r"nothing to judge responses by; the row has \['answer', 'question'\]; .*--verifiers"),
+        ([["a"]], "expected the answer as text or a number"),
+    ],
+)
+def test_answers_of_both_kinds_and_none_are_refused(answers, said):
+    with pytest.raises(InputError, match=said) as refusal:
+        choose([rows_of(*answers)], None)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_run_keeps_what_was_chosen_and_goes_on_with_it(files, tmp_path, capsys):
+    model, _ = files
+    words = tiny.jsonl(tmp_path / "words.jsonl", [{"question": f"{i}?", "answer": "abc"[i % 3]} for i in range(20)])
+    config = runs.grpo_config((model, words), tmp_path / "run", verifiers=None, steps=1, save_every=1)
+    with figures.drawn():
+        grpo.train(config)
+    assert "verifiers: exact_match, since all 20 answers are no mathematics: 'a' (a word" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["verifiers"] == ["exact_match"]
+    found = eval.as_its_run(eval.EvalConfig(model=str(tmp_path / "run"), dataset=words))
+    assert found.verifiers == ["exact_match"]
+
+    # Other rows, of which another would be chosen: who judges stays.
+    tiny.jsonl(tmp_path / "words.jsonl", tiny.sums(20))
+    more = {"verifiers": None, "steps": 2, "save_every": 1, "resume": True, "accept_changes": "rows"}
+    grpo.train(runs.grpo_config((model, words), tmp_path / "run", **more))
+    assert "verifiers: exact_match, as in the run that is resumed" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["verifiers"] == ["exact_match"]
+
+
+def test_a_dry_run_says_that_the_rows_will_choose(files, tmp_path, capsys):
+    model, dataset = files
+    grpo.main(["--model", model, "--dataset", dataset, "--output_dir", str(tmp_path / "run"), "--dry_run"])
+    assert "# reward: chosen by the answers, when the rows are read (--verifiers names it)" in capsys.readouterr().out
