@@ -4,10 +4,10 @@ python -m bench docs
 """
 
 import argparse
-import textwrap
 from pathlib import Path
 
 from bench import plots
+from bench.results import wrapped
 from fused_rl.trainers.metrics.table import NAMED, ORIGINS, Origin, in_markdown, sentences
 from fused_rl.trainers.options import trl
 
@@ -30,13 +30,8 @@ def origin_section(origin: Origin) -> str:
     lines = [f"## {origin.title}", "", f"In runs of {trainers}.", ""]
     for key, metric in origin.metrics.items():
         told = ". ".join(sentences(metric))
-        lines.append(wrapped(f"- **`{key}`**: {told}."))
+        lines.append(wrapped(f"- **`{key}`**: {told}.", "  "))
     return "\n".join(lines) + "\n"
-
-
-def wrapped(item: str, indent: str = "  ") -> str:
-    """A paragraph or an item of a list, in lines of at most 120 columns."""
-    return textwrap.fill(item, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def metrics_page() -> str:
@@ -91,9 +86,9 @@ def trl_page() -> str:
         for theirs, here in sorted(table.items()):
             ours = ", ".join(f"`{name}`" for name in here.names.split())
             arrow = "" if here.names == theirs else f" → {ours or 'nothing'}"
-            lines.append(wrapped(f"- `{theirs}`{arrow}{f': {in_markdown(here.note)}' if here.note else ''}"))
+            lines.append(wrapped(f"- `{theirs}`{arrow}{f': {in_markdown(here.note)}' if here.note else ''}", "  "))
         lines.append("")
-    return "\n".join(lines) + f"\n{wrapped(REST, '')}\n"
+    return "\n".join(lines) + f"\n{wrapped(REST)}\n"
 
 
 PAGES = {"metrics.md": metrics_page, "from_trl.md": trl_page}
