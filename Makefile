@@ -132,6 +132,19 @@ test-browser: $(VENV)/installed  ## a report in a browser without a screen: what
 	BROWSER=$(BROWSER) $(BIN)/python -m pytest -q tests/browser/report_in_browser.py
 	@echo "look at runs/report.png"
 
+# An environment of its own: no test needs it. mkdocstrings reads sources, and takes a folder for a package only where
+# there is an __init__.py: so it reads a copy, in which there are some.
+.PHONY: docs
+docs: $(VENV)-docs/installed  ## docs/ as a site in build/site: every link and anchor is looked for
+	rm -rf build/sources && mkdir -p build/sources && cp -rL fused_rl build/sources/
+	find build/sources -type d -exec touch {}/__init__.py \;
+	$(VENV)-docs/bin/mkdocs build --clean
+
+$(VENV)-docs/installed: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
+	 $@
+
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 12 minutes
 	$(ALL_CORES) $(BIN)/python -m bench

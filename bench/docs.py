@@ -5,10 +5,10 @@ python -m bench docs
 
 import argparse
 import json
-import textwrap
 from pathlib import Path
 
 from bench import plots
+from bench.results import wrapped
 from fused_rl.trainers.metrics import bands
 from fused_rl.trainers.metrics.rules import RULES, Rule
 from fused_rl.trainers.metrics.table import NAMED, ORIGINS, Origin, in_markdown, sentences
@@ -34,13 +34,8 @@ def origin_section(origin: Origin) -> str:
     lines = [f"## {origin.title}", "", f"In runs of {trainers}.", ""]
     for key, metric in origin.metrics.items():
         told = ". ".join(sentences(key, metric, origin.trainers))
-        lines.append(wrapped(f"- **`{key}`**: {told}."))
+        lines.append(wrapped(f"- **`{key}`**: {told}.", "  "))
     return "\n".join(lines) + "\n"
-
-
-def wrapped(item: str, indent: str = "  ") -> str:
-    """A paragraph or an item of a list, in lines of at most 120 columns."""
-    return textwrap.fill(item, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def metrics_page() -> str:
@@ -95,9 +90,9 @@ def trl_page() -> str:
         for theirs, here in sorted(table.items()):
             ours = ", ".join(f"`{name}`" for name in here.names.split())
             arrow = "" if here.names == theirs else f" → {ours or 'nothing'}"
-            lines.append(wrapped(f"- `{theirs}`{arrow}{f': {in_markdown(here.note)}' if here.note else ''}"))
+            lines.append(wrapped(f"- `{theirs}`{arrow}{f': {in_markdown(here.note)}' if here.note else ''}", "  "))
         lines.append("")
-    return "\n".join(lines) + f"\n{wrapped(REST, '')}\n"
+    return "\n".join(lines) + f"\n{wrapped(REST)}\n"
 
 
 DOCTOR = """# The doctor
@@ -141,7 +136,9 @@ def rule_item(rule: Rule) -> str:
     metrics = ", ".join(f"`{metric}`" for metric in rule.metrics)
     steps = "1 step" if rule.patience == 1 else f"{rule.patience} steps"
     told = f"{in_markdown(rule.means)}. To change: {in_markdown(rule.change)}."
-    return wrapped(f"- **{rule.name}** in {', '.join(rule.trainers)}: {metrics} ({steps}). {told[0].upper()}{told[1:]}")
+    return wrapped(
+        f"- **{rule.name}** in {', '.join(rule.trainers)}: {metrics} ({steps}). {told[0].upper()}{told[1:]}", "  "
+    )
 
 
 def doctor_page() -> str:

@@ -126,4 +126,4 @@ def filled(text: str, name: str, inner: str) -> str:
     _, closed, after = rest.partition(end)
     if not (found and closed):
         raise ValueError(f"no place for {name!r}")
-    return f"{before}{begin}{inner.rstrip()}\n{end}{after}"
+    return f"{before}{begin}{results.prose(inner.rstrip())}\n{end}{after}"

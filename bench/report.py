@@ -265,7 +265,7 @@ def command(name: str, words: list[str]) -> int:
                 sections.append(render(result, kind))
     sections = [f"\n{section}" for section in sections if section]
     several = SEVERAL if len(commits(found)) > 1 else ""
-    (ROOT / "docs" / "benchmarks.md").write_text(HEAD + several + "".join(sections))
+    (ROOT / "docs" / "benchmarks.md").write_text(results.prose(HEAD + several + "".join(sections)))
     for name, places in quoted.QUOTED.items():
         page = ROOT / name
         for place, quote in places.items():

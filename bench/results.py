@@ -18,6 +18,7 @@ A row is a dict. Every row has a `status`; one that did not come to `ok` has a `
 import itertools
 import json
 import math
+import textwrap
 from pathlib import Path
 
 from bench import machine
@@ -210,6 +211,16 @@ def table(columns: list[str], rows: list[list], markdown: bool = False) -> str:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         texts.append("  ".join(cells).rstrip())
     return "\n".join(texts)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph or an item of a list, in lines of at most 120 columns; `indent` is that of its later lines."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def prose(text: str) -> str:
+    """Markdown whose paragraphs are wrapped; a row of a table is a line, however long."""
+    return "\n".join(line if line.startswith("|") else wrapped(line) for line in text.split("\n"))
 
 
 def table_of(rows: list[dict], markdown: bool = False) -> str:

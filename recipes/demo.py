@@ -17,6 +17,7 @@ import torch
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
+from fused_rl.trainers.models import tiny
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
@@ -47,39 +48,9 @@ def careless_answer(entry: dict, rng: random.Random) -> str:
 
 
 def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> str:
-    """A small Llama with random weights and a tokenizer trained on the problems, in the Hub format."""
-    import tokenizers
-    import transformers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    # The tokenizer: digits one by one.
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=192, special_tokens=["<pad>", "<eos>"], show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-
-    # The model.
-    transformers.set_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 10.0},  # no two tokens are far apart
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=fast.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=fast.eos_token_id,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    fast.save_pretrained(folder)
+    """A small Llama with random weights and a tokenizer of the problems' digits and letters; returns its folder."""
+    tokenizer = tiny.learn_tokenizer(texts, 192, chat=False)
+    tiny.save_llama(folder, tokenizer, seed, layers=layers, hidden_size=128, positions=64)
     return str(folder)
 
 

@@ -12,7 +12,7 @@ Where arXiv:2402.03300 (eq. 3 and 4) is computed, of token t in response i of n_
     aggregation  fused_rl/aggregation.py  1/B sum_i 1/n_i sum_t (l_it + kl_coef k_it)             (LOSS_AGGS)
     presets      fused_rl/presets.py      the same five of dr_grpo, dapo, rloo, gspo, …           (PRESETS)
 
-docs/training.md says what each option does. Left out: tools.
+docs/trainers/grpo.md says what each option does. Left out: tools.
 """
 
 import math

@@ -12,7 +12,7 @@ Where arXiv:1707.06347, as in arXiv:1909.08593 and arXiv:2403.17031, is computed
     KL           fused_rl/estimators.py   k1 = log pi(o_t) - log pi_ref(o_t), in the reward of each token: -kl_coef k1
     aggregation  fused_rl/aggregation.py  1/N sum_t l_t, and 1/N sum_t v_t                             (LOSS_AGGS)
 
-docs/ppo.md says what each option does. Left out: tools, a critic on other devices than the policy.
+docs/trainers/ppo.md says what each option does. Left out: tools, a critic on other devices than the policy.
 """
 
 import dataclasses

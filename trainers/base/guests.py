@@ -100,7 +100,10 @@ def load_function(name: str, what: str):
         except BaseException as error:  # whatever the user's module raises while it is imported
             if isinstance(error, KeyboardInterrupt) and interrupted:
                 raise
-            raise InputError(f"{what} {name!r}: {in_a_line(error)}") from error
+            elsewhere = (
+                "; it was in the program that began the run: put it into a module" if module == "__main__" else ""
+            )
+            raise InputError(f"{what} {name!r}: {in_a_line(error)}{elsewhere}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")
     return found

@@ -8,7 +8,9 @@ weights are read once anyway, and a sample of them would miss adapters that were
 import concurrent.futures
 import dataclasses
 import hashlib
+import inspect
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import fingerprint
 from fused_rl.trainers.data.sources import FUNCTIONS, path_of
 from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.handed import HERE
 from fused_rl.trainers.options.source import Source
 
 Fingerprints = dict[str, dict[str, str]]
@@ -40,6 +43,7 @@ HELD_OUT = "held_out"  # may change: what is measured, not what is trained
 KINDS = {"reward_model": "reward_models", "scorer": "scorers"}  # of a source, where its name here is another
 OF_A_MODEL = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_config.json")
 THREADS = 4
+UNKNOWN = "unknown"
 
 
 def of_sources(sources: Iterable[Source]) -> Fingerprints:
@@ -50,6 +54,8 @@ def of_sources(sources: Iterable[Source]) -> Fingerprints:
         path = path_of(source)
         if source.kind not in FUNCTIONS:
             parts |= _of_model(source, path)
+        elif source.name.startswith(HERE):
+            parts[source.name] = _of_source(source.name)
         elif path is not None:  # of the file that its module is in, and not of what that imports
             parts[source.name] = _of_file(path)
     return found
@@ -72,15 +78,30 @@ def _of_file(path: Path) -> str:
         return f"unreadable: {error.strerror}"
 
 
+def _of_source(name: str) -> str:
+    """Of a function of the notebook or script that runs: that may be edited, to resume for example, where it is not."""
+    module, _, function = name.partition(":")
+    try:
+        return _sum(inspect.getsource(vars(sys.modules[module])[function]))
+    except (OSError, TypeError, KeyError):  # typed at a prompt; no such function: whoever loads it says so
+        return UNKNOWN
+
+
+def without_source(found: Fingerprints) -> list[str]:
+    """The functions of which nothing but the name is known."""
+    parts = [part for of_name in found.values() for part in of_name.items()]
+    return [name for name, told in parts if name.startswith(HERE) and told == UNKNOWN]
+
+
 def _commit(source: Source) -> str:
     """Of a model on the Hub."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
     name = "adapter_config.json" if source.kind == "adapters" else "config.json"
     try:
-        return extract_commit_hash(cached_file(source.name, name, revision=source.revision), None) or "unknown"
+        return extract_commit_hash(cached_file(source.name, name, revision=source.revision), None) or UNKNOWN
     except Exception:  # no such name, no network: whoever reads it says more
-        return "unknown"
+        return UNKNOWN
 
 
 def of_rows(rows: Iterable) -> dict[str, str]:

@@ -11,6 +11,7 @@ from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.formats import read_csv, read_json, read_jsonl, read_parquet
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError, is_saved
+from fused_rl.trainers.options.handed import are_rows, rows_of
 from fused_rl.trainers.options.text import in_a_line
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
@@ -100,7 +101,9 @@ class Rows:
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
+    """Rows of a file, a folder or a Hub dataset, or that Python gave; an error names what cannot be read."""
+    if are_rows(name):
+        return _some(Rows(rows_of(name), name))
     path, numbers = Path(name), None
     if path.suffix in FILES:
         if not path.is_file():
@@ -116,9 +119,13 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
         )
     else:
         rows = read_dataset(name, config_name, split)
-    if not rows:
-        raise InputError(f"dataset {name} has no rows")
-    return Rows(rows, name, numbers)
+    return _some(Rows(rows, name, numbers))
+
+
+def _some(rows: Rows) -> Rows:
+    if not len(rows):
+        raise InputError(f"dataset {rows.source} has no rows")
+    return rows
 
 
 def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:

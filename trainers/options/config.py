@@ -26,6 +26,7 @@ from jsonargparse.typing import (
 
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.options.handed import named
 from fused_rl.trainers.options.source import Source
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
@@ -106,6 +107,7 @@ def _checked(name: str, value, kind):
     kind, optional = _without_none(kind)
     if value is None and optional:
         return None
+    value = named(name, value)
     refusal = InputError(f"{name}={value!r}: expected {in_words(kind)}")
     if typing.get_origin(kind) is Literal:
         if value not in typing.get_args(kind):

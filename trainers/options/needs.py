@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError, Options, is_saved
+from fused_rl.trainers.options.handed import are_rows
 
 MAY_BE_EMPTY = {"system_prompt"}  # a message without text
 
@@ -46,8 +47,10 @@ def without(condition: str) -> str:
 
 
 def on_hub(name: str | None) -> bool:
-    """Whether a dataset's name is not that of a file, or of a folder that holds one table."""
-    return name is not None and Path(name).suffix not in FILES and not is_saved(name, "state.json")
+    """Whether a dataset's name is not that of a file, of a folder that holds one table, or of rows that Python gave."""
+    return (
+        name is not None and not are_rows(name) and Path(name).suffix not in FILES and not is_saved(name, "state.json")
+    )
 
 
 OF_HUB = "has no meaning for a file, which has no configurations or splits; leave it out"

@@ -48,6 +48,9 @@ class Run:
         """
         with phase("took the fingerprints of models and functions"), ranks.together():
             made_of = fingerprints.of_sources(sources.of_run(self.config))
+        for name in fingerprints.without_source(made_of):
+            if ranks.rank() == 0:
+                tell(f"{name}: its source cannot be read, so that resuming cannot tell whether it is the same")
         made_of |= fingerprints.of_tokenizer(tokenizer)
         made_of |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
         fingerprints.check_ranks(made_of)

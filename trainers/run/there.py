@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fused_rl.trainers.data.sources import FUNCTIONS
+from fused_rl.trainers.options import handed
 from fused_rl.trainers.options.config import FILES, InputError
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
@@ -22,6 +23,9 @@ def check(sources: Iterable[Source]) -> None:
         InputError: names the option, and whether the Hub does not have it, or could not be asked.
     """
     for source in sources:
+        if source.kind == "rows" and handed.are_rows(source.name):
+            handed.rows_of(source.name)
+            continue
         if source.kind in FUNCTIONS or Path(source.name).exists():
             continue
         if source.kind == "rows" and Path(source.name).suffix in FILES:

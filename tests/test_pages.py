@@ -1,0 +1,94 @@
+"""The pages of docs/: lines that fit a screen, names that exist, links that lead somewhere, a tutorial that runs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fused_rl
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.commands import eval, tiny_model
+from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.run.logger import read_metrics
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+TUTORIAL = (DOCS / "tutorial.md").read_text()
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_a_line_has_at_most_120_columns(path):
+    """But for the row of a table, which Markdown cannot break."""
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("|")]
+    assert [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_a_link_to_a_file_leads_to_one(path):
+    """On a Git host; `make docs` looks for anchors too."""
+    links = re.findall(r"\]\(([^)#\s]+)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+    outside = [link for link in local if DOCS not in (path.parent / link).resolve().parents]
+    assert path.name == "README.md" or outside == [], "a site of docs/ alone does not have it"
+
+
+def test_the_site_has_every_page_and_the_api_every_public_name():
+    listed = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("problems/")} == listed - {"problems/index.md"}
+    named = set(re.findall(r"^::: fused_rl\.(\w+)$", (DOCS / "api" / "library.md").read_text(), re.MULTILINE))
+    assert named == set(fused_rl.__all__)
+
+
+def commands(source):
+    """The command lines of a block of bash."""
+    lines = source.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("fused-rl")]
+
+
+COMMANDS = [words for kind, source in BLOCKS if kind == "bash" for words in commands(source)]
+
+
+CONFIGS = {"tiny-model": tiny_model.TinyModelConfig, "sft": sft.SFTConfig, "eval": eval.EvalConfig}
+CONFIGS |= {"grpo": grpo.GRPOConfig}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[1:4:2]))
+def test_the_tutorial_names_commands_and_options_that_there_are(words):
+    if words[1] in CONFIGS:
+        parse(CONFIGS[words[1]], words[2:], " ".join(words[:2]))
+    else:
+        assert words[1] in ("doctor", "report")
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_written_and_its_model_learns(tmp_path):
+    """Every block, in order, in an empty folder: bash as it stands, Python as a file of its own."""
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    alone = {"PATH": paths, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    said = []
+    for i, (kind, source) in enumerate(BLOCKS):
+        path = tmp_path / f"{i}.{'py' if kind == 'python' else 'sh'}"
+        path.write_text(source)
+        command = [sys.executable] if kind == "python" else ["bash", "-eu"]
+        ran = subprocess.run(
+            [*command, path.name], cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True, timeout=3000
+        )
+        assert ran.returncode == 0, source + ran.stdout + ran.stderr
+        said.append(ran.stdout)
+    history = read_metrics(tmp_path / "grpo" / "metrics.jsonl")
+    accuracies = [line["eval/accuracy_greedy"] for line in history if "eval/accuracy_greedy" in line]
+    print(*said, sep="\n")
+    assert accuracies[-1] > accuracies[0] + 0.2
+    assert float(re.search(r"solved: ([\d.]+)%", said[-1])[1]) > 100 * accuracies[0] + 20

@@ -1,0 +1,67 @@
+"""Small Llamas with random weights, and tokenizers learnt from the data itself, as folders: nothing needs the Hub."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+PAD, EOS = "<pad>", "<eos>"
+CHAT = (PAD, EOS, "<system>", "<user>", "<assistant>")
+SMALLEST_VOCABULARY = 256 + len(CHAT)  # every byte
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def learn_tokenizer(texts: Iterable[str], vocab_size: int, *, chat: bool):
+    """Byte pairs of these texts, digits one by one, at most `vocab_size` tokens.
+
+    With `chat` there is a chat template, every text can be spelled, and no token crosses a word. Else the tokens are of
+    the letters in `texts` alone, and may hold several words.
+    """
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=chat)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(CHAT if chat else (PAD, EOS)),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if chat else [],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    if chat:
+        fast.chat_template = TEMPLATE
+    return fast
+
+
+def save_llama(folder: Path, tokenizer, seed: int, *, layers: int, hidden_size: int, positions: int) -> int:
+    """Write a Llama with random weights, and its tokenizer, in the Hub's format; returns how many weights it has."""
+    import transformers
+
+    transformers.set_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 32,
+        # The slowest rotation turns about once over all positions: of so few no two are far apart.
+        rope_parameters={"rope_type": "default", "rope_theta": positions / 6.4},
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()

@@ -1,0 +1,100 @@
+"""What Python hands to a config in place of a name: functions, and rows. The config keeps a name for each.
+
+A function is `module:name`, by which it is found again; one of a notebook or a script is `__main__:name`. Rows are
+known by their number and contents, and kept here while the process lives.
+"""
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+import sys
+
+import torch
+
+from fused_rl.trainers.options.errors import InputError
+
+# The options that take them.
+ROWS = ("dataset", "eval_dataset", "reference_dataset", "prompts")
+FUNCTIONS = ("verifiers", "surrogate", "sampler")
+PREFIX = "python: "  # of the name of rows
+HERE = "__main__:"  # of the name of a function that no module holds
+_KEPT: dict[str, list[dict]] = {}
+
+
+def named(option: str, given):
+    """What an option was given, as its config keeps it: the name of rows or of a function, everything else as it is.
+
+    Raises:
+        InputError: rows or a function that have no name, or a model.
+    """
+    if isinstance(given, torch.nn.Module):
+        raise InputError(
+            f"{option}: got a {type(given).__name__}; a run loads its models itself, so that it can go on later: save "
+            "this one and its tokenizer into a folder (save_pretrained), and give that"
+        )
+    if option in ROWS:
+        return _name_of_rows(option, given)
+    return _name_of_function(option, given) if option in FUNCTIONS else given
+
+
+def _name_of_function(option: str, given):
+    """`module:name`, by which it is found: no lambda, no method, none inside of another."""
+    if isinstance(given, list):
+        return [_name_of_function(option, one) for one in given]
+    if isinstance(given, str) or not callable(given):
+        return given
+    shown = given.__qualname__ if inspect.isroutine(given) else f"an object of type {type(given).__name__}"
+    module = sys.modules.get(given.__module__)
+    if not inspect.isroutine(given) or vars(module or sys).get(shown) is not given:
+        raise InputError(
+            f"{option}: {shown} is not found by a name, which a run keeps to go on with it later; give a function that "
+            "is defined by `def` at the top of a module, a script or a notebook"
+        )
+    return f"{given.__module__}:{shown}"
+
+
+def _name_of_rows(option: str, given):
+    """Of a `datasets.Dataset` or a list of dictionaries; what names rows already stays."""
+    if given is None or isinstance(given, (str, os.PathLike)):
+        return given
+    rows = _listed(option, given)
+    told = json.dumps(rows, sort_keys=True, default=repr).encode()
+    name = f"{PREFIX}{len(rows)} rows, {hashlib.blake2b(told, digest_size=8).hexdigest()}"
+    _KEPT[name] = rows
+    return name
+
+
+def _listed(option: str, given) -> list[dict]:
+    import datasets
+
+    if isinstance(given, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        first = next(iter(given))
+        raise InputError(f"{option} has several splits ({', '.join(given)}); give one of them: dataset[{first!r}]")
+    if isinstance(given, datasets.Dataset):
+        return given.to_list()
+    if isinstance(given, list) and all(isinstance(row, dict) for row in given):
+        return copy.deepcopy(given)
+    what = "a path, the name of a Hub dataset, a datasets.Dataset or a list of dictionaries"
+    came = "a list of other things" if isinstance(given, list) else f"{type(given).__name__}"
+    raise InputError(f"{option}: expected {what}, got {came}")
+
+
+def are_rows(name: str) -> bool:
+    """Whether this is the name of rows that were handed in."""
+    return name.startswith(PREFIX)
+
+
+def rows_of(name: str) -> list[dict]:
+    """The rows of this name.
+
+    Raises:
+        InputError: another process had them.
+    """
+    if name not in _KEPT:
+        raise InputError(
+            f"dataset={name!r}: a Python program gave these rows, and no file holds them; give them again from Python, "
+            "or write them to one and name that: datasets.Dataset.to_json('rows.jsonl')"
+        )
+    return _KEPT[name]
