@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from bench import plots
-from bench.results import wrapped
+from bench.results import prose, wrapped
 from fused_rl.trainers.metrics import bands
 from fused_rl.trainers.metrics.rules import RULES, Rule
 from fused_rl.trainers.metrics.table import NAMED, ORIGINS, Origin, in_markdown, sentences
@@ -153,7 +153,7 @@ def doctor_page() -> str:
         edges = [bands.BANDS[trainer].get(key) for trainer in trainers]
         cells = ["" if band is None else f"{band.low:.3g} to {band.high:.3g}" for band in edges]
         rows.append(f"| `{key}` | {unit.words} | {' | '.join(cells)} |")
-    page = [DOCTOR, *map(rule_item, RULES), "", BANDS_PAGE.format(**told).rstrip(), *rows]
+    page = [DOCTOR, *map(rule_item, RULES), "", prose(BANDS_PAGE.format(**told).rstrip()), *rows]
     return "\n".join(page) + "\n"
 
 
