@@ -8,6 +8,7 @@ that a page names. Left out is what needs a server, another library or more time
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -58,13 +59,13 @@ def command_of(name: str, repro: Repro) -> list[str]:
 
 def show(name: str, repro: Repro) -> bool:
     """Runs it and says how it went, in a line."""
-    log, began = FOLDER / f"{name}.log", time.monotonic()
+    log, began, cpu = FOLDER / f"{name}.log", time.monotonic(), os.times().children_user
     with log.open("w") as out:
         command = [sys.executable, *command_of(name, repro)]
         status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, cwd=machine.ROOT).returncode
     word = "shown " if status == 0 else "FAILED"
-    seconds = time.monotonic() - began
-    print(f"{word} {name:18} {seconds:4.0f} s   docs/problems/{repro.page}.md   {log}", flush=True)
+    seconds = f"{time.monotonic() - began:4.0f} s, {os.times().children_user - cpu:4.0f} of a CPU"
+    print(f"{word} {name:18} {seconds}   docs/problems/{repro.page}.md   {log}", flush=True)
     if status:
         print("  " + "\n  ".join(log.read_text().splitlines()[-5:]), flush=True)
     return status == 0

@@ -35,6 +35,7 @@ def load(folder: Path, seed: int, **options):
         "eval_dataset": folder / "data/eval.jsonl",
         "output_dir": folder / "ppo",
         "verifiers": "reasoning_gym",
+        "verifier_weights": "[1]",
     }
     config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
     device = engine.setup(config.seed)
