@@ -150,7 +150,8 @@ def band(edge: str):
         low, high, unit = measured.low / MARGIN, measured.high * MARGIN, UNITS[key].words
         if value is None or (value >= low if edge == "low" else value <= high):
             return None
-        return f"{f'at least {low:.2g}' if edge == 'low' else f'at most {high:.2g}'} {unit}".rstrip()
+        allowed = f"at least {low:.2g}" if edge == "low" else f"at most {high:.2g}"
+        return f"{allowed} {unit} (it is {value:.2g})" if unit else allowed
 
     return left
 
