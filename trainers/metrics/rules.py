@@ -156,6 +156,11 @@ def band(edge: str):
     return left
 
 
+def entropy_gone(watch: Watch, key: str) -> str | None:
+    """Below the band, and not because most groups are solved: then little is left to learn."""
+    return None if watch.value("frac_groups_all_solved") > 0.5 else band("low")(watch, key)
+
+
 def no_signal(watch: Watch, key: str) -> str | None:
     """Every group's rewards are equal, and compared within the group."""
     over_batch = watch.config.get("advantage") == "batch-std"
@@ -267,7 +272,7 @@ RULES = (
         ratio_off,
         "the forward of the update does not repeat the one before it (dropout? a non-deterministic kernel?), so "
         "clipping and advantages act on the wrong ratios",
-        "see `fused-rl doctor --null`; use --dtype float32, or a model without randomness in its forward",
+        "see what fused-rl doctor --null says; use --dtype float32, or a model without randomness in its forward",
     ),
     Rule(
         "steps-too-far",
@@ -282,7 +287,7 @@ RULES = (
         "entropy-gone",
         POLICIES,
         ("policy/entropy_avg",),
-        band("low"),
+        entropy_gone,
         "responses are all alike, and teach nothing",
         "lower --lr, raise --kl_coef or --entropy_coef, and sample at temperature 1; read samples.jsonl",
         WINDOW,
