@@ -122,9 +122,11 @@ In brackets for how many steps in a row, of those that have the metric.
 BANDS_PAGE = """## Measured bands
 
 Where a rule goes by a number, that number was measured: the least and the largest value of all steps of the demos
-(`make demo`, `demo-reward`, `demo-ppo`) over several seeds. A run may go {margin:g} times further, since the demos are
-a small task. Some metrics are told in a unit that other runs have too: their own beginning, a nat per token.
-`{command}` makes them; these are of commit {commit}, {device}, with seeds {seeds}.
+(`make demo`, `demo-reward`, `demo-ppo` and `python -m fused_rl.recipes.turns`). A run may go {margin:g} times further,
+since the demos are a small task. Some metrics are told in a unit that other runs have too: their own beginning, a nat
+per token. Without a band such a rule finds nothing. `{command}` makes them.
+These are of commit {commit}, {device}, Python {python}, torch {torch}, of as many seeds:
+{seeds}.
 
 | metric | unit | {heading} |
 |---|---|{dashes}|
@@ -145,9 +147,11 @@ def doctor_page() -> str:
     """The rules, and the bands that some of them go by."""
     measured = json.loads(bands.FILE.read_text(encoding="utf-8"))
     trainers = list(measured["bands"])
-    seeds = "; ".join(f"{trainer} {', '.join(map(str, of))}" for trainer, of in measured["seeds"].items())
+    seeds = ", ".join(f"{demo} {len(of_demo)}" for demo, of_demo in measured["seeds"].items())
     told = {"seeds": seeds, "heading": " | ".join(trainers), "dashes": "|".join("---" for _ in trainers)}
-    told |= {"margin": bands.MARGIN} | {key: measured[key] for key in ("command", "commit", "device")}
+    told |= {"margin": bands.MARGIN} | {
+        key: measured[key] for key in ("command", "commit", "device", "python", "torch")
+    }
     rows = []
     for key, unit in bands.UNITS.items():
         edges = [bands.BANDS[trainer].get(key) for trainer in trainers]

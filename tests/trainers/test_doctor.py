@@ -79,7 +79,9 @@ def ending(tmp_path_factory):
     rows = [{"question": f"{i}?", "answer": "".join(rng.choices("abcd", k=1 + i % 3))} for i in range(60)]
     dataset = tiny.jsonl(folder / "rows.jsonl", rows)
     config = runs.sft_config((model, dataset), folder / "sft", steps=60, batch_size=16, lr=1e-2, eval_size=0)
-    return sft.train(config), dataset
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")  # as conftest.py does for a test
+        return sft.train(config), dataset
 
 
 def reinforced(files, folder, **options):

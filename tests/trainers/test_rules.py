@@ -86,10 +86,10 @@ MEASURED = [
     ("grpo", "policy/approxkl_avg", "high", "steps-too-far"),
     ("grpo", "policy/entropy_avg", "low", "entropy-gone"),
     ("grpo", "policy/entropy_avg", "high", "entropy-rises"),
-    ("ppo", "objective/kl_exact", "high", "kl-runs-away"),
+    ("grpo", "objective/kl_exact", "high", "kl-runs-away"),
     ("sft", "train/loss", "high", "loss-rises"),
     ("reward", "train/rm/loss", "high", "loss-rises"),
-    ("ppo", "optim/critic_grad_norm", "high", "gradient-grows"),
+    ("grpo", "optim/grad_norm", "high", "gradient-grows"),
 ]
 
 
@@ -107,11 +107,20 @@ def test_a_measured_band_is_left_beyond_its_margin(trainer, key, edge, rule):
     assert of(edge * further, patience - 1) == of(edge, 20) == []
 
 
+def test_a_run_that_has_solved_its_problems_may_lose_its_entropy():
+    solved = [
+        {"step": step, "policy/entropy_avg": 1e-4 ** (step > 1), "frac_groups_all_solved": 0.9} for step in range(30)
+    ]
+    assert examine("grpo", FP32, solved).found == []
+    unsolved = [entry | {"frac_groups_all_solved": 0.1} for entry in solved]
+    assert [finding.rule.name for finding in examine("grpo", FP32, unsolved).found] == ["entropy-gone"]
+
+
 def test_bands_are_of_metrics_of_the_table_and_of_runs_that_were_made():
     import json
 
     measured = json.loads(bands.FILE.read_text())
-    assert set(BANDS) == set(KEYS) == {trainer for trainer, seeds in measured["seeds"].items() if seeds}
+    assert set(BANDS) == set(KEYS)
     assert measured["commit"] and measured["device"] and measured["command"].startswith("python -m bench bands")
     for trainer, of_trainer in BANDS.items():
         for key, (low, high) in of_trainer.items():
@@ -120,9 +129,8 @@ def test_bands_are_of_metrics_of_the_table_and_of_runs_that_were_made():
 
 def hacked(accuracy):
     """40 steps in which scores and lengths rise, evaluated after 20 and 40."""
-    long = 4 * BANDS["grpo"]["completions/mean_length"].high
     for step in range(1, 41):
-        entry = {"step": step, "objective/scores": step, "completions/mean_length": 1 + (long * step / 10)}
+        entry = {"step": step, "objective/scores": step, "completions/mean_length": step**2}
         yield entry | ({"eval/accuracy_sampled": accuracy[step // 20 - 1]} if step % 20 == 0 else {})
 
 

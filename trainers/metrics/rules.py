@@ -150,9 +150,15 @@ def band(edge: str):
         low, high, unit = measured.low / MARGIN, measured.high * MARGIN, UNITS[key].words
         if value is None or (value >= low if edge == "low" else value <= high):
             return None
-        return f"{f'at least {low:.2g}' if edge == 'low' else f'at most {high:.2g}'} {unit}".rstrip()
+        allowed = f"at least {low:.2g}" if edge == "low" else f"at most {high:.2g}"
+        return f"{allowed} {unit} (it is {value:.2g})" if unit else allowed
 
     return left
+
+
+def entropy_gone(watch: Watch, key: str) -> str | None:
+    """Below the band, and not because most groups are solved: then little is left to learn."""
+    return None if watch.value("frac_groups_all_solved") > 0.5 else band("low")(watch, key)
 
 
 def no_signal(watch: Watch, key: str) -> str | None:
@@ -266,7 +272,7 @@ RULES = (
         ratio_off,
         "the forward of the update does not repeat the one before it (dropout? a non-deterministic kernel?), so "
         "clipping and advantages act on the wrong ratios",
-        "see `fused-rl doctor --null`; use --dtype float32, or a model without randomness in its forward",
+        "see what fused-rl doctor --null says; use --dtype float32, or a model without randomness in its forward",
     ),
     Rule(
         "steps-too-far",
@@ -281,7 +287,7 @@ RULES = (
         "entropy-gone",
         POLICIES,
         ("policy/entropy_avg",),
-        band("low"),
+        entropy_gone,
         "responses are all alike, and teach nothing",
         "lower --lr, raise --kl_coef or --entropy_coef, and sample at temperature 1; read samples.jsonl",
         WINDOW,
