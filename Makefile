@@ -59,23 +59,31 @@ test-slow: $(VENV)/installed  ## the others: every option, whole runs, compiled 
 test-mutations: $(VENV)/installed  ## change the code by one slip at a time (tests/mutations.py): the tests must see each
 	$(BIN)/python -m pytest -q -n 2 -m mutations tests/test_mutations.py
 
-# What compilers make of a kernel differs between Triton's releases; 3.6.0 comes with torch 2.11.
-TRITONS := 3.6.0 3.7.1 3.9.0
+# The oldest releases that pyproject.toml allows, and the newest there are, each in an environment of its own. torch on
+# Linux pins a Triton (2.10.0: 3.6.0, 2.15.0: 3.9.0), and what compilers make of a kernel differs between these; the
+# interpreter of the oldest needs numpy < 2.4.
+RELEASES := oldest newest
+OF_oldest := torch==2.10.0 transformers==5.17.0 'numpy<2.4'
+OF_newest := torch transformers
 KERNEL_TESTS := tests/test_codegen.py tests/test_kernels.py tests/test_kl.py tests/test_extremes.py tests/test_gae.py
+TRAINER_TESTS := tests/trainers/test_reward.py tests/trainers/test_language_model.py tests/trainers/test_rollout.py \
+  tests/trainers/test_lora.py tests/trainers/test_packing.py \
+  $(addprefix tests/trainers/test_runs.py::test_,sft_learns_and_its_metrics_have_exactly_these_names \
+    the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names) \
+  tests/trainers/test_ppo_runs.py::test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_another
 
-.PHONY: test-triton
-test-triton: $(TRITONS:%=.venv-triton-%/tested)  ## the kernels' tests and their code under each release of Triton in TRITONS
+.PHONY: test-versions $(RELEASES:%=test-versions-%)
+test-versions: $(RELEASES:%=test-versions-%)  ## kernels, losses and each trainer with the oldest and the newest torch, Triton and transformers: 14 GB to install
 
-.venv-triton-%/installed: constraints.txt
-	$(PYTHON) -m venv .venv-triton-$*
-	.venv-triton-$*/bin/python -m pip --disable-pip-version-check install -q triton==$* 'numpy<2.4' \
-	  $$(grep -E '^(torch|pytest|pytest-xdist|rich)==' constraints.txt) hypothesis
+.venv-%/installed-release: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check install -q $(OF_$*) -e '.[train]' \
+	  pytest pytest-xdist pytest-benchmark hypothesis
 	@touch $@
 
-.PHONY: $(TRITONS:%=.venv-triton-%/tested)
-$(TRITONS:%=.venv-triton-%/tested): .venv-triton-%/tested: .venv-triton-%/installed
-	.venv-triton-$*/bin/python -m pytest -q -n 2 -m "not gpu" $(KERNEL_TESTS)
-	TRITON_INTERPRET=0 .venv-triton-$*/bin/python -m bench.compiled.codegen
+$(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
+	.venv-$*/bin/python -m pytest -q -n 2 -m "not slow and not gpu" $(KERNEL_TESTS) tests/test_losses.py $(TRAINER_TESTS)
+	TRITON_INTERPRET=0 .venv-$*/bin/python -m bench.compiled.codegen
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults

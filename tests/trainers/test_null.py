@@ -27,7 +27,7 @@ def ppo_config(files, folder, **options):
     model, dataset = files
     settings = {"verifiers": runs.VERIFIER, "eval_size": 4, "eval_samples": 2, "prompts_per_step": 4, "group_size": 2}
     settings |= {"minibatches": 2, "max_new_tokens": 6, "lr": LR, "critic_lr": LR, "zero_stage": 0}
-    settings |= {"micro_batch_size": 3, "num_train_epochs": 2.0, "save_every": 1}
+    settings |= {"micro_batch_size": 3, "num_train_epochs": 2.0, "save_every": 1, "epochs": 2, "target_kl": 0.1}
     return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(folder), **(settings | options))
 
 
@@ -71,6 +71,7 @@ def test_in_process_there_is_no_noise_at_all(case, files, tmp_path, capsys):
     assert "exactly 0: ratio 1, variance 0, nothing clipped, KL 0" in printed
     assert set(rows_of(printed)["nothing changed"].values()) <= {"0", "0.00%", "none"}
     assert not (tmp_path / "run").exists()
+    assert ("epochs=2: of the first; later ones have other micro-batches" in printed) == (made is ppo_config)
 
 
 def test_each_source_is_measured_alone(files, tmp_path, capsys):

@@ -54,7 +54,8 @@ LEFT_OUT = {
     *names_of(OutputConfig),
     *("num_train_epochs", "eval_dataset", "eval_dataset_config", "eval_split", "eval_every", "eval_samples"),
     *("show_samples", "lr_schedule", "warmup_steps", "critic_lr", "critic_lr_schedule", "critic_warmup_steps"),
-    *("critic_only", "ref_sync_every", "ref_mixup_alpha"),
+    *("critic_only", "ref_sync_every", "ref_mixup_alpha", "target_kl"),
+    "epochs",  # a later pass has other micro-batches, whose noise has a row of its own
 }
 # Of a step's metrics: what they are where nothing is learned, and what they are called here.
 STILL = {
@@ -266,18 +267,21 @@ def report(config: Options) -> bool:
     """Print the noise floor of a run with these options; returns whether its own, without a server's, is exactly 0."""
     if launch.processes() > 1:
         raise InputError("doctor --null measures one process: leave out the launcher")
+    epochs = config.epochs
     with tempfile.TemporaryDirectory(prefix="fused-rl-null-") as folder:
         config = at_rest(config, str(Path(folder) / "run"))
         policy, history, rollout = trained(config)
         size = min(config.micro_batch_size, len(rollout.samples))
         before, tokens = scored(policy, rollout, size), int(rollout.batch.response_mask.sum())
         rows = [[way.source, *figures(policy, rollout, before, way.logprobs())] for way in ways(policy, rollout)]
-    found, each = moved(policy, history), config.minibatches * config.epochs
-    of_what = f"{STEPS} steps of {len(rollout.samples)} responses at learning rate 0, {each} updates each"
+    found = moved(policy, history)
+    of_what = f"{STEPS} steps of {len(rollout.samples)} responses at learning rate 0, {config.minibatches} updates each"
     said = f"not 0: {'; '.join(found)}" if found else "exactly 0: ratio 1, variance 0, nothing clipped, KL 0"
     tell(f"noise of the run itself ({of_what}): {said}")
-    if found and config.epochs > 1:
-        tell(f"epochs={config.epochs}: a later pass has other micro-batches than the first, which is what remains")
+    if epochs > 1:
+        tell(
+            f"epochs={epochs}: of the first; later ones have other micro-batches, and their noise is that of such a row"
+        )
     tell(f"the noise that each source would bring, on one more rollout ({tokens} tokens; d in nats, r = exp(d)):", "")
     tell(table([COLUMNS, *rows]))
     return not found
