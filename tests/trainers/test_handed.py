@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import datasets
@@ -53,7 +54,15 @@ def test_a_function_without_a_name_is_refused():
     def inner(responses, rows):
         return of_length(responses, rows)
 
-    others = [inner, lambda responses, rows: [0.0], Judge(), Judge().score, functools.partial(of_length, rows=[])]
+    namesake = types.FunctionType(of_length.__code__, globals(), "of_length")
+    others = [
+        namesake,
+        inner,
+        lambda responses, rows: [0.0],
+        Judge(),
+        Judge().score,
+        functools.partial(of_length, rows=[]),
+    ]
     for function in others:
         with pytest.raises(InputError, match="verifiers: .* is not found by a name.*defined by `def` at the top"):
             config(verifiers=["math", function])

@@ -46,8 +46,7 @@ def _name_of_function(option: str, given):
     if isinstance(given, str) or not callable(given):
         return given
     shown = given.__qualname__ if inspect.isroutine(given) else f"an object of type {type(given).__name__}"
-    module = sys.modules.get(given.__module__)
-    if not inspect.isroutine(given) or vars(module or sys).get(shown) is not given:
+    if not inspect.isroutine(given) or getattr(sys.modules.get(given.__module__), shown, None) is not given:
         raise InputError(
             f"{option}: {shown} is not found by a name, which a run keeps to go on with it later; give a function that "
             "is defined by `def` at the top of a module, a script or a notebook"

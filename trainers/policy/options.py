@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, resolve_options, unread_option
-from fused_rl.trainers.options.config import InputError, PositiveInt, RunConfig, names_of
+from fused_rl.trainers.options.config import InputError, Options, PositiveInt, RunConfig, names_of
 from fused_rl.trainers.options.derived import as_options
 from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
 from fused_rl.trainers.options.source import Source
@@ -33,7 +33,7 @@ class RolloutConfig(SamplerConfig):
 
 
 @dataclass(kw_only=True)
-class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WEIGHTS)):
+class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WEIGHTS), Options):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
     sections: ClassVar[dict[str, str]] = {"*": "loss"}
