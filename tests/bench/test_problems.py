@@ -37,14 +37,7 @@ def exists(command):
     return (machine.ROOT / words[1]).exists()
 
 
-def pages():
-    """Of one the command is not here yet; once it is, the page is held like the others."""
-    for page in PAGES:
-        lacks = "doctor" in commands_of(page)[0] and "doctor" not in cli.COMMANDS
-        yield pytest.param(page, marks=[pytest.mark.xfail(reason="fused-rl doctor")] if lacks else [])
-
-
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_its_parts(page):
     text = PAGES[page]
     assert re.findall("^## (.*)", text, re.M) == PARTS
