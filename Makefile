@@ -159,7 +159,7 @@ bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the 
 	$(BIN)/python -m bench report
 
 .PHONY: repro
-repro: $(VENV)/installed  ## the field problems of docs/problems, each shown on this machine: REPROTIME minutes
+repro: $(VENV)/installed  ## the field problems of docs/problems, each shown on this machine: 5 minutes of a CPU
 	$(BIN)/python -m bench.repro
 
 .PHONY: repro-kl

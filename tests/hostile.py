@@ -417,7 +417,7 @@ def kl_promise(batch, exact):
     distance = ((x - y).abs() / batch.temperature).nan_to_num(torch.inf, torch.inf)
     allowed = (5e-6 if batch.direction == "jensen-shannon" else 3e-6) * value + 1e-7 * distance + 1e-13
     blur = blurred(batch)
-    allowed = allowed + 4 * blur * (value + value.sqrt()) + 4 * blur**2  # as a capped logit is known
+    allowed = allowed + 4 * blur * (value + value.clamp(min=0).sqrt()) + 4 * blur**2  # as a capped logit is known
     unknown = (distance > 1e7) & (value < distance / 100)
     return (torch.where(unknown | empty_rows(batch), torch.inf, allowed),)
 
@@ -476,7 +476,7 @@ def _doubt_of_divergence(batch):
     first side p (log(p / q) - KL), where a KL of 1e9 nats leaves 1e-7 of it, and of the second nothing: q - p."""
     options = {"temperature": batch.temperature, "direction": batch.direction, "mask": None}
     terms = [1.0, 1.0]
-    if batch.direction != "jensen-shannon":
+    if batch.direction != "jensen-shannon" and batch.softcap is None:
         value = divergence(*_capped(batch), **options)
         of_first = 0.1 * value.nan_to_num(0, 0)[:, None]
         terms = [0.0, of_first] if batch.direction == "forward" else [of_first, 0.0]

@@ -18,6 +18,7 @@ from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.samplers import build
+from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import figures, killed, runs, steps, tiny
 from tests.trainers.runs import VERIFIER
@@ -309,7 +310,7 @@ def step_with(files, responses, scorers=None, **options):
     config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
     reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
-    scorers = ppo.load_scorers(config, reader)
+    scorers = load_scorers(config, reader)
     made = policy.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = steps.Sampler(responses)
     prompts = [Prompt([1, 70 + i], {}, f"row {i}") for i in range(len(responses))]

@@ -85,9 +85,9 @@ def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callabl
 
 
 def load_prompts(
-    config: PolicyConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows]
+    config: PolicyConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows] | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to train on and the held-out ones; every row is checked by every scorer."""
-    encoder, (train, held_out) = encode.Encoder.of(config, tokenizer), rows
+    """The prompts to train on and the held-out ones; each row is checked by every scorer. `rows`: if read."""
+    encoder, (train, held_out) = encode.Encoder.of(config, tokenizer), rows or load_train_eval(config)
     chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
     return prompts_of(train, encoder, scorers, **chosen), prompts_of(held_out, encoder, scorers, **chosen)
