@@ -53,7 +53,7 @@ def look(argv: list[str]) -> int:
     folders = parser.parse_args(argv).runs
     if folders:
         return of_runs(folders)
-    from fused_rl.trainers.commands import machine
+    from fused_rl.trainers.doctor import machine
 
     return machine.look()
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
     argv = sys.argv[1:] if argv is None else argv
     if "--null" in argv:
-        from fused_rl.trainers.commands import null
+        from fused_rl.trainers.doctor import null
 
         null.main([word for word in argv if word != "--null"])
         return
