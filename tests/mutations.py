@@ -623,6 +623,24 @@ MUTATIONS = {
     "a gradient below its limit is scaled up": Mutation(
         "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k 'own_step and 1'"
     ),
+    "a finding is told at every step": Mutation(
+        "trainers/metrics/rules.py",
+        "count + 1 == rule.patience and not known",
+        "count + 1 >= rule.patience",
+        "tests/trainers/test_rules.py",
+    ),
+    "a resumed run forgets what it has told": Mutation(
+        "trainers/run/logger.py",
+        "            self.watch.see(entry)\n        self.file",
+        "            pass\n        self.file",
+        "tests/trainers/test_doctor.py -k resumed",
+    ),
+    "the first ratio of a step is that of its last update": Mutation(
+        "trainers/grpo.py",
+        'history[0]["val/first_ratio"]',
+        'history[-1]["val/first_ratio"]',
+        "tests/trainers/test_doctor.py -k healthy",
+    ),
     # What a device would not compute, and where the host would wait for it.
     "a score stays on the CPU": Mutation(
         "trainers/policy/credit.py",

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fused_rl.trainers.metrics import bands, rules
-from fused_rl.trainers.metrics.bands import BANDS, MARGIN, UNITS
+from fused_rl.trainers.metrics.bands import BANDS, MARGIN, UNITS, widest
 from fused_rl.trainers.metrics.rules import RULES, Watch, examine
 from fused_rl.trainers.metrics.table import KEYS, row_of
 
@@ -87,6 +87,8 @@ MEASURED = [
     ("grpo", "policy/entropy_avg", "low", "entropy-gone"),
     ("grpo", "policy/entropy_avg", "high", "entropy-rises"),
     ("grpo", "objective/kl_exact", "high", "kl-runs-away"),
+    ("ppo", "policy/approxkl_avg", "high", "steps-too-far"),
+    ("ppo", "optim/critic_grad_norm", "high", "gradient-grows"),
     ("sft", "train/loss", "high", "loss-rises"),
     ("reward", "train/rm/loss", "high", "loss-rises"),
     ("grpo", "optim/grad_norm", "high", "gradient-grows"),
@@ -95,7 +97,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("trainer", "key", "edge", "rule"), MEASURED)
 def test_a_measured_band_is_left_beyond_its_margin(trainer, key, edge, rule):
-    measured, patience = BANDS[trainer][key], next(each.patience for each in RULES if each.name == rule)
+    measured, patience = widest(key), next(each.patience for each in RULES if each.name == rule)
     begun = [{"step": step, key: 1.0} for step in range(1, UNITS[key].first + 1)]
 
     def of(value, steps):

@@ -85,3 +85,9 @@ def read() -> dict[str, dict[str, Band]]:
 
 
 BANDS = read()
+
+
+def widest(key: str) -> Band | None:
+    """Of all trainers whose demos have the metric: what is healthy in one of them is no alarm in another."""
+    found = [of_trainer[key] for of_trainer in BANDS.values() if key in of_trainer]
+    return Band(min(band.low for band in found), max(band.high for band in found)) if found else None

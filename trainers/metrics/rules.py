@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from fused_rl.trainers.metrics.bands import BANDS, MARGIN, UNITS, in_unit
+from fused_rl.trainers.metrics.bands import MARGIN, UNITS, in_unit, widest
 from fused_rl.trainers.metrics.table import KEYS, POLICIES, row_of
 
 GRADIENTS = ("optim/grad_norm", "optim/critic_grad_norm")
@@ -143,7 +143,7 @@ def band(edge: str):
     """Beyond an edge of the measured band, "low" or "high", by more than the margin."""
 
     def left(watch: Watch, key: str) -> str | None:
-        measured = BANDS.get(watch.trainer, {}).get(key)
+        measured = widest(key)
         if measured is None or math.isnan(watch.value(key)):
             return None
         value = in_unit(key, watch.values)
@@ -206,7 +206,7 @@ def _off_at_first(watch: Watch, key: str) -> bool:
 
 def outwitted(watch: Watch, key: str) -> str | None:
     """Since an evaluation scores and lengths have risen, and held-out accuracy has not."""
-    measured = BANDS.get(watch.trainer, {}).get("completions/mean_length")
+    measured = widest("completions/mean_length")
     lengths, scores = "completions/mean_length", "objective/scores"
     if measured is None or math.isnan(watch.value(key)) or len(watch.values.get(scores, [])) < 2 * WINDOW:
         return None
