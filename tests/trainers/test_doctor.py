@@ -116,7 +116,8 @@ def test_nothing_but_cut_responses(files, tmp_path, capsys):
 
 
 def test_collapsed_entropy(ending, tmp_path, capsys):
-    reinforced(ending, tmp_path / "run", lr=3e-2, steps=60)
+    scorers = {"verifiers": [f"{HERE}:of_a", f"{HERE}:right"], "verifier_weights": [1, 0], "solved_at": [99.0, 1.0]}
+    reinforced(ending, tmp_path / "run", lr=3e-2, steps=60, **scorers)
     assert "entropy-gone" in diagnosed(tmp_path / "run", capsys)
 
 

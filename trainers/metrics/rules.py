@@ -375,7 +375,7 @@ RULES = (
         band("high"),
         "the loss is above that of the model as it began",
         "lower --lr (it may be 100 times too high), and give --warmup_steps",
-        3,
+        2,
     ),
     Rule(
         "gradient-grows",
