@@ -155,7 +155,7 @@ def doctor_page() -> str:
     rows = []
     for key, unit in bands.UNITS.items():
         edges = [bands.BANDS[trainer].get(key) for trainer in trainers]
-        cells = ["" if band is None else f"{band.low:.3g} to {band.high:.3g}" for band in edges]
+        cells = ["" if band is None else f"{band.low:.2g} to {band.high:.2g}" for band in edges]
         rows.append(f"| `{key}` | {unit.words} | {' | '.join(cells)} |")
     page = [DOCTOR, *map(rule_item, RULES), "", prose(BANDS_PAGE.format(**told).rstrip()), *rows]
     return "\n".join(page) + "\n"

@@ -222,8 +222,6 @@ def test_pairs_whose_held_out_sides_are_swapped(tmp_path, capsys):
     for name, held_out, rules in (("swapped", swapped, ["below-chance"]), ("right", pairs, [])):
         reward.train(reward.RewardConfig(eval_dataset=held_out, output_dir=str(tmp_path / name), **config))
         assert diagnosed(tmp_path / name, capsys) == rules
-    reward.train(reward.RewardConfig(eval_dataset=pairs, output_dir=str(tmp_path / "fast"), **config | {"lr": 1.0}))
-    assert "loss-rises" in diagnosed(tmp_path / "fast", capsys)
 
 
 def rows_of(path):

@@ -25,7 +25,7 @@ class Unit(NamedTuple):
 
 
 BEGINNING = Unit("times its first value", first=1)
-FIRST_TEN = Unit("times the median of its first 10 steps", first=10)
+FIRST_TEN = Unit("times its first 10 steps' median", first=10)
 PLAIN = Unit("")
 UNITS = {
     "policy/entropy_avg": BEGINNING,
