@@ -12,6 +12,7 @@ from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.commands import doctor, report
 from fused_rl.trainers.metrics.rules import examine
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.run import folder
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.samplers.copied import CopySampler
 from tests.trainers import reward_runs, runs, served, tiny
@@ -98,6 +99,23 @@ def test_healthy_runs_have_no_findings(ending, files, tmp_path, capsys):
     assert diagnosed(tmp_path / "sft", capsys) == []
     status, said = asked(capsys, tmp_path / "grpo", tmp_path / "sft")
     assert status == 0 and said.out.count("  healthy: ") == 2
+
+
+def test_a_run_that_ended_without_its_model_is_told_and_one_that_lives_is_not(files, tmp_path, capsys, monkeypatch):
+    def dies(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(language_model, "save_lm", dies)
+        sft.train(runs.sft_config(files, tmp_path / "run", steps=2))
+    status, said = asked(capsys, tmp_path / "run")
+    assert status == 1 and "  unfinished: " in said.out and "  healthy: " in said.out
+    folder.take(tmp_path / "run")
+    try:
+        status, said = asked(capsys, tmp_path / "run")
+    finally:
+        folder.release()
+    assert status == 0 and "unfinished" not in said.out
 
 
 def test_groups_without_a_signal(files, tmp_path, capsys):
@@ -278,7 +296,8 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
 def test_damaged_lines_and_values_that_are_no_numbers(tmp_path, capsys):
     damaged = made(tmp_path / "damaged", '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/lo')
     status, said = asked(capsys, damaged)
-    assert status == 0 and "line 2 is damaged and left out" in said.out and "sft, 1 of 9 steps" in said.out
+    assert status == 1 and "line 2 is damaged and left out" in said.out and "sft, 1 of 9 steps" in said.out
+    assert "  unfinished: " in said.out
     of_nan = made(tmp_path / "nan", '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null}\n')
     status, said = asked(capsys, damaged, of_nan)
     assert status == 1 and "first: since step 2 train/loss is nan, and healthy is a number" in said.out

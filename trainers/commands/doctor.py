@@ -19,6 +19,7 @@ def of_runs(folders: list[Path]) -> int:
     from fused_rl.trainers.metrics.rules import examine
     from fused_rl.trainers.metrics.table import KEYS
     from fused_rl.trainers.options.errors import InputError
+    from fused_rl.trainers.run.folder import in_use
 
     # All of them, before anything is told.
     examined = []
@@ -29,15 +30,18 @@ def of_runs(folders: list[Path]) -> int:
             raise InputError(f"{folder}: {of}; the doctor knows runs of {', '.join(KEYS)}")
         if not run.history:
             raise InputError(f"{folder}: its metrics.jsonl holds no step yet; look again after the first one")
-        examined.append((run, examine(run.command, run.config, run.history)))
+        unfinished = not (folder / "model").exists() and not in_use(folder)
+        examined.append((run, examine(run.command, run.config, run.history), unfinished))
 
-    for run, watch in examined:
+    for run, watch, unfinished in examined:
         tell(f"{run.name}: {run.command}, {run.history[-1]['step']} of {run.config.get('steps', '?')} steps")
         for number, finding in enumerate(watch.found):
             tell(f"  {'then' if number else 'first'}: {finding.told()}")
+        if unfinished:
+            tell("  unfinished: it ended without its model; why was said on its screen, and --resume goes on")
         if not watch.found:
             tell(f"  healthy: {len(watch.looked_at)} metrics within their bands")
-    return int(any(watch.found for _, watch in examined))
+    return int(any(watch.found or unfinished for _, watch, unfinished in examined))
 
 
 def look(argv: list[str]) -> int:
@@ -46,7 +50,7 @@ def look(argv: list[str]) -> int:
         prog="fused-rl doctor",
         description=__doc__.split("\n", 1)[0],
         epilog="Without a run it looks at this machine; fused-rl doctor --null --help tells of the noise floor. The "
-        "exit status is 0 where nothing is wrong, 1 with findings, 2 for what is no run.",
+        "exit status is 0 where nothing is wrong, 1 with findings or unfinished, 2 for what is no run.",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the output_dir of a run")
     parser.add_argument("--null", action="store_true", help="train at learning rate 0, with the options that follow")

@@ -5,6 +5,7 @@ A run opens its folder (`Folder.open`), which changes nothing in it; when all th
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -60,6 +61,19 @@ def release() -> None:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
     _held.clear()
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process holds the folder; nothing in it changes."""
+    with contextlib.suppress(FileNotFoundError), open(folder / LOCK) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+    return False
 
 
 class Folder:
