@@ -151,7 +151,7 @@ docs: $(VENV)-docs/installed  ## docs/ as a site in build/site: every link and a
 $(VENV)-docs/installed: docs/requirements.txt
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
-	 $@
+	@touch $@
 
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 12 minutes
