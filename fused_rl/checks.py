@@ -6,6 +6,7 @@ Every check raises a ValueError that says what it got and what to do about it.
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -54,12 +55,12 @@ def check_optional_tensors(**named: object) -> None:
 
 def check_number(name: str, x: object, or_else: str = "") -> None:
     """A number, or a tensor of one or more, where an argument takes both."""
-    if not isinstance(x, (int, float, Tensor)):
+    if not isinstance(x, (int, float, Tensor)) and not isinstance(x, Real):  # of numpy, too
         raise ValueError(f"{name} must be a number or a tensor{or_else}, got {described(x)}")
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
-    if value not in valid:
+    if value not in list(valid):  # a list or dictionary, too, is none of them
         raise ValueError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
 
 

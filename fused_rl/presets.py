@@ -266,15 +266,16 @@ def resolve_options(
         raise ValueError("give preset or options, not both; what is to differ from either is an argument by its name")
     if options is not None and not isinstance(options, PolicyLossOptions):
         raise ValueError(f"options must be PolicyLossOptions or None, got {described(options)}; unpack a dict with **")
-    for name in changes:
+    base = {}
+    if isinstance(preset, Preset):
+        base = preset.options
+    elif preset is not None:
+        check_choice("preset", preset, PRESETS)
+        base = PRESETS[preset].options
+    for name in [*base, *changes]:
         check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
     if options is not None:
         return dataclasses.replace(options, **changes)
-    if preset is None or isinstance(preset, Preset):
-        base = {} if preset is None else preset.options
-    else:
-        check_choice("preset", preset, PRESETS)
-        base = PRESETS[preset].options
     return PolicyLossOptions(**{**base, **changes})
 
 

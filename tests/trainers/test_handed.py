@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -10,16 +11,20 @@ import types
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
 from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.commands.eval import EvalConfig
+from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.options.config import InputError, to_yaml
 from fused_rl.trainers.options.needs import on_hub
+from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.run import there
 from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.options import read
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -93,12 +98,71 @@ def test_rows_are_known_by_their_contents_and_are_read_as_they_were_given():
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"several splits \(train\).*dataset\['train'\]"),
         (["a", "b"], "expected a path.*, got a list of other things"),
         (5, "expected a path.*, got int"),
+        ([{1: "a", "question": "b"}], "whose keys are texts, got a list of other things"),
+        (datasets.Dataset.from_list(ROWS).with_transform(dict), r"before a transform .*; map\(\) it"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "expected a path.*, got IterableDataset"),
     ],
 )
 def test_what_holds_no_rows_is_refused(given, message):
     with pytest.raises(InputError, match=message):
         config(dataset=given)
+
+
+def test_rows_that_differ_within_a_long_array_are_others():
+    one, other = np.zeros(5000), np.zeros(5000)
+    other[2500] = 1.0
+    assert len({config(dataset=[{"question": "1 + 1", "image": image}]).dataset for image in (one, other)}) == 2
+
+
+def test_a_function_of_a_module_that_is_named_like_a_verifier_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "format.py").write_text("def boxed(responses, rows):\n    return [1.0] * len(responses)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="format:boxed is also a verifier of ours; rename the module"):
+        read(config(verifiers=importlib.import_module("format").boxed))
+    del sys.modules["format"]
+
+
+JUDGE = """
+SCALE = 2
+UNUSED = 7
+START = 5
+
+class Slope:
+    SLOPE = 3
+
+    def of(self, x):
+        return self.SLOPE * x
+
+def helped(x):
+    return x
+
+def judge(responses, start=START):
+    return [SCALE * helped(len(response)) + Slope().of(start) for response in responses]
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("UNUSED = 7", "UNUSED = 8", True),
+        ("SCALE * ", "", False),
+        ("    return x", "    return -x", False),
+        ("SCALE = 2", "SCALE = -2", False),
+        ("SLOPE = 3", "SLOPE = 4", False),
+        ("START = 5", "START = 6", False),
+    ],
+)
+def test_of_a_script_all_that_its_function_uses_is_summed(before, after, same, tmp_path, monkeypatch):
+    sums = []
+    for number, text in enumerate((JUDGE, JUDGE.replace(before, after))):
+        path = tmp_path / f"{number}.py"
+        path.write_text(text)
+        script = types.ModuleType("__main__")
+        script.__file__ = str(path)
+        exec(compile(text, str(path), "exec"), vars(script))
+        monkeypatch.setitem(sys.modules, "__main__", script)
+        sums.append(fingerprints.of_sources([Source("scorer", "verifiers", "__main__:judge")]))
+    assert (sums[0] == sums[1]) is same and fingerprints.without_source(sums[0]) == []
 
 
 def test_no_rows_and_rows_of_another_process_are_refused():

@@ -30,6 +30,7 @@ from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, NonNegativeInt, PositiveInt, Seed, check_revision, names_of
+from fused_rl.trainers.options.handed import HERE
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
@@ -157,6 +158,12 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
     open_options = [name for name in OF_THE_RUN if getattr(config, name) is None]
     open_options = [*JUDGED, *open_options] if config.verifiers is None else open_options
     taken = {name: run[name] for name in open_options if run.get(name) is not None}
+    of_a_script = [verifier for verifier in taken.get("verifiers", []) if verifier.startswith(HERE)]
+    if of_a_script:
+        raise InputError(
+            f"{described}: the run was judged by {', '.join(of_a_script)}, of a script or notebook, and whether that "
+            "function is here is not known; give verifiers again"
+        )
     if taken:
         _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
     return dataclasses.replace(config, **taken)

@@ -8,9 +8,7 @@ weights are read once anyway, and a sample of them would miss adapters that were
 import concurrent.futures
 import dataclasses
 import hashlib
-import inspect
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import fingerprint
 from fused_rl.trainers.data.sources import FUNCTIONS, path_of
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.handed import HERE
+from fused_rl.trainers.options.handed import HERE, plain, source_of
 from fused_rl.trainers.options.source import Source
 
 Fingerprints = dict[str, dict[str, str]]
@@ -79,11 +77,10 @@ def _of_file(path: Path) -> str:
 
 
 def _of_source(name: str) -> str:
-    """Of a function of the notebook or script that runs: that may be edited, to resume for example, where it is not."""
-    module, _, function = name.partition(":")
+    """Of a function of the notebook or script that runs, whose rest may be edited, to resume for example."""
     try:
-        return _sum(inspect.getsource(vars(sys.modules[module])[function]))
-    except (OSError, TypeError, KeyError):  # typed at a prompt; no such function: whoever loads it says so
+        return _sum(source_of(name))
+    except (OSError, TypeError, ValueError, KeyError):  # typed at a prompt; no such function: whoever loads it says so
         return UNKNOWN
 
 
@@ -110,7 +107,7 @@ def of_rows(rows: Iterable) -> dict[str, str]:
     for row in rows:
         fields = row._asdict() if isinstance(row, tuple) else vars(row)
         told = {name: value for name, value in fields.items() if name != "where"}
-        total.update(json.dumps(told, sort_keys=True, default=str).encode())
+        total.update(json.dumps(told, sort_keys=True, default=plain).encode())
         count += 1
     return {"count": str(count), "contents": total.hexdigest()}
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from fused_rl.trainers.options.config import ACTIONS, InputError, Options
+from fused_rl.trainers.options.handed import are_rows
 
 MAY_CHANGE = frozenset(
     (
@@ -56,7 +57,7 @@ def changes(
                 f"resume: {where} was made by an earlier version, which spelled {name} as {old!r}; this one takes a "
                 "list and cannot go on with that run: start another, with --overwrite or another output_dir"
             )
-        moved = f"{name}={new}" in may_move and os.path.exists(new)
+        moved = f"{name}={new}" in may_move and (os.path.exists(new) or are_rows(new))
         same_files = name in SAME_FILES and {old, new} <= SAME_FILES[name]
         (taken if moved or same_files or name in MAY_CHANGE else refused).append(f"{name} {old} -> {new}")
     if refused:

@@ -78,6 +78,7 @@ def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callabl
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows, judges = load_train_eval(config), reader(config, config, tokenizer, run.device, config.rollout_batch_size)
         config, scorers = load_scorers(config, rows, judges, run.recorded)
+        run.config = config  # with the scorers that were chosen, whose fingerprints are taken
         prompts, held_out = load_prompts(config, tokenizer, scorers, rows)
         check_own(config)
     run.has_read(tokenizer, rows=prompts, held_out=held_out)

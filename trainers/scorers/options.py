@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import yaml
 
 from fused_rl.trainers.options.config import Finite, InputError, Options
+from fused_rl.trainers.options.handed import is_function
 from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.options.source import Source
 
@@ -157,6 +158,8 @@ def _kind_of(text: str) -> tuple[str, str]:
         if not fits and (colon or not kind.bare):
             expected = [name] * kind.bare + [f"{name}:{kind.after}"] * (kind.after is not None)
             raise InputError(f"verifier {text!r}: expected {' or '.join(expected)}")
+        if is_function(text):
+            raise InputError(f"verifiers: {text} is also a verifier of ours; rename the module of your function")
         of_home = name == "reward_model" and detail.startswith("~/")
         return name, str(Path(detail).expanduser()) if of_home else detail
     if re.fullmatch(r"[\w.]+:\w+", text):
