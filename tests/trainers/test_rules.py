@@ -48,6 +48,7 @@ def test_what_teaches_nothing_for_ten_steps_is_told_once(trainer, key, value, ru
 
 def test_rewards_that_are_compared_over_the_batch_may_be_equal_in_a_group():
     assert found("grpo", "frac_reward_zero_std", [1.0] * 20, advantage="batch-std") == []
+    assert found("grpo", "frac_reward_zero_std", [1.0] * 20, preset="reinforce++") == []
     assert found("ppo", "frac_reward_zero_std", [1.0] * 20) == []  # one reward per prompt is not compared with others
 
 
@@ -89,8 +90,6 @@ MEASURED = [
     ("grpo", "objective/kl_exact", "high", "kl-runs-away"),
     ("ppo", "policy/approxkl_avg", "high", "steps-too-far"),
     ("ppo", "optim/critic_grad_norm", "high", "gradient-grows"),
-    ("sft", "train/loss", "high", "loss-rises"),
-    ("reward", "train/rm/loss", "high", "loss-rises"),
     ("grpo", "optim/grad_norm", "high", "gradient-grows"),
 ]
 
@@ -109,11 +108,46 @@ def test_a_measured_band_is_left_beyond_its_margin(trainer, key, edge, rule):
     assert of(edge * further, patience - 1) == of(edge, 20) == []
 
 
+def test_a_value_without_bounds_is_beyond_every_band():
+    assert found("grpo", "objective/kl_exact", [0.1, *[math.inf] * 3]) == [("kl-runs-away", 4, 2)]
+    assert found("grpo", "policy/approxkl_avg", [math.inf] * 3) == [("steps-too-far", 3, 1)]
+    assert found("grpo", "policy/approxkl_avg", [10**400] * 3) == [("steps-too-far", 3, 1)]
+
+
+def test_what_is_small_in_itself_may_grow():
+    assert found("grpo", "optim/grad_norm", [0.001] * 10 + [0.3] * 20) == []
+    assert found("grpo", "optim/grad_norm", [0.0] * 10 + [0.1] * 10 + [50.0] * 10) == [("gradient-grows", 30, 21)]
+    assert found("grpo", "policy/entropy_avg", [0.01] + [0.3] * 20) == []
+
+
+def test_a_loss_that_rises_is_told_and_one_hard_batch_is_not():
+    assert found("sft", "train/loss", [0.2, *[3.0, 2.0, 1.0] * 10]) == []
+    assert found("sft", "train/loss", [0.002] * 10 + [0.3] * 20) == []
+    assert found("sft", "train/loss", [2.0] * 10 + [2.6] * 10)[0][0] == "loss-rises"
+    assert found("sft", "train/loss", [1.07, 21.0, 27.3, 5.5, 19.5, 11.8]) == [("loss-rises", 6, 6)]
+    assert found("sft", "eval/loss", [5.45, 9.0]) == [("loss-rises", 2, 2)]
+    assert found("sft", "eval/loss", [5.45, 5.8, 3.0]) == []
+    assert found("reward", "eval/rm/loss", [0.7, 1.3]) == [("loss-rises", 2, 2)]
+
+
+def test_pairs_told_apart_by_chance_are_told_beyond_its_error():
+    assert found("reward", "eval/rm/accuracy", [0.47, 0.48, 0.8], eval_size=200) == []
+    assert found("reward", "eval/rm/accuracy", [0.4, 0.4], eval_size=200) == [("below-chance", 2, 1)]
+
+
+def test_a_ratio_near_one_is_told_with_its_digits():
+    watch = Watch("grpo", FP32)
+    (finding,) = watch.see({"step": 1, "val/first_ratio": 1 + 2.5e-6})
+    assert "val/first_ratio is 1+2.5e-06, and healthy is 1 within 1e-06" in finding.told()
+
+
 def test_a_run_that_has_solved_its_problems_may_lose_its_entropy():
     solved = [
         {"step": step, "policy/entropy_avg": 1e-4 ** (step > 1), "frac_groups_all_solved": 0.9} for step in range(30)
     ]
     assert examine("grpo", FP32, solved).found == []
+    of_ppo = [{"step": entry["step"], "policy/entropy_avg": entry["policy/entropy_avg"]} for entry in solved]
+    assert examine("ppo", FP32, [of_ppo[0] | {"eval/accuracy_sampled": 0.9}, *of_ppo[1:]]).found == []
     unsolved = [entry | {"frac_groups_all_solved": 0.1} for entry in solved]
     assert [finding.rule.name for finding in examine("grpo", FP32, unsolved).found] == ["entropy-gone"]
 
@@ -130,8 +164,8 @@ def test_bands_are_of_metrics_of_the_table_and_of_runs_that_were_made():
 
 
 def hacked(accuracy):
-    """40 steps in which scores and lengths rise, evaluated after 20 and 40."""
-    for step in range(1, 41):
+    """Steps in which scores and lengths rise, evaluated after each 20."""
+    for step in range(1, 20 * len(accuracy) + 1):
         entry = {"step": step, "objective/scores": step, "completions/mean_length": step**2}
         yield entry | ({"eval/accuracy_sampled": accuracy[step // 20 - 1]} if step % 20 == 0 else {})
 
@@ -139,6 +173,7 @@ def hacked(accuracy):
 def test_scores_that_rise_with_length_and_not_with_accuracy_are_told():
     assert [finding.rule.name for finding in examine("grpo", FP32, hacked([0.5, 0.5])).found] == ["outwitted-scorer"]
     assert examine("grpo", FP32, hacked([0.5, 0.9])).found == []
+    assert examine("grpo", FP32, hacked([0.4, 0.55, 0.5])).found == []
 
 
 def test_a_resumed_run_says_no_line_twice_and_misses_none():

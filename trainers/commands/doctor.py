@@ -39,7 +39,7 @@ def of_runs(folders: list[Path]) -> int:
             tell(f"  {'then' if number else 'first'}: {finding.told()}")
         if unfinished:
             tell("  unfinished: it ended without its model; why was said on its screen, and --resume goes on")
-        if not watch.found:
+        elif not watch.found:
             tell(f"  healthy: {len(watch.looked_at)} metrics within their bands")
     return int(any(watch.found or unfinished for _, watch, unfinished in examined))
 

@@ -67,7 +67,7 @@ def read_run(folder: Path) -> RunRead:
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, object]]:
-    """The command, which its first line tells, and the options; nothing where there is no such file."""
+    """The command, which its first line tells, and the options, with what dtype auto was; nothing without a file."""
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
         config = yaml.safe_load(text)
@@ -75,7 +75,9 @@ def _read_config(path: Path) -> tuple[str, dict[str, object]]:
         raise InputError(f"{path} cannot be read: {in_a_line(error)}") from error
     if not isinstance(config, dict):
         raise InputError(f"{path} is no config of a run: expected lines of `option: value`")
-    told = re.match(r"# fused-rl (\S+)", text)
+    told, precision = re.match(r"# fused-rl (\S+)", text), re.search(r"^# precision: (\w+)$", text, re.MULTILINE)
+    if precision and config.get("dtype") == "auto":
+        config["dtype"] = precision[1]
     return told[1] if told else "", config
 
 

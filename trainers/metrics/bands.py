@@ -19,7 +19,7 @@ class Unit(NamedTuple):
 
     words: str
     first: int = 0
-    """The median of so many first values is 1; 0: the value as it is."""
+    """The median of so many first values above 0 is 1; 0: the value as it is."""
     per: str | None = None
     """Divided by this metric of the same step."""
 
@@ -58,11 +58,14 @@ def in_unit(key: str, values: Mapping[str, Sequence[float]]) -> float | None:
         key: of `UNITS`.
         values: of each metric those of a run so far.
     """
-    unit, of_key = UNITS[key], values[key]
+    unit, of_key = UNITS[key], values.get(key, ())
+    if not of_key:
+        return None
     if unit.per is not None:
         one = values[unit.per][-1] if values.get(unit.per) else 0.0
     elif unit.first:
-        one = statistics.median(of_key[: unit.first]) if len(of_key) >= unit.first else 0.0
+        begun = [value for value in of_key if value > 0][: unit.first]
+        one = statistics.median(begun) if len(begun) == unit.first else 0.0
     else:
         one = 1.0
     return of_key[-1] / one if one else None

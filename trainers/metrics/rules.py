@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
+from fused_rl.presets import PRESETS
 from fused_rl.trainers.metrics.bands import MARGIN, UNITS, in_unit, widest
 from fused_rl.trainers.metrics.table import KEYS, POLICIES, row_of
 
@@ -52,7 +53,10 @@ class Finding(NamedTuple):
 
     def told(self) -> str:
         """In a line."""
-        since = f"since step {self.step} {self.key} is {self.value:.4g}, and healthy is {self.healthy}"
+        value = f"{self.value:.4g}"
+        if value == "1" and self.value != 1:
+            value = f"1{self.value - 1:+.1e}"
+        since = f"since step {self.step} {self.key} is {value}, and healthy is {self.healthy}"
         return f"{since}: {self.rule.means}; {self.rule.change}"
 
 
@@ -109,7 +113,10 @@ class Watch:
     def value(self, key: str) -> float:
         """The last entry's; NaN where it has none, or none that is a number."""
         value = self.now.get(key)
-        return float(value) if isinstance(value, (int, float)) else math.nan
+        try:
+            return float(value) if isinstance(value, (int, float)) else math.nan
+        except OverflowError:
+            return math.inf
 
     def upto(self, key: str, step: int) -> list[float]:
         """The last `WINDOW` values of a metric up to a step; the first ones where there are not as many."""
@@ -139,14 +146,14 @@ def unless(outside: Callable[[float], bool], healthy: str, *, option: str = "", 
     return left
 
 
-def band(edge: str):
-    """Beyond an edge of the measured band, "low" or "high", by more than the margin."""
+def band(edge: str, above: Callable[["Watch"], float] | None = None):
+    """Beyond an edge of the measured band, "low" or "high", by more than the margin; and in itself `above` a value."""
 
     def left(watch: Watch, key: str) -> str | None:
-        measured = widest(key)
-        if measured is None or math.isnan(watch.value(key)):
+        measured, now = widest(key), watch.value(key)
+        if measured is None or math.isnan(now) or (above is not None and now <= above(watch)):
             return None
-        value = in_unit(key, watch.values)
+        value = now if math.isinf(now) else in_unit(key, watch.values)
         low, high, unit = measured.low / MARGIN, measured.high * MARGIN, UNITS[key].words
         if value is None or (value >= low if edge == "low" else value <= high):
             return None
@@ -157,14 +164,32 @@ def band(edge: str):
 
 
 def entropy_gone(watch: Watch, key: str) -> str | None:
-    """Below the band, and not because most groups are solved: then little is left to learn."""
-    return None if watch.value("frac_groups_all_solved") > 0.5 else band("low")(watch, key)
+    """Below the band, and not because most problems are solved: then little is left to learn."""
+    solved = [watch.value("frac_groups_all_solved"), *watch.values.get("eval/accuracy_sampled", [])[-1:]]
+    return None if any(part > 0.5 for part in solved) else band("low")(watch, key)
+
+
+def clipped_above(watch: Watch) -> float:
+    """The norm from which on gradients are clipped: smaller ones do no harm, whatever they were before."""
+    return watch.config.get("max_grad_norm") or 1.0
+
+
+def loss_rises(watch: Watch, key: str) -> str | None:
+    """Half a nat above its beginning, on the same held-out rows or over ten steps; or far above its first value."""
+    values = watch.values.get(key, [])
+    compared = [(1, 1, 0.5)] if key.startswith("eval/") else [(WINDOW, WINDOW, 0.5), (1, 5, 5.0)]
+    for first, last, by in compared:
+        highest = median(values[:first]) + by if len(values) >= first + last else math.inf
+        if values and median(values[-last:]) > highest:
+            return f"at most {highest:.3g}"
+    return None
 
 
 def no_signal(watch: Watch, key: str) -> str | None:
     """Every group's rewards are equal, and compared within the group."""
-    over_batch = watch.config.get("advantage") == "batch-std"
-    return "below 1" if watch.value(key) == 1 and not over_batch else None
+    preset = PRESETS.get(watch.config.get("preset"))
+    advantage = watch.config.get("advantage") or (preset and preset.advantage)
+    return "below 1" if watch.value(key) == 1 and advantage != "batch-std" else None
 
 
 def dead_critic(watch: Watch, key: str) -> str | None:
@@ -205,12 +230,14 @@ def _off_at_first(watch: Watch, key: str) -> bool:
 
 
 def outwitted(watch: Watch, key: str) -> str | None:
-    """Since an evaluation scores and lengths have risen, and held-out accuracy has not."""
+    """Since an evaluation scores and lengths have risen, and held-out accuracy is not above its median so far."""
     measured = widest("completions/mean_length")
     lengths, scores = "completions/mean_length", "objective/scores"
     if measured is None or math.isnan(watch.value(key)) or len(watch.values.get(scores, [])) < 2 * WINDOW:
         return None
-    now = watch.now["step"]
+    now, before = watch.now["step"], watch.values[key][:-1]
+    if not before or watch.value(key) > median(before):
+        return None
     for step, accuracy in zip(watch.steps[key][:-1], watch.values[key], strict=False):
         longer = median(watch.upto(lengths, now)) > MARGIN * measured.high * median(watch.upto(lengths, step))
         paid = min(watch.upto(scores, now)) > median(watch.upto(scores, step))
@@ -220,8 +247,10 @@ def outwitted(watch: Watch, key: str) -> str | None:
 
 
 def never_above_chance(watch: Watch, key: str) -> str | None:
-    """After training began."""
-    return "above 0.5, which is chance" if watch.now["step"] and watch.value(key) <= 0.5 else None
+    """After training began, and by more than twice the standard error of so many pairs."""
+    pairs = watch.config.get("eval_size") or 0
+    allowed = 0.5 - 1 / math.sqrt(pairs if pairs > 1 else 100)
+    return "above 0.5, which is chance" if watch.now["step"] and watch.value(key) < allowed else None
 
 
 RULES = (
@@ -296,7 +325,7 @@ RULES = (
         "entropy-rises",
         POLICIES,
         ("policy/entropy_avg",),
-        band("high"),
+        band("high", lambda _: 0.5),
         "responses become noise",
         "lower --lr or --entropy_coef; read samples.jsonl",
         WINDOW,
@@ -371,17 +400,17 @@ RULES = (
     Rule(
         "loss-rises",
         ("sft", "reward"),
-        ("train/loss", "train/rm/loss"),
-        band("high"),
+        ("train/loss", "train/rm/loss", "eval/loss", "eval/rm/loss"),
+        loss_rises,
         "the loss is above that of the model as it began",
-        "lower --lr (it may be 100 times too high), and give --warmup_steps",
-        2,
+        "lower --lr (it may be 100 times too high), and give --warmup_steps; where the held-out loss alone rises, rows "
+        "are learnt by heart: fewer --steps",
     ),
     Rule(
         "gradient-grows",
         tuple(KEYS),
         GRADIENTS,
-        band("high"),
+        band("high", clipped_above),
         "gradients are far above what they were: steps are too large, or rows are unlike those before",
         "lower --lr, or --critic_lr where it is the critic's; --max_grad_norm bounds one step, not many",
         WINDOW,

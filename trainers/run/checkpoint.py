@@ -61,8 +61,9 @@ class Checkpoints:
         self.config, self.folder = config, Path(config.output_dir) / "checkpoints"
 
     def config_file(self) -> str:
-        """The config.yaml of the run."""
-        return f"{OF_A_RUN}{self.config.command} --config <this file>\n{to_yaml(self.config)}"
+        """The config.yaml of the run; its second line tells what dtype auto is here."""
+        begun = f"{OF_A_RUN}{self.config.command} --config <this file>\n# precision: {self._facts()['precision']}\n"
+        return begun + to_yaml(self.config)
 
     # Writing.
 

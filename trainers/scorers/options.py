@@ -144,6 +144,8 @@ def _aligned(options: ScorerConfig, option: str, default: float | None) -> list[
     given, count = getattr(options, option), len(options.verifiers or [])
     if given is None:
         return [default] * count
+    if not count:
+        raise InputError(f"{option}={given} has a number for each verifier: name them too, with verifiers")
     if len(given) != count:
         raise InputError(f"{option}={given} has {len(given)} numbers for {count} verifiers; give one for each")
     return given
