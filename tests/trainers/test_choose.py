@@ -42,6 +42,14 @@ x < 3 | \boxed{x < 3} | \boxed{x > 3}
 x = 3 | \boxed{3} | \boxed{4}
 2xy | \boxed{2yx} | \boxed{2x}
 (x+1)^2 | \boxed{x^2+2x+1} | \boxed{x^2+1}
+x=5 | Since y = 2, x = 5 | y=5
+a=1 | \boxed{1} | b=1
+x_1 = 5 | $x_{1} = 5$ | so x_2 = 5
+\theta = 5 | $\theta = 5$ | \alpha = 5
+3t | \boxed{t \cdot 3} | \boxed{3}
+2\pi h | $h \cdot 2\pi$ | $2\pi$
+y = 2x + 3t | $y = 3t + 2x$ | $y = 2x + 3$
+5 \text{ m} | 5 m | 6 m
 """
 # Dates, times, words, letters of multiple choice, code, lists, units in words.
 OTHERS = r"""
@@ -78,6 +86,28 @@ a_list = [] | a_list = [] | a_list
 80 miles | 80 miles | 80
 1.5 million | 1.5 million | 1.5
 n/a | n/a | 0
+3:1 | 3:1 | 3:2
+1 : 2 | 1 : 2 | 1
+A:5 | A:5 | B:5
+B) 15 | B) 15 | A) 15
+A. 5 | A. 5 | B. 5
+(A) 5 | (A) 5 | 5
+1) 5 | 1) 5 | 2) 5
+5 m | 5 m | 5 km
+2.5 h | 2.5 h | 2.5
+25 C | 25 C | 25 F
+25 °C | 25 °C | 25
+3 - 5 | 3 - 5 | 7 - 9
+1.5-2.5 | 1.5-2.5 | -1
+>=3 | >=3 | 3
+\ge 3 | \ge 3 | 3
+5+ | 5+ | 5
+2020/05 | 2020/05 | 404
+05/2020 | 05/2020 | 5/2020
+on/off | on/off | $\frac{n}{f^2}$
+he/she | he/she | $1/s$
+#5 | #5 | 5
+~5 | ~5 | 5
 """
 
 
@@ -103,8 +133,8 @@ def test_the_scorer_that_is_chosen_is_right_about_each_answer_both_ways(lines, c
     assert {answer: both for answer, both in judged.items() if both != [1, 0]} == {}
 
 
-def test_there_are_sixty_answers():
-    assert len(cases(MATHEMATICS) + cases(OTHERS)) == 60
+def test_there_are_ninety_answers():
+    assert len(cases(MATHEMATICS) + cases(OTHERS)) == 90
 
 
 def test_the_reason_is_told():

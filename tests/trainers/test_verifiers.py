@@ -62,16 +62,17 @@ def test_mathematics_is_compared_by_value(math):
 
 
 MATHEMATICS = (
-    "42|-3|1,234|0.5|50%|$5.00|1e-05|1/2|3:4|3 and 4|1, 2|(1, 2)|[-2,7]|{1, 2}|x = 3|2xy|y=mx+b|x_1|5!|10^5|x < 3|"
+    "42|-3|1,234|0.5|50%|$5.00|1e-05|1/2|3 and 4|1, 2|(1, 2)|[-2,7]|{1, 2}|x = 3|2xy|y=mx+b|x_1|5!|10^5|x < 3|"
     "n(n+1)/2|−3|90°|\\pi|\\frac{3\\pi}{4}|[0, \\infty)|(-\\infty, 2) \\cup (3, 4)|\\sin x|5 \\text{ cm}|\\text{Paris}|"
     "\\text{(B)}|3\\frac{1}{2}|\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}|$\\frac12$|"
-    "\\(5\\)|\\boxed{5}|x \\in (0,1)"
+    "\\(5\\)|\\boxed{5}|x \\in (0,1)|x=5|5t|2020/13|ab/c|\\{x : x > 3\\}"
 )
 NOT_MATHEMATICS = (
     "Paris|yes|no|B|(A)|b.|x|xy|on|A, C|True|None|hello world|IV|12:30|9:05 PM|3 PM|2024-01-05|5/1/2024|2024-01|10-20|"
     "2024-01-05T10:00|1.2.3|v1.0|H2O|CO2|0x1F|abc123|[1, 2]|[1,2,3]|[[1,2]]|[]|['a']|\"a\"|{'a': 1}|1 1/2|1 000|"
     "+1 555 1234|5 dollars|5 km/h|80 miles|1.5 million|sin(x)|sqrt(2)|2pi|2**3|1_000|½|5²|√2|٣|北京|żaba|n/a|-|?|"
-    "0.\\overline{3}|yes/no|AB = 5"
+    "0.\\overline{3}|yes/no|AB = 5|3:4|3:1|B) 15|A. 5|(x) 5|5 m|2 x|25 C|"
+    "3 - 5|$5-$10|>=3|\\leq 3|2020/05|2023/12|on/off|he/she|#5|5+"
 )
 
 
@@ -92,6 +93,15 @@ def test_letters_do_not_commute_and_dates_do_not_subtract(math):
         ("\\boxed{12:30}", "0.4", 0.0),
         ("\\boxed{23}", "4 4 6 9", 0.0),
         ("\\boxed{2yx}", "2xy", 1.0),
+        ("\\boxed{3:2}", "3", 0.0),
+        ("y=5", "x=5", 0.0),
+        ("With y=2 we find x=5", "x=5", 1.0),
+        ("5", "x=5", 1.0),
+        ("x=5", "5", 1.0),
+        ("$2$", "2t", 0.0),
+        ("$t+t$", "2t", 1.0),
+        ("$2x+3$", "2x+3t", 0.0),
+        ("\\boxed{3 \\text{ cm}}", "x = 3", 1.0),
     ]
     # What is written as the answer is, is right.
     cases += [
@@ -127,7 +137,11 @@ def test_math_verify_that_judges_wrongly_is_told_at_once(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text(
         "def parse(text, configs, parsing_timeout): return [text]\n"
         "def verify(gold, found, timeout_seconds): return False\n"
-        "class LatexExtractionConfig: pass\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Units: units: bool = True\n"
+        "@dataclass(frozen=True)\n"
+        "class LatexExtractionConfig: normalization_config: object = Units()\n"
         "class ExprExtractionConfig: pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -20,17 +20,25 @@ KNOWN = [
     ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\begin{pmatrix} 1 \\\\ 3 \\end{pmatrix}", False),
     ("\\boxed{\\sin^2 x + \\cos^2 x}", "1", True),
     ("\\boxed{50\\%}", "0.5", True),
+    ("$2$", "2t", False),
     ("\\boxed{2\\pi}", "\\frac{4\\pi}{2}", True),
 ]
 
 NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
 ITEM = r"[-+]?[\d.]+"
 SCIENTIFIC = re.compile(rf"{NUMBER}[eE][-+]?\d{{1,3}}")
-DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d{1,2}:\d\d(:\d\d)?|\d+(-\d+){2}[T ].*")
+DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d+(\s*:\s*\d+)+|\d+(-\d+){2}[T ].*")
 DOLLARS = re.compile(r"^([-+]?)\$(?=[\d.]+[^$]*$)")  # money, and no formula between two signs
 # Forms of an answer that math-verify reads otherwise than they are meant.
 READ_OTHERWISE = (
-    (re.compile(rf"(?:{DATE_OR_TIME.pattern})(?: ?[apAP]\.?[mM]\.?)?"), "a date, a time or a range, not arithmetic"),
+    (re.compile(rf"(?:{DATE_OR_TIME.pattern})(?: ?[apAP]\.?[mM]\.?)?"), "a date, a time, a ratio or a range: no sum"),
+    (re.compile(r"0\d/\d+|\d+/0\d|(?:19|20)\d\d/(?:[1-9]|1[0-2])"), "a month: write a fraction with \\frac"),
+    (re.compile(rf"\$?{NUMBER}%?\s*[-−]+\s*\$?{NUMBER}%?"), "a range, or a difference: write that as one number"),
+    (re.compile(rf"\$?{NUMBER}(?:\\?\s+|\s*(?:°|\^\\?circ)\s*)[A-Za-z]"), "a number with a unit outside of \\text{}"),
+    (re.compile(r"\(?(?:[A-Za-z][).]\s*[-+]?[$\d]|\w[).]\s).*|(?!.*\{[^}]*:).*(?::|\\colon).*"), "a label, or a ratio"),
+    (re.compile(r"[A-Za-z]{2,}(?:[-/][A-Za-z]{2,})+"), "words, or variables with nothing between them"),
+    (re.compile(r"(?:[<>≤≥]|\\[lg](?:t|eq?|eqslant)(?![A-Za-z])).*"), "a bound without its variable"),
+    (re.compile(r"\\?#.*|.*~.*|.*[^\^{][-+*/]"), "a sign that is no arithmetic"),
     (re.compile(rf"\[(?:\[.*|\s*|{ITEM}|{ITEM},\s+{ITEM}|{ITEM}(?:,\s*{ITEM}){{2,}})\]"), "a list, not an interval"),
     (re.compile(r"[\[({]*'.*|.*\".*", re.DOTALL), "quoted text"),
     (re.compile(r"[^\\]*\d\s+\d[^\\]*"), "several numbers with nothing between them"),
@@ -40,6 +48,8 @@ READ_OTHERWISE = (
     (re.compile(r"[^\w\\∅]*"), "no number"),
 )
 WORDS_IN_LATEX = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}")
+# The name, and its index, of what is given a value: x of "x = 5".
+NAMED = re.compile(r"(?<![\\\w])(\\[A-Za-z]+|[A-Za-z])(?:_\{?(\w+)\}?)?\s*=")
 COMMANDS = re.compile(r"\\(?:[a-zA-Z]+|.)")
 LETTERS = re.compile(r"[A-Za-z]+")
 CONNECTIVES = re.compile(r"(?<=[^A-Za-z])(?:and|or)(?=[^A-Za-z])")
@@ -71,6 +81,12 @@ def unfit(answer: str) -> str | None:
     if re.search(r"[A-Za-z]\d|\d\s+[A-Za-z]{2}", formula):
         return "a number beside letters that are no variables"
     return None
+
+
+def has_variables(answer: str) -> bool:
+    """Whether letters of a formula stand for values, beside the name that is given one, and no unit is written."""
+    formula = CONNECTIVES.sub(",", COMMANDS.sub(" ", NAMED.sub("", answer)))
+    return WORDS_IN_LATEX.search(answer) is None and LETTERS.search(formula) is not None
 
 
 def _is_word(letters: str) -> bool:
@@ -114,14 +130,19 @@ def load():
     """The judge: (response, answer) -> 1 or 0. Raises where math-verify is missing, or judges other than it should."""
     import logging
     import random
+    from dataclasses import replace
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from sympy.core import random as sympy_random
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
-    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
+    latex = LatexExtractionConfig()
+    with_units = [latex, ExprExtractionConfig()]  # which it leaves out: also the t of 5t
+    of_latex = replace(latex.normalization_config, units=False)
+    without_units = [replace(latex, normalization_config=of_latex), ExprExtractionConfig()]
 
     def equal(response: str, answer: str) -> bool:
+        configs = without_units if has_variables(answer) else with_units
         gold = parse(f"${answer}$", configs, parsing_timeout=None) or [answer]
         found = parse(response.rsplit("####", 1)[-1], configs, parsing_timeout=None)
         return verify(gold, found, timeout_seconds=None)
@@ -137,6 +158,9 @@ def load():
         if _normalized(answer) in written:
             return True
         if unfit(answer) or DATE_OR_TIME.fullmatch(written[-1]):
+            return False
+        named = set(NAMED.findall(written[-1]))
+        if named and named.isdisjoint(NAMED.findall(answer) or named):  # another variable has that value
             return False
         if SCIENTIFIC.fullmatch(answer):
             answer = f"{Decimal(answer.replace(',', '')):f}"
