@@ -4,6 +4,8 @@ PROBLEMS.md's noise floor elsewhere: 4.6 % of tokens clipped, KL 7.4e-3, before 
 """
 
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,11 +103,50 @@ def test_through_a_server_the_noise_is_the_samplers(kind, files, tmp_path, capsy
         config = grpo_config(files, tmp_path / "run", server=[fake.url], max_prompt_length=64)
         printed, exact = printed_of(config, capsys)
     assert exact, printed  # the trainer measures the responses itself
+    assert f"{tmp_path}/fused-rl-null-" in str(fake.asked) and not list(tmp_path.iterdir())
     cells = rows_of(printed)["by the server, as it drew them"]
     assert float(cells["max |d|"]) < 1e-4 and cells["clipped"] == "0.00%"
 
 
-def test_noise_of_the_run_is_named_and_is_status_1(files, tmp_path, monkeypatch, capsys):
+def test_the_folder_is_where_servers_see_and_read_it(files, tmp_path, capsys):
+    """They see the disk of the run's own folder, not this machine's /tmp, and they may be another user's."""
+    run = tmp_path / "not yet there" / "run"
+    with null.a_folder(grpo_config(files, run, server=["http://a:1", "http://b:2"])) as folder:
+        assert Path(folder).parent == tmp_path and Path(folder).stat().st_mode & 0o055 == 0o055
+    assert not list(tmp_path.iterdir())
+    said = f"server=http://a:1,http://b:2 gets the weights of {files[0]}: no other run may be drawing from it meanwhile"
+    assert capsys.readouterr().out.splitlines() == [said]
+    with null.a_folder(grpo_config(files, run)) as folder:
+        assert Path(folder).parent == Path(tempfile.gettempdir())
+    assert not capsys.readouterr().out
+
+
+def test_a_disk_that_refuses_the_weights_is_a_line(files, tmp_path, monkeypatch):
+    def refuses(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuses)
+    config = grpo_config(files, tmp_path / "run", server=["http://a:1"])
+    with (
+        pytest.raises(InputError, match=f"could not be written to {tmp_path}: Permission denied"),
+        null.a_folder(config),
+    ):
+        pass
+
+
+# Nothing hides the noise of a run: not what leaves responses out of the loss, nor a ratio that is 1 by definition.
+NOISY = {
+    "plain": [],
+    "no group with a signal": ["--zero_variance=drop"],
+    "refilled": ["--zero_variance=refill", "--max_refills=1"],
+    "every response cut": ["--mask_truncated", "--max_new_tokens=1"],
+    "every response cut, ppo": ["--mask_truncated", "--max_new_tokens=1", "--preset=ppo"],
+    "one update": ["--minibatches=1"],
+}
+
+
+@pytest.mark.parametrize("case", NOISY)
+def test_noise_of_the_run_is_named_and_is_status_1(case, files, tmp_path, monkeypatch, capsys):
     forward = LanguageModel.forward
 
     def noisy(self, *args, **options):
@@ -114,16 +155,25 @@ def test_noise_of_the_run_is_named_and_is_status_1(files, tmp_path, monkeypatch,
 
     monkeypatch.setattr(LanguageModel, "forward", noisy)
     model, dataset = files
-    words = ["--model", model, "--dataset", dataset, f"--output_dir={tmp_path / 'run'}", "--verifiers", runs.VERIFIER]
-    words += ["--preset", "grpo", "--prompts_per_step=4", "--group_size=4", "--max_new_tokens=6", "--zero_stage=0"]
+    words = ["--model", model, "--dataset", dataset, f"--output_dir={tmp_path / 'run'}"]
+    words += ["--verifiers", "tests.trainers.test_null:the_same", "--preset", "grpo", "--prompts_per_step=4"]
+    words += ["--group_size=4", "--max_new_tokens=6", "--zero_stage=0", "--eval_size=0"]
     with pytest.raises(SystemExit) as ended:
-        null.main([*words, "--eval_size=0"])
+        null.main([*words, *NOISY[case]])
     assert ended.value.code == 1
     printed = capsys.readouterr().out
-    assert re.search(
-        r"updates each\): not 0: mean ratio (0\.99|1\.00).*; variance of the ratio \d\.\d+e-0[67]", printed
-    )
-    assert float(rows_of(printed)["nothing changed"]["max |d|"]) > 1e-3
+    assert "exactly 0" not in printed
+    if case != "one update":  # whose forward pass is what it is compared with
+        assert re.search(
+            r"updates each\): not 0: mean ratio (0\.99|1\.00).*; variance of the ratio \d\.\d+e-0[67]", printed
+        )
+    apart = re.search(r"the same responses scored twice, up to (\S+) nats apart\n", printed)
+    assert rows_of(printed)["nothing changed"]["max |d|"] == apart[1] and float(apart[1]) > 1e-3
+
+
+def the_same(responses, rows):
+    """A verifier that gives no group a signal."""
+    return [1.0] * len(responses)
 
 
 def test_the_config_as_a_recipe_has_it_and_the_runs_folder_is_not_touched(files, tmp_path, capsys):
@@ -149,6 +199,7 @@ TRAINER_OF = {
     "--preset grpo": ("grpo", None),
     "--preset=rloo": ("grpo", None),
     "--preset ppo": ("ppo", None),
+    "--preset grpo --preset=ppo": ("ppo", None),
     "--critic c": ("ppo", None),
     "--zero_variance drop": ("grpo", None),
     "--config c.yaml": ("ppo", None),
@@ -163,7 +214,41 @@ def test_which_run_it_is_follows_from_the_options(line, tmp_path, monkeypatch):
     assert null.trainer_of(line.split()) == (trainer, line.split() if words is None else words)
 
 
-@pytest.mark.parametrize(("line", "said"), [("--lr 1", "fit both"), ("--typo 1", "neither"), ("", "fit both")])
-def test_options_of_both_are_refused_with_how_to_say_it(line, said):
-    with pytest.raises(InputError, match=f"{said}.*say which run it is: fused-rl doctor --null grpo … or ppo …"):
-        null.trainer_of(line.split())
+UNCLEAR = {
+    "": "the options fit both",
+    "--lr 1": "the options fit both",
+    "--config empty.yaml --local_rank=0": "the options fit both",
+    "--config c.yaml --zero_variance drop": r"fit neither .*\(grpo has no gae_lambda; ppo has no zero_variance\)",
+    "--preset=ppo --zero_variance drop": r"fit neither .*\(grpo has no preset=ppo; ppo has no zero_variance\)",
+}
+REFUSED = {
+    "--typo 1": "unknown option --typo",
+    "--typo 3 --config c.yaml": "unknown option --typo",
+    "--config t.yaml": "t.yaml, line 2: unknown option --typo",
+    "--config nothere.yaml": "File does not exist: .*nothere.yaml",
+    "--config=nothere.yaml --config c.yaml": "File does not exist: .*nothere.yaml",
+    "--config bad.yaml": "bad.yaml: not YAML",
+    "--config list.yaml": "list.yaml: expected lines of `option: value`",
+    "--config": "expected one argument",
+    "recipe.yaml": "unrecognized arguments: recipe.yaml",
+    "grpo --typo 1": "unknown option --typo",
+    "grpo --preset ppo --model m --dataset d --output_dir o": "preset=ppo takes its advantages from gae",  # in its work
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [(line, f"{said}.*; say which run it is: {null.PROG} grpo … or ppo …") for line, said in UNCLEAR.items()]
+    + [*REFUSED.items()],
+)
+def test_what_is_refused_is_one_line_that_names_it_and_status_2(line, said, tmp_path, monkeypatch, capsys):
+    """Status 1 is noise that was found."""
+    monkeypatch.chdir(tmp_path)
+    written = {"c": "gae_lambda: 0.9\n", "t": "lr: 1\ntypo: 3\n", "bad": "[a\n", "list": "- a\n", "empty": ""}
+    for name, text in written.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        null.main(line.split())
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert re.fullmatch(rf"fused-rl .*: error: .*{said}.*\n", printed), printed

@@ -5,8 +5,12 @@
 
 A few steps of a run of GRPO or PPO at learning rate 0, in a temporary folder: the run's own is neither read nor
 touched. The policy stays what it was, so each ratio is 1, and what differs is noise. In this process there is none:
-the update repeats the pass before it, in the same micro-batches, bit for bit. Then one more rollout is scored again
-with one thing changed at a time. Left out: several processes, the noise of a critic.
+the update repeats the pass before it, in the same micro-batches, bit for bit. No response is left out of that. Then
+one more rollout is scored again with one thing changed at a time. Servers get the weights of the starting model, from
+a folder beside the run's own, where they see it too: no other run may be drawing from them. Left out: several
+processes, the noise of a critic.
+
+The exit status is 0 where the run's own noise is exactly 0, 1 where it is not, 2 where it could not be measured.
 """
 
 import contextlib
@@ -29,11 +33,12 @@ from fused_rl import tiles
 from fused_rl.presets import resolve_options
 from fused_rl.surrogates import CLIPPED
 from fused_rl.trainers.base import launch
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.files import storing
+from fused_rl.trainers.base.screen import kept_up, tell
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.models.packing import Costs, why_not
 from fused_rl.trainers.options.config import InputError, Options, OutputConfig, names_of
-from fused_rl.trainers.options.parse import config_files
+from fused_rl.trainers.options.parse import config_files, parse
 from fused_rl.trainers.options.text import table
 from fused_rl.trainers.policy import prepare
 from fused_rl.trainers.policy.critic import load_critic
@@ -47,14 +52,17 @@ from fused_rl.trainers.samplers.generate import TransformersSampler, keeps_keys_
 from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.reward_model import Reader
 
+PROG = "fused-rl doctor --null"
 STEPS = 3
 TRAINERS = {"grpo": "GRPOConfig", "ppo": "PPOConfig"}
-# What a run does beside training, its evaluations and what says how it learns: as if not given.
+# What a run does beside training, its evaluations, what says how it learns, and what leaves responses out of the loss,
+# which would then not be compared: as if not given.
 LEFT_OUT = {
     *names_of(OutputConfig),
     *("num_train_epochs", "eval_dataset", "eval_dataset_config", "eval_split", "eval_every", "eval_samples"),
     *("show_samples", "lr_schedule", "warmup_steps", "critic_lr", "critic_lr_schedule", "critic_warmup_steps"),
     *("critic_only", "ref_sync_every", "ref_mixup_alpha", "target_kl"),
+    *("zero_variance", "max_refills", "mask_truncated"),
     "epochs",  # a later pass has other micro-batches, whose noise has a row of its own
 }
 # Of a step's metrics: what they are where nothing is learned, and what they are called here.
@@ -65,6 +73,7 @@ STILL = {
     "policy/approxkl_avg": ("KL to the sampling policy", 0.0),
 }
 TO_REFERENCE = {"objective/kl": ("KL to the reference", 0.0), "objective/kl_exact": ("exact KL to the reference", 0.0)}
+UNCHANGED = "nothing changed"
 COLUMNS = ["scored again", "max |r - 1|", "variance of r", "clipped", "KL", "mean |d|", "max |d|"]
 
 
@@ -99,25 +108,33 @@ def trainer_of(argv: list[str]) -> tuple[str, list[str]]:
     """grpo or ppo, as the first word says, else as the options do: their names, and the preset's advantages."""
     if argv[:1] and argv[0] in TRAINERS:
         return argv[0], argv[1:]
-    given = {word[2:].split("=")[0]: word.partition("=")[2] for word in argv if word.startswith("--")}
-    given |= {word[2:]: after for word, after in zip(argv, argv[1:], strict=False) if word[2:] in given}
-    files = {}
+    given = {}
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        name, joined, value = word.partition("=")
+        given |= {name[2:]: value if joined else after} if word.startswith("--") else {}
+    files, unread = {}, sum(word.split("=")[0] == "--config" for word in argv)
     for path in config_files(argv):
-        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):  # the parser says so
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-            files |= found if isinstance(found, dict) else {}
-    given = files | given
-    given.pop("config", None)
-    preset = fused_rl.PRESETS.get(given.get("preset"))
-    fits = []
-    for name in TRAINERS:
-        of_preset = preset is None or (preset.advantage == "gae") == (name == "ppo")
-        if of_preset and given.keys() <= {*names_of(config_of(name))}:
-            fits.append(name)
+        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
+            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            if isinstance(found, dict):
+                files, unread = files | found, unread - 1
+    given = {name: value for name, value in (files | given).items() if name not in ("config", "local_rank")}
+
+    # A file that cannot be read, or what neither of them takes: the parser of the nearer one says which.
+    foreign = {name: sorted(set(given).difference(names_of(config_of(name))), key=str) for name in TRAINERS}
+    if unread or set.intersection(*map(set, foreign.values())) or not all(word.startswith("-") for word in argv[:1]):
+        parse(config_of(min(foreign, key=lambda name: len(foreign[name]))), argv, PROG)
+
+    # What only one of them takes.
+    preset = fused_rl.PRESETS.get(str(given.get("preset")))
+    if preset is not None:
+        foreign["grpo" if preset.advantage == "gae" else "ppo"].append(f"preset={given['preset']}")
+    fits = [name for name in TRAINERS if not foreign[name]]
     if len(fits) == 1:
         return fits[0], argv
-    why = "fit both" if fits else "fit neither grpo nor ppo"
-    raise InputError(f"the options {why}; say which run it is: fused-rl doctor --null grpo … or ppo …")
+    neither = "; ".join(f"{name} has no {', '.join(options)}" for name, options in foreign.items())
+    why = "fit both" if fits else f"fit neither grpo nor ppo ({neither})"
+    raise InputError(f"the options {why}; say which run it is: {PROG} grpo … or ppo …")
 
 
 def at_rest(config: Options, folder: str) -> Options:
@@ -200,7 +217,7 @@ def ways(policy: Policy, rollout: Rollout) -> list[Again]:
     """One for each source of noise that this run could have."""
     size = min(policy.config.micro_batch_size, len(rollout.samples))
     other, module = max(1, size // 2) if size > 1 else 2, policy.model.module
-    found = [Again("nothing changed", lambda: scored(policy, rollout, size))]
+    found = [Again(UNCHANGED, lambda: scored(policy, rollout, size))]
     if rollout.rollout_logprobs is not None:
         who = "server" if policy.config.server else "sampler"
         found.append(Again(f"by the {who}, as it drew them", lambda: rollout.rollout_logprobs))
@@ -251,6 +268,22 @@ def figures(policy: Policy, rollout: Rollout, before: torch.Tensor, after: torch
     return [f"{x.item():.2g}" for x in spread] + [clipped] + [f"{x.item():.2g}" for x in numbers]
 
 
+@contextlib.contextmanager
+def a_folder(config: Options) -> Iterator[str]:
+    """A temporary folder for the run; for servers beside the run's own, under a path that they can see and read."""
+    beside = None
+    if config.server:
+        beside = next(path for path in Path(config.output_dir).resolve().parents if path.is_dir())
+        who = f"server={','.join(config.server)}"
+        tell(f"{who} gets the weights of {config.model}: no other run may be drawing from it meanwhile")
+    with contextlib.ExitStack() as stack:
+        with storing("the weights for the servers", beside or Path(tempfile.gettempdir())):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fused-rl-null-", dir=beside))
+            if beside:
+                Path(folder).chmod(0o755)  # it is made for this user alone
+        yield folder
+
+
 def moved(policy: Policy, history: list[dict[str, float]]) -> list[str]:
     """What of the steps' metrics is not what it is where nothing is learned, in words; [] in a run without noise."""
     expected = STILL | (TO_REFERENCE if policy.reference is not None else {})
@@ -268,13 +301,17 @@ def report(config: Options) -> bool:
     if launch.processes() > 1:
         raise InputError("doctor --null measures one process: leave out the launcher")
     epochs = config.epochs
-    with tempfile.TemporaryDirectory(prefix="fused-rl-null-") as folder:
+    with a_folder(config) as folder:
         config = at_rest(config, str(Path(folder) / "run"))
         policy, history, rollout = trained(config)
         size = min(config.micro_batch_size, len(rollout.samples))
         before, tokens = scored(policy, rollout, size), int(rollout.batch.response_mask.sum())
-        rows = [[way.source, *figures(policy, rollout, before, way.logprobs())] for way in ways(policy, rollout)]
+        again = {way.source: way.logprobs() for way in ways(policy, rollout)}
+    rows = [[source, *figures(policy, rollout, before, after)] for source, after in again.items()]
     found = moved(policy, history)
+    apart = (again[UNCHANGED] - before)[rollout.batch.response_mask].abs().max().item()
+    if apart != 0:  # NaN too
+        found.append(f"the same responses scored twice, up to {apart:.2g} nats apart")
     of_what = f"{STEPS} steps of {len(rollout.samples)} responses at learning rate 0, {config.minibatches} updates each"
     said = f"not 0: {'; '.join(found)}" if found else "exactly 0: ratio 1, variance 0, nothing clipped, KL 0"
     tell(f"noise of the run itself ({of_what}): {said}")
@@ -288,14 +325,22 @@ def report(config: Options) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """`fused-rl doctor --null`; status 1 where the run's own noise is not exactly 0."""
+    """`fused-rl doctor --null`; status 1 where the run's own noise is not exactly 0, 2 where nothing was measured."""
     if argv in (["-h"], ["--help"]):
         tell(__doc__.strip())
         return
-    with command.around("fused-rl doctor --null"):
-        trainer, argv = trainer_of(argv)
     exact: list[bool] = []
-    command.run(config_of(trainer), algorithm(trainer).arithmetic, lambda config: exact.append(report(config)), argv)
+    with kept_up():
+        try:
+            with command.around(PROG):
+                trainer, argv = trainer_of(argv)
+            config_class, module = config_of(trainer), algorithm(trainer)
+            command.run(config_class, module.arithmetic, lambda config: exact.append(report(config)), argv)
+        except SystemExit as ended:
+            if not isinstance(ended.code, str):
+                raise
+            tell(ended.code, to_errors=True)  # an error in a line, whose status would be 1
+            sys.exit(2)
     if not all(exact):
         sys.exit(1)
 
