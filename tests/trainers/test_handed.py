@@ -203,7 +203,13 @@ def script(folder, *, changed="", **options):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRITON_INTERPRET": "0",
+    }
 
 
 @pytest.mark.slow
