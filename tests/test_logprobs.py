@@ -350,7 +350,7 @@ BAD = {
         r"\(2, 2\), got \(2, 3\); shift=True takes mask\[:, 1:\]",
     ),
     "mask: integers": (X, Y, {"mask": Y}, r"bool tensor, .* got torch.int64 .* mask.bool\(\)"),
-    "shift: no batch": (X[0], Y[0], {"shift": True}, r"\(B, T, V\), got \(3, 8\)"),
+    "shift: no batch": (X[0], Y[0], {"shift": True}, r"\(B, T, V\) or \(B, T, H\), got \(3, 8\)"),
     "softcap: 0": (
         X,
         Y,
