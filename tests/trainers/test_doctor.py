@@ -1,6 +1,6 @@
 """`fused-rl doctor RUN` and the lines of a run: runs broken on purpose, one for each diagnosis, and healthy ones.
 
-All are trained here, on models of a few thousand weights.
+All are trained here, on models of a few thousand weights; the longer ones are slow, and test_rules.py has their rules.
 """
 
 import random
@@ -133,6 +133,7 @@ def test_nothing_but_cut_responses(files, tmp_path, capsys):
     assert "cut-responses" in diagnosed(tmp_path / "run", capsys)
 
 
+@pytest.mark.slow
 def test_collapsed_entropy(ending, tmp_path, capsys):
     scorers = {"verifiers": [f"{HERE}:of_a", f"{HERE}:right"], "verifier_weights": [1, 0], "solved_at": [99.0, 1.0]}
     reinforced(ending, tmp_path / "run", lr=3e-2, steps=60, **scorers)
@@ -144,6 +145,7 @@ def test_exploding_kl(ending, tmp_path, capsys):
     assert "kl-runs-away" in diagnosed(tmp_path / "run", capsys)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_100_times_too_high(ending, tmp_path, capsys):
     reinforced(ending, tmp_path / "grpo", lr=0.3)
     assert "steps-too-far" in diagnosed(tmp_path / "grpo", capsys)
@@ -164,6 +166,7 @@ def test_a_ratio_that_is_not_one(ending, tmp_path, capsys, monkeypatch):
     assert diagnosed(tmp_path / "run", capsys) == ["ratio-off"]
 
 
+@pytest.mark.slow
 def test_a_scorer_of_length_that_is_outwitted(ending, tmp_path, capsys):
     scorers = {"verifiers": [f"{HERE}:length", f"{HERE}:right"], "verifier_weights": [1, 0], "solved_at": [99.0, 1.0]}
     options = {"lr": 3e-3, "steps": 40, "eval_size": 12, "eval_every": 10, "max_new_tokens": 24}
@@ -222,6 +225,7 @@ def of_critic(files, folder, **options):
     ppo.train(ppo.PPOConfig(**tiny.settled(settings | options)))
 
 
+@pytest.mark.slow
 def test_a_critic_that_explains_nothing(ending, tmp_path, capsys):
     of_critic(ending, tmp_path / "idle", critic_lr=0.0)
     assert diagnosed(tmp_path / "idle", capsys) == ["idle-critic"]
@@ -231,6 +235,7 @@ def test_a_critic_that_explains_nothing(ending, tmp_path, capsys):
     assert diagnosed(tmp_path / "healthy", capsys) == []
 
 
+@pytest.mark.slow
 def test_pairs_whose_held_out_sides_are_swapped(tmp_path, capsys):
     model, pairs = reward_runs.make_model(tmp_path / "model"), reward_runs.write_pairs(tmp_path / "pairs.jsonl")
     rows = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in map(dict, rows_of(pairs))]
@@ -249,6 +254,7 @@ def rows_of(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_says_a_line_once(files, tmp_path, capsys):
     options = {"verifiers": f"{HERE}:nothing", "max_new_tokens": 1, "eval_size": 0, "steps": 14, "minibatches": 1}
     for stopped, lines in ((6, [0, 1]), (12, [1, 0])):  # before the tenth step, and after it
