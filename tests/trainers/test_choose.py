@@ -148,7 +148,7 @@ def test_the_reason_is_told():
     assert choose([gym], None)[0] == "reasoning_gym"
 
 
-BOTH = r"d.jsonl: no one scorer fits all answers: 1 are mathematics \('42'\), and 1 are not \('Paris' \(a word"
+BOTH = r"d.jsonl, line 2: no one scorer fits all answers: 1 are mathematics \('42'\), and 1 are not \('Paris' \(a word"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def choose(rows: Sequence[Rows], answer_column: str | None) -> tuple[str, str]:
         remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
         raise InputError(f"{place}: nothing to judge responses by; the row has {sorted(first)}; {remedy}")
 
-    (mathematics, of_mathematics), (others, of_others) = _sorted(rows, answer_column)
+    (mathematics, of_mathematics, _), (others, of_others, where) = _sorted(rows, answer_column)
     count = mathematics + others
     if not others:
         return "math", f"since all {count} answers are numbers or formulas: {of_mathematics}"
@@ -29,15 +29,15 @@ def choose(rows: Sequence[Rows], answer_column: str | None) -> tuple[str, str]:
         told = "a response is right where it is the answer and nothing else; or name another with --verifiers"
         return "exact_match", f"since {of_all} answers are no mathematics: {of_others}; {told}"
     raise InputError(
-        f"{rows[0].source}: no one scorer fits all answers: {mathematics} are mathematics ({of_mathematics}), and "
+        f"{where}: no one scorer fits all answers: {mathematics} are mathematics ({of_mathematics}), and "
         f"{others} are not ({of_others}); name who judges with --verifiers: math judges the first alone, exact_match "
         "the whole response as text, regex:<pattern> and a function of yours what they are made for"
     )
 
 
-def _sorted(rows: Sequence[Rows], answer_column: str | None) -> list[tuple[int, str]]:
-    """How many answers mathematics can judge, and the first of them, in words; and of all others the same."""
-    counts, shown = [0, 0], [{}, {}]
+def _sorted(rows: Sequence[Rows], answer_column: str | None) -> list[tuple[int, str, str]]:
+    """How many answers mathematics can judge, the first of them in words, and its row; and of all others the same."""
+    counts, shown, places = [0, 0], [{}, {}], ["", ""]
     for part in rows:
         for i, row in enumerate(part.rows):
             with part.at(i):
@@ -45,9 +45,10 @@ def _sorted(rows: Sequence[Rows], answer_column: str | None) -> list[tuple[int, 
             what = unfit(answer)
             kind = int(what is not None)
             counts[kind] += 1
+            places[kind] = places[kind] or part.where(i)
             if len(shown[kind]) <= EXAMPLES:
                 shown[kind][repr(answer)[:40] + (f" ({what})" if what else "")] = None
-    return list(zip(counts, map(_some, shown), strict=True))
+    return list(zip(counts, map(_some, shown), places, strict=True))
 
 
 def _some(answers: Iterable[str]) -> str:
