@@ -165,6 +165,12 @@ VERIFIERS = [
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
     *unfit("Paris yes B (A) 12:30 2024-01-05 v1.0 H2O sqrt(2) ½ n/a"),
     *cell("grpo", "answer", "[1, 2]", "cannot judge the answer '.1, 2.': a list", options=("--verifiers", "math")),
-    *cell("eval", "answer", "Paris", "no one scorer fits all answers: 5 are .* 1 are not .'Paris'", options=("--verifiers", "null")),
+    *cell(
+        "eval",
+        "answer",
+        "Paris",
+        "no one scorer fits all answers: 5 are .* 1 are not .'Paris'",
+        options=("--verifiers", "null"),
+    ),
     *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
 ]
