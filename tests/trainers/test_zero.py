@@ -58,7 +58,7 @@ def steps(stage, dtype, options) -> tuple[list, list]:
 
 def compared(rank, world, cases) -> int:
     """How many cases give the same bits as DeepSpeed's own step."""
-    gc.disable()  # the finalizer of a DeepSpeed engine imports; inside of another engine's import Python 3.11 breaks off
+    gc.disable()  # a DeepSpeed engine's finalizer imports, and Python 3.11 breaks off where that is inside of an import
     engine.setup(1)
     torch.set_num_threads(1)
     own = zero.own_step
