@@ -118,12 +118,23 @@ def test_a_push_that_fails_is_not_tried_again(folder, other, tmp_path, kind, pat
 
 
 @pytest.mark.parametrize(
-    "answer", [None, [], {}, {"ranks": 3}, {"ranks": [3]}, {"ranks": [{}]}, {"ranks": [{"checksums": 3}]}], ids=str
+    "answer",
+    [
+        None,
+        [],
+        {},
+        {"ranks": 3},
+        {"ranks": [], "success": False},
+        {"ranks": [3]},
+        {"ranks": [{}]},
+        {"ranks": [{"checksums": 3}]},
+    ],
+    ids=str,
 )
 def test_digests_in_another_form_are_a_line(fake, server, answer):
-    told = answer | {"success": True} if isinstance(answer, dict) else answer
+    told = {"success": True} | answer if isinstance(answer, dict) else answer
     fake.script = [("/weight_checker", lambda right: told), ("/weights_checker", lambda right: told)]
-    with pytest.raises(InputError, match="an answer without checksums: "):
+    with pytest.raises(InputError, match="an answer without (ranks|checksums): "):
         server.digests()
 
 

@@ -24,6 +24,7 @@ from fused_rl.trainers.rollouts.types import Response, shortened
 from fused_rl.trainers.servers.connection import Connection, NoAnswer, Refused
 
 STARTS_WITHIN = 600.0  # seconds, of a server that loads its model
+UNKNOWN = (404, 405)  # HTTP statuses of what a server has no answer to
 
 
 class Flags(NamedTuple):
@@ -152,9 +153,13 @@ class Server(ABC):
     def digests(self) -> dict[str, str] | None:
         """Of each of its tensors, by its own name for it; None where it does not tell."""
 
-    @abstractmethod
     def tokens_of(self, text: str) -> list[int] | None:
         """The ids that its tokenizer makes of a text, without special tokens around it; None where it has none."""
+        return self._told_of("tokens", list, "/tokenize", self._tokenized(text))
+
+    @abstractmethod
+    def _tokenized(self, text: str) -> dict:
+        """What /tokenize is asked."""
 
     @abstractmethod
     def why_no_sets(self, sampling: Sampling) -> str | None:
@@ -174,13 +179,26 @@ class Server(ABC):
     @abstractmethod
     def _resume(self) -> None: ...
 
+    def _told_of(self, what: str, kind: type, path: str, body: dict):
+        """`what` of the answer, which is of this kind; None where the server knows no such question."""
+        try:
+            answer = self.connection.ask(path, body)
+        except Refused as error:
+            if error.status in UNKNOWN:
+                return None
+            raise
+        told = answer.get(what) if isinstance(answer, dict) and answer.get("success", True) else None
+        if not isinstance(told, kind):
+            raise self._missing(what, answer)
+        return told
+
     @contextlib.contextmanager
     def _known_to_push(self) -> Iterator[None]:
         """Say with what a server must be started that does not know how to take weights."""
         try:
             yield
         except Refused as error:
-            if error.status not in (404, 405):
+            if error.status not in UNKNOWN:
                 raise
             raise InputError(f"{error}; it takes weights where it is started with {self.flags.push}") from error
 

@@ -38,32 +38,19 @@ class SGLang(Server):
 
     def digests(self) -> dict[str, str] | None:
         """Of each tensor on each of its ranks."""
-        try:
-            answer = self.connection.ask("/weights_checker", {"action": "checksum"})
-        except Refused as error:
-            if error.status in (404, 405):
-                return None
-            raise
-        ranks = answer.get("ranks") if isinstance(answer, dict) and answer.get("success") else None
+        ranks = self._told_of("ranks", list, "/weights_checker", {"action": "checksum"})
+        if ranks is None:
+            return None
         found = {}
-        for rank, told in enumerate(ranks if isinstance(ranks, list) else [None]):
+        for rank, told in enumerate(ranks):
             sums = told.get("checksums") if isinstance(told, dict) else None
             if not isinstance(sums, dict):
-                raise self._missing("checksums", answer)
+                raise self._missing("checksums", ranks)
             found |= {f"rank{rank}/{name}": digest for name, digest in sums.items()}
         return found
 
-    def tokens_of(self, text: str) -> list[int] | None:
-        """POST /tokenize."""
-        try:
-            answer = self.connection.ask("/tokenize", {"prompt": text, "add_special_tokens": False})
-        except Refused as error:
-            if error.status in (404, 405):
-                return None
-            raise
-        if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
-            raise self._missing("tokens", answer)
-        return answer["tokens"]
+    def _tokenized(self, text: str) -> dict:
+        return {"prompt": text, "add_special_tokens": False}
 
     def why_no_sets(self, sampling: Sampling) -> str | None:
         """Asked for one token."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.servers.connection import Refused
-from fused_rl.trainers.servers.inference import Answer, Flags, Server
+from fused_rl.trainers.servers.inference import UNKNOWN, Answer, Flags, Server
 
 OF_NOTHING = hashlib.sha256().hexdigest()  # on a CPU vLLM keeps a packed copy of a matrix, and nothing of itself
 DRAWN = "token_id:"  # before the id of a token, where the server writes it as text
@@ -40,29 +40,11 @@ class VLLM(Server):
 
     def digests(self) -> dict[str, str] | None:
         """SHA-256 of each tensor as it was loaded, where it is kept so: some are several of the model's in one."""
-        try:
-            answer = self.connection.ask("/weight_checker", {"action": "checksum"})
-        except Refused as error:
-            if error.status in (404, 405):
-                return None
-            raise
-        if not isinstance(answer, dict) or not isinstance(answer.get("checksums"), dict):
-            raise self._missing("checksums", answer)
-        told = answer["checksums"].items()
-        return {name: digest for name, digest in told if digest != OF_NOTHING}
+        told = self._told_of("checksums", dict, "/weight_checker", {"action": "checksum"})
+        return None if told is None else {name: digest for name, digest in told.items() if digest != OF_NOTHING}
 
-    def tokens_of(self, text: str) -> list[int] | None:
-        """POST /tokenize."""
-        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
-            answer = self.connection.ask("/tokenize", asked)
-        except Refused as error:
-            if error.status in (404, 405):
-                return None
-            raise
-        if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
-            raise self._missing("tokens", answer)
-        return answer["tokens"]
+    def _tokenized(self, text: str) -> dict:
+        return {"model": self.model, "prompt": text, "add_special_tokens": False}
 
     def why_no_sets(self, sampling: Sampling) -> str | None:
         """Asked for one token."""
@@ -138,7 +120,7 @@ class VLLM(Server):
         try:
             self.connection.tell("/collective_rpc", asked)
         except InputError as error:
-            if getattr(error, "status", 0) in (404, 405):
+            if getattr(error, "status", 0) in UNKNOWN:
                 raise
             raise InputError(f"{error}: it did not read the weights in {folder}; does it see that folder?") from error
         answer = self.connection.tell("/reset_prefix_cache")
