@@ -78,7 +78,7 @@ test-versions: $(RELEASES:%=test-versions-%)  ## kernels, losses and each traine
 .venv-%/installed-release: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check install -q $(OF_$*) -e '.[train]' \
-	  pytest pytest-xdist pytest-benchmark hypothesis
+	  pytest pytest-xdist pytest-benchmark
 	@touch $@
 
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
@@ -181,4 +181,4 @@ lint: $(VENV)/installed  ## ruff: rules and formatting
 
 .PHONY: clean
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-* .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(VENV)-* .pytest_cache .ruff_cache *.egg-info build dist

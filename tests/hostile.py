@@ -26,6 +26,7 @@ LOOKS = {
     "tie of two at the maximum": lambda x, some: x.index_fill(0, some(2), x.max() + 1),
     "tie of five": lambda x, some: x.index_fill(0, some(5), x.max()),
     "all equal": lambda x, some: torch.full_like(x, x[0].item()),
+    "nearly equal": lambda x, some: 1e-2 * x,
     "two peaks of 30 nats": lambda x, some: x.index_fill(0, some(2), x.max() + 30),
     **{f"peak of {n} nats": lambda x, some, n=n: x.index_add(0, some(1), torch.tensor([1.0 * n])) for n in (10, 60)},
     **{f"peak of {n} nats": lambda x, some, n=n: x.index_fill(0, some(1), n) for n in (300, 600)},
@@ -45,6 +46,7 @@ OTHERS = {
 PLACES = {
     "nowhere": lambda v, some: _columns(v, []),
     "a column": lambda v, some: _columns(v, some(1)),
+    "the first": lambda v, some: _columns(v, [0]),
     "a lane of 32": lambda v, some: _columns(v, some(1).item() % 32, 32),
     "a lane of 512": lambda v, some: _columns(v, some(1).item() % 512, 512),
     "every second": lambda v, some: _columns(v, 1, 2),

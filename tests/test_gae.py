@@ -78,7 +78,7 @@ def check_any_shape_mask_and_decay(shape, keep, gamma, gae_lambda, seed):
 
 @pytest.mark.parametrize("examples", [10, slow(60)])
 def test_any_shape_mask_and_decay(examples):
-    settings(max_examples=examples, deadline=None)(check_any_shape_mask_and_decay)()
+    settings(max_examples=examples)(check_any_shape_mask_and_decay)()
 
 
 @on_backends("gamma", [1.0, 0.999], most=0)

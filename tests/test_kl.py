@@ -156,7 +156,7 @@ def check_never_negative_never_nan(vocab, spread, distance, offset, banned, dtyp
 
 @pytest.mark.parametrize("examples", [2, slow(40)])
 def test_never_negative_never_nan(examples):
-    settings(max_examples=examples, deadline=None)(check_never_negative_never_nan)()
+    settings(max_examples=examples)(check_never_negative_never_nan)()
 
 
 @on_backends("direction", DIRECTIONS, most=0)

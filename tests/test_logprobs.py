@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rl import reference, token_logprobs
-from tests.drawn import REPEATED, given, settings, st
+from tests.drawn import given, settings, st
 from tests.logits import (
     FLOATS,
     OUTPUTS,
@@ -461,7 +461,7 @@ def check_any_shape_stride_mask_dtype_and_ban(backend, shape, vocab, dtype, layo
 
 @pytest.mark.parametrize("backend, examples", [("cpu", 12), slow("cpu", 60), slow("kernel", 20)], indirect=["backend"])
 def test_any_shape_stride_mask_dtype_and_ban(backend, examples):
-    settings(max_examples=examples, **REPEATED)(given(**DRAWN)(check_any_shape_stride_mask_dtype_and_ban))(backend)
+    settings(max_examples=examples)(given(**DRAWN)(check_any_shape_stride_mask_dtype_and_ban))(backend)
 
 
 # the CPU path; the kernels

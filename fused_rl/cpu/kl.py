@@ -113,6 +113,8 @@ def _block_sums(x, x_at, y, y_at, t):
     at_top = torch.where(allowed & (x == m), d, -torch.inf).amax(-1, True)
     found = (at_top > -torch.inf) & (m > BANNED)
     at_top = torch.where(found, at_top, 0.0)
+    # as in the kernels: where Q masks that column alone, the others are as far from it
+    at_top = torch.where(found & (at_top.abs() * t > FARTHEST), m - n, at_top)
     e = difference(x, y, at_top, torch.float32) * t
 
     # the condition changes nothing but the order: w_all waits, and is summed in one pass with w and a
