@@ -60,6 +60,23 @@ def whole(files, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(params=["vllm", "sglang"])
+def fake(request, folder):
+    """A server of each kind."""
+    from tests.trainers import fake_server
+
+    with fake_server.serving(request.param, folder) as served:
+        yield served
+
+
+@pytest.fixture
+def server(fake):
+    from fused_rl.trainers.samplers.http import connect
+    from tests.trainers.served import QUICK
+
+    return connect(fake.url, **QUICK)
+
+
 @pytest.fixture
 def run(whole, tmp_path):
     """A copy of it, for a test to change."""

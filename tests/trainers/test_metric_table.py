@@ -35,25 +35,6 @@ def test_tensorboard_shows_what_the_table_says(files, tmp_path):
     assert read.SummaryMetadata("train/loss").summary_description == description("sft", "train/loss")
 
 
-class Telling(tiny.Sampler):
-    """The policy's own sampler, as another program would be: it tells log-probabilities and versions."""
-
-    tells_logprobs = has_versions = True
-
-    def __init__(self, built, tokenizer):
-        self.built, self.step = built, None
-
-    def publish(self, step, save):
-        self.step = step
-        self.built.publish(step, save)
-
-    def sample(self, prompts, sampling):
-        responses = self.built.sample(prompts, sampling)
-        for response in responses:
-            response.logprobs, response.weight_version = [-5.0] * len(response.ids), self.step
-        return responses
-
-
 @pytest.mark.slow
 def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(files, tmp_path):
     model, rows = files
@@ -67,10 +48,10 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     # A run of each, with what makes a metric appear.
     sft.train(sft_config(files, folders["sft"], **few))
     reward.train(reward.RewardConfig(model=model, dataset=of_pairs, output_dir=folders["reward"], batch_size=8, **few))
-    grpo.train(grpo_config(files, folders["grpo"], **few, **scorers), sampler=Telling)
+    grpo.train(grpo_config(files, folders["grpo"], **few, **scorers), sampler=tiny.Telling)
     config = {"prompts_per_step": 4, "group_size": 4, "minibatches": 1, "max_new_tokens": 6, "eval_samples": 2}
     config |= {"model": model, "dataset": rows, "critic": tiny.reward_folder(tmp_path / "critic", model)}
-    ppo.train(ppo.PPOConfig(output_dir=folders["ppo"], **config, **few, **scorers), sampler=Telling)
+    ppo.train(ppo.PPOConfig(output_dir=folders["ppo"], **config, **few, **scorers), sampler=tiny.Telling)
 
     for trainer, folder in folders.items():
         logged = set()

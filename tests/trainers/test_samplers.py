@@ -24,6 +24,7 @@ from fused_rl.trainers.run import checkpoint
 from fused_rl.trainers.samplers import build
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
+from tests.trainers.served import logprobs
 from tests.trainers.test_writing import Files
 
 CPU = torch.device("cpu")
@@ -121,26 +122,11 @@ def test_the_sampler_s_distance_is_told_before_any_correction(correction, cut):
 
 
 def test_a_server_that_is_half_a_nat_off_is_seen_in_a_step_of_grpo_and_of_ppo(files, tmp_path):
-    class Off(tiny.Sampler):
+    class Off(tiny.Telling):
         """Draws as the policy does, and tells log-probabilities half a nat too low."""
 
-        tells_logprobs = has_versions = True
-
-        def __init__(self, built, tokenizer):
-            self.built, self.step = built, None
-
-        def publish(self, step, save):
-            self.step = step
-            self.built.publish(step, save)
-
-        def sample(self, prompts, sampling):
-            lm, responses = self.built.lm, self.built.sample(prompts, sampling)
-            for prompt, response in zip(prompts, responses, strict=True):
-                logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
-                logp = (logits / (sampling.temperature or 1)).log_softmax(-1)
-                told = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0] - 0.5
-                response.logprobs, response.weight_version = told.tolist(), self.step
-            return responses
+        def told(self, prompt, ids, sampling):
+            return (logprobs(self.built.lm, prompt, ids, sampling.temperature or 1) - 0.5).tolist()
 
     options = {"steps": 2, "eval_size": 0, "minibatches": 1, "preset": "grpo"}
     grpo.train(grpo_config(files, tmp_path / "grpo", **options), sampler=Off)

@@ -18,18 +18,6 @@ SETS = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 TRUNCATED = Sampling(0.7, 5, (3,), top_p=0.9, top_k=20, min_p=0.01)
 
 
-@pytest.fixture(params=KINDS)
-def fake(request, folder):
-    """A server of each kind."""
-    with fake_server.serving(request.param, folder) as served:
-        yield served
-
-
-@pytest.fixture
-def server(fake):
-    return connect(fake.url, **QUICK)
-
-
 SENT = {
     "vllm": {
         "model": "policy",

@@ -12,18 +12,6 @@ from tests.trainers.served import DRAWN, PROMPT, QUICK, logprobs, model_of
 UPDATE = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def fake(request, folder):
-    """A server of each kind."""
-    with fake_server.serving(request.param, folder) as made:
-        yield made
-
-
-@pytest.fixture
-def server(fake):
-    return connect(fake.url, **QUICK)
-
-
 @pytest.fixture
 def other(tmp_path):
     """A folder with other weights."""

@@ -14,13 +14,6 @@ from tests.trainers import fake_server
 from tests.trainers.served import QUICK
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def fake(request, folder):
-    """A server of each kind."""
-    with fake_server.serving(request.param, folder) as served:
-        yield served
-
-
 def closed_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
