@@ -125,8 +125,8 @@ Where a rule goes by a number, that number was measured: the least and the large
 (`make demo`, `demo-reward`, `demo-ppo` and `python -m fused_rl.recipes.turns`). A run may go {margin:g} times
 further than the widest of a line, since the demos are small tasks. Some metrics are told in a unit that other runs have
 too: their own beginning, a nat per token. Without a band such a rule finds nothing. `{command}` makes them.
-These are of commit {commit}, {device}, Python {python}, torch {torch}, of as many seeds:
-{seeds}.
+
+These are of commit {commit}, {device}, Python {python}, torch {torch}. Seeds: {seeds}.
 
 | metric | unit | {heading} |
 |---|---|{dashes}|
