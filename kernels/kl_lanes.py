@@ -96,7 +96,7 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
     # what the lane had, moved there
     h = centre - c
     g = tl.where(tl.abs(h) < 1, excess2(h), tl.fma(h, -LN2, tl.exp2(h) - 1))
-    f_old += tl.fma(tl.fma(h, LN2, g), tl.fma(a_old, LN2, f_old), w_old * g)
+    f_old = tl.fma(f_old, tl.exp2(h), tl.fma(tl.fma(h, LN2, g), a_old * LN2, w_old * g))
     a = tl.fma(h, w_old, a_old) + tl.sum(a_tile, 1)
     far = tl.maximum(far, tl.maximum(tl.max(most, 1), tl.abs(centre)))
     return m, w, centre, a, f_old + tl.sum(f_tile, 1), far

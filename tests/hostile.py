@@ -23,6 +23,7 @@ VOCABULARIES = (100, 1, 2, 7, 33, 513, 2100, 4097, 9001, 50257)
 # What a row looks like: of x ~ N(0, 3^2) (V,) and some(n), which draws n of its columns.
 LOOKS = {
     "ordinary": lambda x, some: x,
+    "twice as wide": lambda x, some: 2 * x,
     "tie of two at the maximum": lambda x, some: x.index_fill(0, some(2), x.max() + 1),
     "tie of five": lambda x, some: x.index_fill(0, some(5), x.max()),
     "all equal": lambda x, some: torch.full_like(x, x[0].item()),

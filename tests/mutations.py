@@ -80,6 +80,18 @@ MUTATIONS = {
         "return cap(x, softcap)\n\n\n@triton.jit\ndef load_columns",
         LOGPROBS,
     ),
+    "F moves to a mean that falls by what exp(h) - 1 leaves of it": Mutation(
+        "kernels/kl_lanes.py",
+        "f_old = tl.fma(f_old, tl.exp2(h), tl.fma(tl.fma(h, LN2, g), a_old * LN2, w_old * g))",
+        "f_old += tl.fma(tl.fma(h, LN2, g), tl.fma(a_old, LN2, f_old), w_old * g)",
+        "tests/test_kl.py -k mean_that_falls",
+    ),
+    "the reference column of a block may be the one that Q masks": Mutation(
+        "fused_rl/cpu/kl.py",
+        "torch.where(found & (at_top.abs() * t > FARTHEST), m - n, at_top)",
+        "at_top",
+        "tests/test_hostile.py -k masks_of_most",
+    ),
     "a temperature per row is not inverted": Mutation(
         "fused_rl/rows.py",
         "row_temperature.reshape(-1).reciprocal()",

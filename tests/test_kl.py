@@ -98,11 +98,12 @@ def test_an_offset_of_one_row_costs_nothing(backend, offset, direction):
     torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=3e-6, atol=0)
 
 
-# 100: KL of thousands of nats, exp(u) far beyond fp32
-@on_backends("direction, spread", DIRECTIONS, [1.0, 100.0], most=1)
+# 100: KL of thousands of nats, exp(u) far beyond fp32; 4 to 6: of dozens, which is still one look at each column
+@on_backends("direction, spread", DIRECTIONS, [1.0, 4.0, 6.0, 100.0], most=1)
 def test_far_distributions(backend, spread, direction):
-    x, _ = pair(4, 3000, spread=spread, device=backend)
-    y, _ = pair(4, 3000, spread=spread, seed=1, device=backend)
+    rows = 4 if spread in (1, 100) else 16
+    x, _ = pair(rows, 5000, spread=spread, device=backend)
+    y, _ = pair(rows, 5000, spread=spread, seed=1, device=backend)
     got = fused_rl.token_kl(x, y, direction=direction)
     torch.testing.assert_close(
         got.double(),
@@ -110,6 +111,18 @@ def test_far_distributions(backend, spread, direction):
         rtol=2e-6,
         atol=0,
     )
+
+
+@on_backends("direction, drop", DIRECTIONS, [6.0, 12.0, 20.0], most=2)
+def test_a_mean_that_falls_keeps_what_q_has(backend, direction, drop):
+    """Of the first columns P has little and Q much in one of them; then comes all of P, and the mean of x - y falls."""
+    p = torch.zeros(1, 5000, device=backend)
+    q = torch.zeros(1, 5000, device=backend)
+    p[:, :2048], q[:, :2048] = -8, -8 - drop
+    q[:, 77] = 10
+    first, second = (p, q) if direction == "reverse" else (q, p)
+    got = fused_rl.token_kl(first, second, direction=direction)
+    torch.testing.assert_close(got.double(), exact(first, second, direction), rtol=1e-6, atol=0)
 
 
 @on_backends("direction, offset", DIRECTIONS, [0.0, 64.0, -1024.0], most=1)

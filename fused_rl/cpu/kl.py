@@ -30,6 +30,7 @@ from fused_rl.kernels.states import JensenShannonSums, KLState
 FLOOR, TINY, NONE = -9.999999e19, 1e-30, -1e10
 MOST = 1e19  # of a logit
 FARTHEST = 40.0  # nats: with p at least 1e-38, no q that counts goes with a p of 0
+Q_APART = 1.6e5  # e^12: of F / W, beyond which what is Q's is that far from P's mean, and p exp(-u) has lost digits
 TOO_FAR = 1e7  # nats, as in the kernels
 
 
@@ -91,7 +92,7 @@ def _near_sums(x, x_at, y, y_at, t):
     s = (p * u).sum(-1, True)
     f = (p * torch.where(u.abs() < 1, excess(u), exp(-u) - 1 + u)).sum(-1, True)
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
-    held = (u.abs().amax(-1, True) < FARTHEST) & (f < torch.inf) & (c * c * w <= 1e7 * f)
+    held = (u.abs().amax(-1, True) < FARTHEST) & (f < Q_APART * w) & (c * c * w <= 1e7 * f)
     held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
     held = held & (x.amin(-1, True) < m)  # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
     if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
