@@ -1,12 +1,24 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_choice, check_floating, check_mask, check_shape
+from fused_rl.checks import (
+    check_choice,
+    check_device,
+    check_flag,
+    check_floating,
+    check_mask,
+    check_process_group,
+    check_range,
+    check_shape,
+    described,
+    values_are_checked,
+)
 from fused_rl.masked import global_moments, whiten
 
 __all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
@@ -42,12 +54,16 @@ def group_advantages(
         (B,) in at least fp32, not differentiable. Exactly 0 in a group whose rewards are all equal.
 
     Raises:
-        ValueError: shapes or options that do not fit.
+        ValueError: shapes or options that do not fit, `eps` or `std_floor` without `normalize`; on CPU, or with
+            FUSED_RL_CHECKED=1 in the environment, rewards that are not finite.
     """
-    check_floating("rewards", rewards, "(B,)")
-    if group_size < 1 or rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
+    _check_rewards(rewards, group_size)
     check_choice("baseline", baseline, get_args(Baseline))
+    check_flag("normalize", normalize)
+    _check_scales(eps=eps, std_floor=std_floor)
+    for name, given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
+        if given and not normalize:
+            raise ValueError(f"{name} has no meaning with normalize=False, which divides by nothing; leave it out")
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
         raise ValueError("group_size=1 has no other response to compare with; use group_size >= 2")
 
@@ -80,28 +96,56 @@ def response_advantages(
             rewards of all prompts whitened together (REINFORCE++, arXiv:2501.03262), as `whiten` does;
             "group-mean-batch-std", reward less the group's mean, over the standard deviation of all prompts' rewards
             (arXiv:2508.08221).
-        group_size: G, responses per prompt; "batch-std" does not look at it.
-        std_floor: a standard deviation below this counts as this; nothing to those that divide by none.
+        group_size: G, responses per prompt; B is a multiple of it for all, though "batch-std" compares no groups.
+        std_floor: a standard deviation below this counts as this; refused where none is divided by.
         process_group: the ranks whose rewards the two of the batch take together, all of which call; None: this rank's.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 where all rewards that are compared are equal.
 
     Raises:
-        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit.
+        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit; as `group_advantages`.
     """
     check_choice("advantage", advantage, ADVANTAGES)
+    _check_rewards(rewards, group_size)
+    _check_scales(std_floor=std_floor)
+    check_process_group(process_group)
+    if std_floor and advantage in ("group-mean", "leave-one-out"):
+        raise ValueError(f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out")
     # whatever else it is, it is a function of rewards alone
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
         return _batch_advantages(rewards, std_floor, process_group)
     baseline, normalize = "leave-one-out" if advantage == "leave-one-out" else "mean", advantage == "group-std"
-    found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, std_floor=std_floor)
+    floor = {"std_floor": std_floor} if normalize else {}
+    found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
     if advantage == "group-mean-batch-std":
         _, variance = global_moments(rewards.detach(), _all_of(rewards), process_group)
         found = found / (variance.sqrt().clamp(min=std_floor) + 1e-4).to(found.dtype)
     return found
+
+
+def _check_rewards(rewards, group_size):
+    check_floating("rewards", rewards, "(B,)")
+    if not isinstance(group_size, Integral) or isinstance(group_size, bool):
+        raise ValueError(f"group_size must be a whole number, responses per prompt, got {described(group_size)}")
+    if group_size < 1 or rewards.numel() % group_size:
+        raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
+    if torch.compiler.is_compiling() or not values_are_checked(rewards.device):
+        return
+    bad = ~rewards.isfinite()
+    if bad.any():
+        at = int(bad.nonzero()[0])
+        raise ValueError(
+            f"rewards[{at}] is {rewards[at].item()}, {int(bad.sum())} of {len(bad)} are not finite: nothing compares "
+            "with these; score the response, or leave its group out"
+        )
+
+
+def _check_scales(**scales):
+    for name, scale in scales.items():
+        check_range(name, scale, "a finite number, 0 or more")
 
 
 def _all_of(rewards):
@@ -109,7 +153,6 @@ def _all_of(rewards):
 
 
 def _batch_advantages(rewards, std_floor, process_group):
-    check_floating("rewards", rewards, "(B,)")
     rewards = rewards.detach()
     whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, process_group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
@@ -150,12 +193,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     check_floating("rewards", rewards, "(B, T)")
     check_floating("values", values, "(B, T)")
     check_shape("values", values, "rewards", rewards.shape)
-    check_mask(mask, "rewards", rewards.shape)
-    if not rewards.device == values.device == mask.device:
-        raise ValueError(f"rewards, values and mask are on {rewards.device}, {values.device}, {mask.device}")
-    for name, number in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {number}")
+    check_mask(mask, "rewards", rewards.shape, rewards.device)
+    check_device("values", values, rewards.device, "rewards")
+    check_range("gamma", gamma, "a number from 0 to 1")
+    check_range("gae_lambda", gae_lambda, "a number from 0 to 1")
 
     # the recurrence, from each row's end; no gradient passes through it
     return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))

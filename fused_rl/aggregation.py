@@ -5,10 +5,22 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_choice, check_mask, check_number, check_optional_tensors, check_tensor, described
+from fused_rl.checks import (
+    FLOATING,
+    check_choice,
+    check_count,
+    check_device,
+    check_floating,
+    check_mask,
+    check_optional_tensors,
+    check_shape,
+    check_tensor,
+    described,
+    values_are_checked,
+)
 from fused_rl.masked import at_least_fp32, masked_sum
 
-__all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "possible"]
+__all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divisor", "possible"]
 
 
 class Aggregation(NamedTuple):
@@ -79,19 +91,19 @@ class TokenBatch:
         max_length: int | None = None,
     ):
         check_tensor("the first argument of a loss", like)
-        if like.dim() != 2 or not like.is_floating_point():
+        if like.dim() != 2 or like.dtype not in FLOATING:
             raise ValueError(f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}")
-        check_mask(mask, "the losses' arguments (B, T)", like.shape)
-        check_optional_tensors(sequence_ids=sequence_ids)
-        for name, count in (("num_tokens", num_tokens), ("num_sequences", num_sequences)):
-            if count is not None:
-                check_number(name, count, " or None")
-        if sequence_ids is not None and (sequence_ids.shape != like.shape or sequence_ids.dtype != torch.int64):
-            raise ValueError(f"sequence_ids must be (B, T) = {tuple(like.shape)} int64, got {described(sequence_ids)}")
+        check_mask(mask, "the losses' arguments (B, T)", like.shape, like.device)
+        _check_sequence_ids(sequence_ids, mask)
+        for name, count in (("num_tokens", num_tokens), ("num_sequences", num_sequences), ("max_length", max_length)):
+            check_count(name, count, mask)
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.sequences = Sequences(mask, sequence_ids)
         if truncated is not None:
-            self.sequences = Sequences(mask & ~self._spread("truncated", truncated).bool(), sequence_ids)
+            truncated = self._spread("truncated", truncated)
+            if truncated.dtype != torch.bool:
+                raise ValueError(f"truncated must be bool, True for what was cut, got {described(truncated)}")
+            self.sequences = Sequences(mask & ~truncated, sequence_ids)
         self.mask = self.sequences.mask
         self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
         self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
@@ -99,19 +111,27 @@ class TokenBatch:
 
     def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
         check_tensor(name, tensor)
-        rows = self.sequences.mask.shape
-        if tensor.dim() == 1 and (self.sequences.ids is not None or len(tensor) == rows[0]):
+        check_device(name, tensor, self.sequences.mask.device, "the mask")
+        rows, ids = self.sequences.mask.shape, self.sequences.ids
+        if tensor.dim() == 1 and (ids is not None or len(tensor) == rows[0]):
+            if ids is not None and _is_read(ids) and ids.max() >= len(tensor):
+                raise ValueError(f"{name} has {len(tensor)} sequences, but sequence_ids go to {int(ids.max())}")
             tensor = self.sequences.expand(tensor)
         if tensor.shape != rows:
-            raise ValueError(f"{name} must have the shape of the mask, {tuple(rows)}, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have the shape of the mask, {tuple(rows)}, or one value per sequence, got "
+                f"{tuple(tensor.shape)}"
+            )
         return tensor
 
     def tokens(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """(B, T), or one value per sequence, -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
+        """(B, T) -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
         if tensor is None:
             return None
-        spread = self._spread(name, tensor).to(self.dtype)
-        return torch.where(self.mask, spread, 0)
+        check_floating(name, tensor)
+        check_device(name, tensor, self.mask.device, "the mask")
+        check_shape(name, tensor, "the mask", self.mask.shape)
+        return torch.where(self.mask, tensor.to(self.dtype), 0)
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """The same, without gradient."""
@@ -119,6 +139,11 @@ class TokenBatch:
             return None
         check_tensor(name, tensor)
         return self.tokens(name, tensor.detach())
+
+    def advantages(self, tensor: Tensor) -> Tensor:
+        """(B, T), or one value per sequence -> as `constant`."""
+        check_floating("advantages", tensor)
+        return self.constant("advantages", self._spread("advantages", tensor))
 
     def shares(self, loss_agg: str) -> Tensor:
         """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
@@ -130,9 +155,7 @@ class TokenBatch:
     def denominator(self, loss_agg: str) -> int | Tensor:
         rule = LOSS_AGGS[loss_agg]
         count = getattr(self, rule.count)
-        # at least 1: an empty batch is 0 and not nan
-        count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-        return count * self.max_length if rule.times_max_length else count
+        return divisor(count * self.max_length if rule.times_max_length else count)
 
     def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
         """(B, T) -> (): reduced once."""
@@ -141,11 +164,32 @@ class TokenBatch:
         return masked_sum(losses, self.mask) / self.denominator(loss_agg)
 
 
+def divisor(count: int | float | Tensor) -> int | float | Tensor:
+    """1 for 0: an empty batch is 0 and not NaN."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+
+
+def _is_read(values):
+    return values.numel() > 0 and values_are_checked(values.device) and not torch.compiler.is_compiling()
+
+
+def _check_sequence_ids(ids, mask):
+    check_optional_tensors(sequence_ids=ids)
+    if ids is None:
+        return
+    if ids.shape != mask.shape or ids.dtype != torch.int64:
+        raise ValueError(f"sequence_ids must be (B, T) = {tuple(mask.shape)} int64, got {described(ids)}")
+    check_device("sequence_ids", ids, mask.device, "the mask")
+    if _is_read(ids) and ids.max() >= ids.numel():
+        raise ValueError(f"sequence_ids must lie below B T = {ids.numel()}, got {int(ids.max())}; number them from 0")
+
+
 def possible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
-    for logprobs in policies:
-        if isinstance(logprobs, Tensor) and logprobs.shape == mask.shape:  # the batch says what is wrong with others
-            mask = mask & (logprobs.detach() != -torch.inf)
+    kind = mask.shape, mask.device, mask.layout
+    for x in policies:  # of other kinds the batch says what is wrong
+        if isinstance(x, Tensor) and (x.shape, x.device, x.layout) == kind and mask.dtype == torch.bool:
+            mask = mask & (x.detach() != -torch.inf)
     return mask
 
 

@@ -3,6 +3,7 @@
 Every check raises a ValueError that says what it got and what to do about it.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -10,15 +11,26 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOATING = (*LOGITS_DTYPES, torch.float64)
 # Within these logits / temperature and its gradient stay far from the ends of fp32.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
 SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
 
-
+# What a number may be, in the words that say so: NaN is in none of these.
+RANGES = {
+    "a finite number": lambda x: -math.inf < x < math.inf,
+    "a finite number above 0": lambda x: 0 < x < math.inf,
+    "a finite number, 0 or more": lambda x: 0 <= x < math.inf,
+    "a number, 0 or more, or inf": lambda x: x >= 0,
+    "a number from 0 to 1": lambda x: 0 <= x <= 1,
+    "a number above 0, at most 1": lambda x: 0 < x <= 1,
+    "a number from 0 to below 0.5": lambda x: 0 <= x < 0.5,
+}
 _TEMPERATURE_RANGE = (
     f"temperature must be a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} (0.01 comes close to the greedy "
     "choice)"
@@ -28,18 +40,24 @@ _TEMPERATURE_RANGE = (
 def described(x: object) -> str:
     """What came, in a few words: of a model's output, a module or a tuple of ours also the tensor that it holds."""
     if isinstance(x, Tensor):
-        return f"{x.dtype} {tuple(x.shape)}"
+        layout = "" if x.layout == torch.strided else f" {x.layout}"
+        return f"{x.dtype} {tuple(x.shape)}{layout}"
     held = [name for name in ("logits", "logprobs", "weight") if isinstance(getattr(x, name, None), Tensor)]
     if held:
         return f"{type(x).__name__}, whose .{held[0]} is a tensor"
-    shown = " ".join(repr(x).split())
-    return f"{type(x).__name__} {shown if len(shown) <= 60 else shown[:60] + '…'}"
+    return f"{type(x).__name__} {_shortened(repr(x))}"
+
+
+def _shortened(text):
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 60 else shown[:60] + "…"
 
 
 def check_tensor(name: str, x: object, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor{or_else}, got {described(x)}")
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        dense = "dense " if isinstance(x, Tensor) else ""
+        raise ValueError(f"{name} must be a {dense}tensor{or_else}, got {described(x)}")
 
 
 def check_tensors(**named: object) -> None:
@@ -53,30 +71,58 @@ def check_optional_tensors(**named: object) -> None:
             check_tensor(name, x, " or None")
 
 
-def check_number(name: str, x: object, or_else: str = "") -> None:
-    """A number, or a tensor of one or more, where an argument takes both."""
-    if not isinstance(x, (int, float, Tensor)) and not isinstance(x, Real):  # of numpy, too
-        raise ValueError(f"{name} must be a number or a tensor{or_else}, got {described(x)}")
+def is_number(x: object) -> bool:
+    """One of numpy, too; a bool is none."""
+    return isinstance(x, (int, float, Real)) and not isinstance(x, bool)
+
+
+def check_range(name: str, x: object, words: str, remedy: str = "") -> None:
+    """A number of `RANGES`."""
+    if not is_number(x) or not RANGES[words](x):
+        raise ValueError(f"{name} must be {words}, got {x if is_number(x) else described(x)}{remedy}")
+
+
+def check_flag(name: str, x: object) -> None:
+    """Else "no" and "none" would be yes."""
+    if not isinstance(x, bool):
+        raise ValueError(f"{name} must be True or False, got {described(x)}")
+
+
+def check_count(name: str, count: object, mask: Tensor) -> None:
+    """What a sum over `mask` is divided by: of the whole step, so that it may be of any size, 0 where nothing counts.
+
+    The values of a tensor are looked at where that costs nothing.
+    """
+    if count is None:
+        return
+    value, remedy = count, "; pass None for that of this batch"
+    if isinstance(count, Tensor):
+        if count.dim() or count.dtype.is_complex or count.dtype == torch.bool:
+            raise ValueError(f"{name} must be a number or a tensor of one, (), got {described(count)}{remedy}")
+        if count.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and a denominator has none; pass {name}.detach()")
+        if count.device != mask.device and count.device.type != "cpu":
+            raise ValueError(f"{name} is on {count.device}, the mask is on {mask.device}; move it there")
+        if torch.compiler.is_compiling() or not values_are_checked(count.device):
+            return
+        value = count.item()
+    check_range(name, value, "a finite number, 0 or more", remedy)
+    if value == 0 and not torch.compiler.is_compiling() and values_are_checked(mask.device) and mask.any():
+        raise ValueError(f"{name} is 0, but {int(mask.sum())} places of the mask count; pass the whole step's, or None")
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
     if value not in list(valid):  # a list or dictionary, too, is none of them
-        raise ValueError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(valid)}; got {_shortened(repr(value))}")
 
 
-def check_positive(name: str, value: float, remedy: str) -> None:
-    """A finite number > 0; a bool is none."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number > 0, got {value!r}; {remedy}")
-
-
-def check_floating(name: str, x: Tensor, shape: str) -> None:
+def check_floating(name: str, x: Tensor, shape: str = "") -> None:
     """`shape` as documented, such as "(B,)" or "(B, T)": it is the number of dimensions that is checked."""
     check_tensor(name, x)
-    dimensions = sum(letter.isalpha() for letter in shape)
-    if x.dim() != dimensions or not x.is_floating_point():
-        raise ValueError(f"{name} must be {shape} floating point, got {tuple(x.shape)} {x.dtype}")
+    fits = not shape or x.dim() == sum(letter.isalpha() for letter in shape)
+    if not fits or x.dtype not in FLOATING:
+        wanted = f"{shape} floating point".strip()
+        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}; {name}.float() makes it so")
 
 
 def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
@@ -86,7 +132,7 @@ def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str
 
 
 def check_logits(name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LOGITS_DTYPES) -> None:
-    if not isinstance(logits, Tensor) or logits.dtype not in dtypes:
+    if not isinstance(logits, Tensor) or logits.dtype not in dtypes or logits.layout != torch.strided:
         raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first")
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")
@@ -101,10 +147,17 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, operands: torch.dtype) 
         )
 
 
-def check_mask(mask: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
+def check_mask(mask: Tensor, of: str, shape: Collection[int], device: torch.device, hint: str = "") -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise ValueError(f"mask must be a bool tensor, True where it counts, got {described(mask)}; use mask.bool()")
+        remedy = "use mask.bool()" if isinstance(mask, Tensor) else "use torch.as_tensor(mask)"
+        raise ValueError(f"mask must be a bool tensor, True where it counts, got {described(mask)}; {remedy}")
     check_shape("mask", mask, of, shape, hint)
+    check_device("mask", mask, device, of)
+
+
+def check_device(name: str, x: Tensor, device: torch.device, of: str) -> None:
+    if x.device != device:
+        raise ValueError(f"{name} must be on the device of {of}, {device}, got {x.device}; move it there")
 
 
 def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None:
@@ -122,11 +175,12 @@ def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None
 
 def check_softcap(softcap: float | None) -> None:
     if softcap is not None:
-        check_positive("softcap", softcap, "pass None for no capping")
+        check_range("softcap", softcap, "a finite number above 0", "; pass None for no capping")
 
 
 def rows_shape(x: Tensor, shift: bool) -> tuple[int, ...]:
     """Of x (..., V) or (..., H): (...), and for `shift` (B, T - 1), as the last position predicts no token."""
+    check_flag("shift", shift)
     if not shift:
         return tuple(x.shape[:-1])
     if x.dim() != 3:
@@ -134,15 +188,13 @@ def rows_shape(x: Tensor, shift: bool) -> tuple[int, ...]:
     return x.shape[0], max(x.shape[1] - 1, 0)
 
 
-def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> None:
+def check_temperature(temperature: float | Tensor, rows: tuple[int, ...], device: torch.device) -> None:
     """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
     if not isinstance(temperature, Tensor):
-        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         # the numbers themselves: torch.compile(dynamic=True) makes a symbol of a module's float, and a variant of it
-        if not is_number or not 1e-6 <= temperature <= 1e6:
-            raise ValueError(
-                f"{_TEMPERATURE_RANGE}, or a tensor, got {temperature if is_number else described(temperature)}"
-            )
+        if not is_number(temperature) or not 1e-6 <= temperature <= 1e6:
+            shown = temperature if is_number(temperature) else described(temperature)
+            raise ValueError(f"{_TEMPERATURE_RANGE}, or a tensor, got {shown}")
         return
     sizes = zip(reversed(temperature.shape), reversed(rows), strict=False)
     fits = temperature.dim() <= len(rows) and all(size in (1, row) for size, row in sizes)
@@ -151,6 +203,8 @@ def check_temperature(temperature: float | Tensor, rows: tuple[int, ...]) -> Non
             f"temperature must be a number or broadcastable to the outputs' shape {rows}, one per row, got "
             f"{described(temperature)}"
         )
+    if temperature.dim():  # one number may come from anywhere
+        check_device("temperature", temperature, device, "the rows")
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError("the gradient of temperature is not supported; pass temperature.detach()")
 
@@ -159,7 +213,7 @@ def split_temperature(
     temperature: float | Tensor, rows: tuple[int, ...], device: torch.device
 ) -> tuple[float, Tensor | None]:
     """What the operators take, checked: a number and None, or 1 and one per row, (...) fp32."""
-    check_temperature(temperature, rows)
+    check_temperature(temperature, rows, device)
     if not isinstance(temperature, Tensor):
         if not torch.compiler.is_compiling():
             return float(temperature), None
@@ -203,13 +257,63 @@ def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None
         )
 
 
+def check_process_group(group: object) -> None:
+    """What `new_group` returns to a rank outside of it is a number, with which a reduction would reduce nothing."""
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise ValueError(
+            "process_group must be a torch.distributed.ProcessGroup that this rank is in, or None, got "
+            f"{described(group)}; of a DeviceMesh take get_group()"
+        )
+
+
 def no_second_derivative(name: str) -> Callable[..., None]:
     """The gradient of an op's gradient: an error that says where second derivatives are."""
 
     def refuse(ctx, *_):
         raise RuntimeError(
             f"{name} is differentiable once: its gradient has no gradient. For second derivatives use "
-            f"fused_rl.reference.{name}"
+            f"{_definition(name)}"
         )
 
     return refuse
+
+
+def once_differentiable(name: str) -> Callable:
+    """For `backward` of an autograd function: its gradient says what it lacks where that is asked for.
+
+    torch's decorator of this name leaves a second derivative out in silence: its refusal is on no path to the inputs,
+    which stand among what was saved.
+    """
+    refusing = type("Once", (torch.autograd.Function,), {"backward": staticmethod(no_second_derivative(name))})
+    refusing.forward = staticmethod(lambda ctx, gradient, *inputs: gradient.view_as(gradient))
+
+    def decorate(backward):
+        @functools.wraps(backward)
+        def guarded(ctx, *upstream):
+            with torch.no_grad():
+                gradients = backward(ctx, *upstream)
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph=True
+                return gradients
+            inputs = [x for x in (*ctx.saved_tensors, *upstream) if x is not None and x.requires_grad]
+            return tuple(None if d is None else refusing.apply(d, *inputs) for d in gradients)
+
+        return guarded
+
+    return decorate
+
+
+def check_transforms(name: str, *tensors: Tensor | None) -> None:
+    """An operator without a rule for these transforms would return a derivative of 0."""
+    if torch.compiler.is_compiling():
+        return
+    dual = (x for x in tensors if x is not None and unpack_dual(x).tangent is not None)
+    if torch._C._are_functorch_transforms_active() or next(dual, None) is not None:
+        raise RuntimeError(
+            f"{name} supports neither torch.func transforms (grad, vmap, jvp, ...) nor forward-mode differentiation; "
+            f"use torch.autograd, or {_definition(name)}"
+        )
+
+
+def _definition(name):
+    whole = name.removeprefix("vocab_parallel_")
+    return f"fused_rl.reference.{whole}" + (" of the whole logits" if whole != name else "")

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_choice, check_shape, check_tensor
+from fused_rl.checks import check_choice, check_device, check_floating, check_shape
 
 __all__ = ["KL_ESTIMATORS", "KLEstimator", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
 
@@ -89,10 +89,12 @@ def kl_estimate(
     the ratio: DeepSeek-V3.2, arXiv:2512.02556.
     """
     check_choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
-    check_tensor("logprobs", logprobs)
-    check_shape("ref_logprobs", ref_logprobs, "logprobs", logprobs.shape)
-    if old_logprobs is not None:
-        check_shape("old_logprobs", old_logprobs, "logprobs", logprobs.shape)
+    check_floating("logprobs", logprobs)
+    sampled = logprobs if old_logprobs is None else old_logprobs
+    for name, x in (("ref_logprobs", ref_logprobs), ("old_logprobs", sampled)):
+        check_floating(name, x)
+        check_shape(name, x, "logprobs", logprobs.shape)
+        check_device(name, x, logprobs.device, "logprobs")
     if logprobs.dtype != torch.float64:
         logprobs = logprobs.float()
     d = logprobs - ref_logprobs.detach()

@@ -18,6 +18,7 @@ from fused_rl.checks import (
     check_mask,
     check_softcap,
     check_temperature_values,
+    check_transforms,
     no_second_derivative,
     rows_shape,
     split_temperature,
@@ -113,8 +114,9 @@ def check_logits_pair(
         )
     rows = rows_shape(logits, shift)
     if mask is not None:
-        check_mask(mask, "the rows", rows, SHIFTED_MASK if shift else "")
+        check_mask(mask, "the rows", rows, logits.device, SHIFTED_MASK if shift else "")
     check_softcap(softcap)
+    check_transforms("token_kl", logits, ref_logits)
     return rows
 
 

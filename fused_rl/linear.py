@@ -14,10 +14,12 @@ from torch import Tensor
 from fused_rl import tiles
 from fused_rl.checks import (
     LOGITS_DTYPES,
+    SHIFTED_MASK,
+    check_flag,
     check_logits_dtype,
     check_mask,
     check_optional_tensors,
-    check_positive,
+    check_range,
     check_softcap,
     check_target_values,
     check_targets,
@@ -25,6 +27,8 @@ from fused_rl.checks import (
     check_temperature_values,
     check_tensor,
     check_tensors,
+    check_transforms,
+    once_differentiable,
     rows_shape,
     values_are_checked,
 )
@@ -52,7 +56,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         return logprobs, entropy, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("linear_token_logprobs")
     def backward(ctx, *upstream):
         hidden, weight, bias, targets, *statistics = ctx.saved_tensors
         if all(d is None for d in upstream):
@@ -141,7 +145,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         return loss, logprobs, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("linear_token_loss")
     def backward(ctx, dloss, *_):
         rest_of_inputs = (None,) * (len(ctx.needs_input_grad) - 3)
         gradients, ctx.gradients = ctx.gradients, None
@@ -192,10 +196,10 @@ def _check_head(hidden, weight, targets, bias):
 def _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtype):
     rows = hidden.shape[:-1]
     if mask is not None:
-        check_mask(mask, "the targets", rows)
-    check_temperature(temperature, tuple(rows))
+        check_mask(mask, "the targets", rows, hidden.device)
+    check_temperature(temperature, tuple(rows), hidden.device)
     check_softcap(softcap)
-    check_positive("workspace_mb", workspace_mb, "it is in MiB")
+    check_range("workspace_mb", workspace_mb, "a finite number above 0", "; it is in MiB")
     check_logits_dtype(logits_dtype, hidden.dtype)
 
 
@@ -252,11 +256,13 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
-def _shifted(hidden, targets, sets=None):
+def _shifted(hidden, targets, mask, sets=None):
     """Position t with the target of t + 1, and its kept set."""
-    rows_shape(hidden, shift=True)
+    rows = rows_shape(hidden, shift=True)
     hint = "; shift=True takes the targets of all T positions and drops the first itself"
     check_targets(targets, "hidden", hidden, hint)
+    if mask is not None:
+        check_mask(mask, "the outputs", rows, hidden.device, SHIFTED_MASK)
     return hidden[:, :-1], targets[:, 1:], None if sets is None else sets.at((slice(None), slice(1, None)))
 
 
@@ -319,12 +325,14 @@ def linear_token_logprobs(
     """
     check_tensors(hidden=hidden, weight=weight, targets=targets)
     check_optional_tensors(bias=bias)
+    check_transforms("linear_token_logprobs", hidden, weight, bias)
     sets = None
     if support is not None:
         check_support(support, several=targets.dim() == hidden.dim())
         sets = support.of_rows(targets.shape, targets.device)
+    check_flag("shift", shift)
     if shift:
-        hidden, targets, sets = _shifted(hidden, targets, sets)
+        hidden, targets, sets = _shifted(hidden, targets, mask, sets)
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
     if sets is None:
         return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
@@ -385,8 +393,10 @@ def linear_token_loss(
     """
     check_tensors(hidden=hidden, weight=weight, targets=targets)
     check_optional_tensors(bias=bias)
+    check_transforms("linear_token_loss", hidden, weight, bias)
+    check_flag("shift", shift)
     if shift:
-        hidden, targets, _ = _shifted(hidden, targets)
+        hidden, targets, _ = _shifted(hidden, targets, mask)
     rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
     # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):

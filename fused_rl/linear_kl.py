@@ -8,7 +8,16 @@ from torch import Tensor
 
 from fused_rl import tiles
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_choice, check_optional_tensors, check_tensors, rows_shape
+from fused_rl.checks import (
+    SHIFTED_MASK,
+    check_choice,
+    check_mask,
+    check_optional_tensors,
+    check_tensors,
+    check_transforms,
+    once_differentiable,
+    rows_shape,
+)
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.kl import DIRECTIONS, Direction
 from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
@@ -54,7 +63,7 @@ class _LinearTokenKL(torch.autograd.Function):
         return divergence
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("linear_token_kl")
     def backward(ctx, g):
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics = ctx.saved_tensors
         heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
@@ -130,13 +139,16 @@ def linear_token_kl(
     check_choice("direction", direction, DIRECTIONS)
     check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
     check_optional_tensors(bias=bias, ref_bias=ref_bias)
+    check_transforms("linear_token_kl", hidden, weight, bias)
     if ref_hidden.shape[:-1] != hidden.shape[:-1] or ref_weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"both must have the same tokens and vocabulary, got hidden {tuple(hidden.shape)} and "
             f"{tuple(ref_hidden.shape)}, weight {tuple(weight.shape)} and {tuple(ref_weight.shape)}"
         )
+    rows = rows_shape(hidden, shift)
     if shift:
-        rows_shape(hidden, shift)
+        if mask is not None:
+            check_mask(mask, "the outputs", rows, hidden.device, SHIFTED_MASK)
         hidden, ref_hidden = hidden[:, :-1], ref_hidden[:, :-1]
     ref_hidden, ref_weight, ref_bias = (_constant(x) for x in (ref_hidden, ref_weight, ref_bias))
 

@@ -9,6 +9,7 @@ import torch
 
 from fused_rl import tiles
 from fused_rl.backend import backend_of
+from fused_rl.checks import once_differentiable
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.shards import gather, scatter
 
@@ -48,7 +49,7 @@ class _LinearSupport(torch.autograd.Function):
         return logprobs, entropy, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("linear_token_logprobs")
     def backward(ctx, *upstream):
         hidden, weight, bias, targets, ids, begin, end, x, *statistics = ctx.saved_tensors
         if all(d is None for d in upstream):

@@ -15,19 +15,22 @@ the backward pass needs is O(rows), the `RowStatistics` m and rest, and of a sup
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused_rl import reference
 from fused_rl.checks import (
+    FLOATING,
     LOGITS_DTYPES,
     SHIFTED_MASK,
+    check_device,
+    check_flag,
     check_logits,
     check_mask,
     check_softcap,
     check_target_values,
     check_targets,
     check_temperature_values,
+    check_transforms,
     no_second_derivative,
     rows_shape,
     split_temperature,
@@ -99,8 +102,9 @@ def token_logprobs(
             synchronisation per call.
     """
     # what does not fit is refused
+    check_flag("inplace", inplace)
     options = temperature, mask, softcap, shift
-    temperature, row_temperature = check_row_arguments(logits, targets, *options, (*LOGITS_DTYPES, torch.float64))
+    temperature, row_temperature = check_row_arguments(logits, targets, *options, FLOATING)
     row_support = None, None, None
     if support is not None:
         check_support(support, several=targets.dim() == logits.dim())
@@ -145,24 +149,13 @@ def check_row_arguments(
     hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
     check_targets(targets, "logits", logits, hint)
     if mask is not None:
-        check_mask(mask, "the outputs", rows, SHIFTED_MASK if shift else "")
+        check_mask(mask, "the outputs", rows, logits.device, SHIFTED_MASK if shift else "")
 
     # options, devices
     check_softcap(softcap)
-    for name, x in (("targets", targets), ("mask", mask), ("temperature", temperature)):
-        if isinstance(x, Tensor) and x.device != logits.device and x.dim():
-            raise ValueError(f"{name} is on {x.device}, the logits are on {logits.device}; move it there")
-    temperatures = split_temperature(temperature, rows, logits.device)
-
-    # transforms would see a function that has no rule for them
-    if torch.compiler.is_compiling():
-        return temperatures
-    if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
-        raise RuntimeError(
-            "token_logprobs supports neither torch.func transforms (grad, vmap, jvp, ...) nor forward-mode "
-            "differentiation; use torch.autograd, or fused_rl.reference.token_logprobs"
-        )
-    return temperatures
+    check_device("targets", targets, logits.device, "logits")
+    check_transforms("token_logprobs", logits)
+    return split_temperature(temperature, rows, logits.device)
 
 
 def _check_inplace(logits):

@@ -14,9 +14,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from fused_rl.aggregation import LossAgg, TokenBatch, aggregate, possible
-from fused_rl.checks import check_choice, check_tensors
+from fused_rl.checks import check_choice, check_range, check_tensors
 from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import (
+    ROLLOUT_BOUNDS,
     PolicyLossChanges,
     PolicyLossOptions,
     Preset,
@@ -113,7 +114,8 @@ def policy_loss(
         mask: (B, T) bool, True where a response token counts.
         preset: a row of `PRESETS`, or its name.
         options: `PolicyLossOptions` instead of a preset.
-        num_tokens: tokens that count in the whole optimizer step, over all micro-batches and ranks (token-mean).
+        num_tokens: tokens that count in the whole optimizer step, over all micro-batches and ranks (token-mean): a
+            number or a tensor (); 0 only where none counts.
         num_sequences: sequences in the whole optimizer step (the seq-mean aggregations).
         max_length: L of seq-mean-token-sum-norm. For None, all three are those of this batch: B sequences, L = T.
         ref_logprobs: (B, T) of the reference policy, for the KL term and its metrics.
@@ -139,12 +141,13 @@ def policy_loss(
         - with `ref_logprobs`, sums over a sequence's tokens / num_sequences: `kl` by `kl_estimator`; `kl1` to `kl4`.
 
     Raises:
-        ValueError: shapes or options that do not fit; a surrogate of yours that takes other arguments, or does not
-            return the loss of each token in their shape and dtype.
+        ValueError: shapes, dtypes, devices or options that do not fit; an option that nothing reads, as `clip_high`
+            beside a surrogate that clips nothing, or `kl_estimator` without `ref_logprobs`; a surrogate of yours that
+            takes other arguments, or does not return the loss of each token in their shape and dtype.
     """
     check_tensors(logprobs=logprobs, advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
-    _check_needs(chosen, ref_logprobs, entropy)
+    _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs)
 
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     if chosen.skip_impossible:
@@ -154,7 +157,7 @@ def policy_loss(
     entropy = batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
     per_token = advantages.dim() == 2
-    advantages = batch.constant("advantages", advantages)
+    advantages = batch.advantages(advantages)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
@@ -181,12 +184,20 @@ def policy_loss(
     return loss, metrics
 
 
-def _check_needs(chosen, ref_logprobs, entropy):
+def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
+    """What an option reads is there, and an option that nothing reads is not."""
     if chosen.kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef={chosen.kl_coef} needs ref_logprobs")
     needs_entropy = chosen.entropy_coef or chosen.top_entropy is not None or chosen.entropy_threshold is not None
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
+    given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
+    readers = {"ref_logprobs": ("kl_estimator",), "rollout_logprobs": ("rollout_correction", *ROLLOUT_BOUNDS)}
+    for needed, names in readers.items():
+        for name in names:
+            value = getattr(chosen, name)
+            if given[needed] is None and value not in (None, getattr(PolicyLossOptions, name)):
+                raise ValueError(f"{name}={value} has no meaning without {needed}; give these, or leave it out")
     if chosen.kl_coef and chosen.kl_estimator == "k1":
         advice = "Use kl_estimator='rk3', or put k1 in the reward"
         warnings.warn(f"k1 as a loss does not hold the policy: its expected gradient is zero. {advice}", stacklevel=3)
@@ -261,7 +272,7 @@ def policy_token_loss(
     check_tensors(advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
     check_token_level(chosen)
-    _check_needs(chosen, ref_logprobs, entropy=True)
+    _check_needs(chosen, ref_logprobs, True, rollout_logprobs)
     if chosen.skip_impossible:
         mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
@@ -275,7 +286,7 @@ def policy_token_loss(
     # what a token needs of its batch, in a tensor each: its share of the sum, and what its sequence weighs
     shares = batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
     needed = {
-        "advantages": batch.constant("advantages", advantages),
+        "advantages": batch.advantages(advantages),
         "shares": torch.where(batch.mask, shares, 0),
         "old": old,
         "ref": ref,
@@ -299,7 +310,15 @@ def policy_token_loss(
 
 
 def entropy_bonus(
-    entropy: Tensor, mask: Tensor, entropy_coef: float, *, loss_agg: LossAgg = "token-mean", **denominators
+    entropy: Tensor,
+    mask: Tensor,
+    entropy_coef: float,
+    *,
+    loss_agg: LossAgg = "token-mean",
+    num_tokens: int | Tensor | None = None,
+    num_sequences: int | Tensor | None = None,
+    max_length: int | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-entropy_coef times the aggregated entropy: add it to a loss. Arguments as `aggregate`.
 
@@ -312,8 +331,10 @@ def entropy_bonus(
         The loss, a scalar, differentiable in `entropy`; and {"entropy": the token mean, which adds up}.
     """
     check_tensors(entropy=entropy)
-    loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **denominators)
-    counts = {k: v for k, v in denominators.items() if k in ("num_tokens", "sequence_ids")}
+    check_range("entropy_coef", entropy_coef, "a finite number")
+    counts = {"num_tokens": num_tokens, "sequence_ids": sequence_ids}
+    denominators = {"num_sequences": num_sequences, "max_length": max_length}
+    loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **counts, **denominators)
     return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
 
 
@@ -349,8 +370,8 @@ def value_loss(
     Source: https://github.com/openai/baselines, ppo2; vwxyzjn/cleanrl, ppo.py.
     """
     check_tensors(values=values, old_values=old_values, returns=returns)
-    if value_clip is not None and value_clip < 0:
-        raise ValueError(f"value_clip must be >= 0 or None, got {value_clip}")
+    if value_clip is not None:
+        check_range("value_clip", value_clip, "a number, 0 or more, or inf", "; None is no clip")
     batch = TokenBatch(values, mask, num_tokens=num_tokens)
     values = batch.tokens("values", values)
     old = batch.constant("old_values", old_values)

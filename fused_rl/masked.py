@@ -3,17 +3,15 @@
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_mask, check_tensor
+from fused_rl.checks import check_flag, check_floating, check_mask, check_process_group, check_range
 
 __all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "whiten"]
 
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
     """The values in the dtype of a reduction, checked against their mask."""
-    check_tensor("values", values)
-    check_mask(mask, "values", values.shape)
-    if not values.is_floating_point():
-        raise ValueError(f"values must be floating point, got {values.dtype}; use values.float()")
+    check_floating("values", values)
+    check_mask(mask, "values", values.shape, values.device)
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -32,6 +30,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         ValueError: mask not bool or not of the shape of `values`.
     """
     values = at_least_fp32(values, mask)
+    if dim is not None and (type(dim) is not int or not -values.dim() <= dim < values.dim()):
+        raise ValueError(f"dim must be None or one dimension of values {tuple(values.shape)}, got {dim!r}")
     values = torch.where(mask, values, 0)  # not a product: 0 * nan is nan
     return values.sum() if dim is None else values.sum(dim)
 
@@ -50,6 +50,7 @@ def masked_var(values: Tensor, mask: Tensor, dim: int | None = None, *, unbiased
         values, mask, dim: as `masked_sum`.
         unbiased: divide by n - 1 (as `torch.var`) instead of n.
     """
+    check_flag("unbiased", unbiased)
     mean = masked_mean(values, mask, dim)
     about = mean if dim is None else mean.unsqueeze(dim)
     centred = torch.where(mask, values, 0).to(mean.dtype) - about
@@ -81,6 +82,10 @@ def whiten(
     Returns:
         Same shape, at least fp32, 0 where `mask` is False. The moments are constants to autograd.
     """
+    check_flag("shift_mean", shift_mean)
+    check_range("eps", eps, "a finite number, 0 or more")
+    check_range("std_floor", std_floor, "a finite number, 0 or more")
+    check_process_group(process_group)
     values = at_least_fp32(values, mask)
     kept = torch.where(mask, values, 0)
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_number, check_tensors
+from fused_rl.aggregation import divisor
+from fused_rl.checks import check_count, check_device, check_floating, check_range, check_shape, check_tensors
 
 __all__ = ["preference_loss"]
 
@@ -37,15 +38,20 @@ def preference_loss(
         ValueError: scores that are not (B,), label_smoothing outside [0, 0.5).
     """
     check_tensors(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
-    for name, given in (("margin", margin), ("num_sequences", num_sequences)):
-        if given is not None:
-            check_number(name, given, " or None")
-    for name, scores in (("chosen_scores", chosen_scores), ("rejected_scores", rejected_scores)):
-        if scores.dim() != 1 or scores.shape != chosen_scores.shape or not scores.is_floating_point():
-            shapes = f"{tuple(chosen_scores.shape)} and {tuple(rejected_scores.shape)}"
-            raise ValueError(f"{name} must be one score per sequence, (B,) floating point; got {shapes}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+    check_floating("chosen_scores", chosen_scores, "(B,)")
+    check_floating("rejected_scores", rejected_scores, "(B,)")
+    check_shape("rejected_scores", rejected_scores, "chosen_scores", chosen_scores.shape)
+    check_device("rejected_scores", rejected_scores, chosen_scores.device, "chosen_scores")
+    if isinstance(margin, Tensor):
+        check_floating("margin", margin)
+        check_shape("margin", margin, "chosen_scores", chosen_scores.shape)
+        check_device("margin", margin, chosen_scores.device, "chosen_scores")
+        margin = margin.detach()
+    elif margin is not None:
+        check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
+    check_count("num_sequences", num_sequences, torch.ones_like(chosen_scores, dtype=torch.bool))
+    check_range("label_smoothing", label_smoothing, "a number from 0 to below 0.5")
+    check_range("centering", centering, "a finite number, 0 or more")
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
     chosen = chosen_scores.to(dtype)
     rejected = rejected_scores.to(dtype)
@@ -58,7 +64,7 @@ def preference_loss(
     wrong = torch.nn.functional.logsigmoid(-lead)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
     losses = losses + centering * (chosen + rejected).square()
-    num_sequences = max(chosen.numel(), 1) if num_sequences is None else num_sequences
+    num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
     loss = losses.sum() / num_sequences
     return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach(), num_sequences)
 

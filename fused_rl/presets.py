@@ -1,6 +1,8 @@
 """The options of `policy_loss`, and the known algorithms as a table of changes to them."""
 
 import dataclasses
+import itertools
+import typing
 from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -8,7 +10,7 @@ from typing_extensions import TypedDict
 
 from fused_rl.advantages import Advantage
 from fused_rl.aggregation import LOSS_AGGS, LossAgg
-from fused_rl.checks import check_choice, described
+from fused_rl.checks import check_choice, check_flag, check_range, described
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
 from fused_rl.surrogates import RATIO_LEVELS, READS, SURROGATES, RatioLevel, Surrogate
 
@@ -16,6 +18,7 @@ __all__ = ["PRESETS", "PolicyLossChanges", "PolicyLossOptions", "Preset", "Prese
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
+ROLLOUT_BOUNDS = ("rollout_low", "rollout_high")
 
 
 # Types with their ranges, in the words in which a command line says them.
@@ -90,18 +93,52 @@ class PolicyLossOptions:
             check_choice("surrogate", self.surrogate, SURROGATES)
         if self.rollout_correction is not None:
             check_choice("rollout_correction", self.rollout_correction, ROLLOUT_CORRECTIONS)
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"clip_low and clip_high are offsets >= 0, got {self.clip_low} and {self.clip_high}")
-        if self.delta is not None and self.surrogate in SURROGATES and self.surrogate != "clip":
-            raise ValueError(f'delta belongs to the surrogate "clip", not to {self.surrogate!r}')
+        check_flag("skip_impossible", self.skip_impossible)
+        for name, words in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or getattr(PolicyLossOptions, name) is not None:
+                check_range(name, value, words)
+        self._check_read()
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"delta must lie above 1 + clip_high = {1 + self.clip_high}, got {self.delta}")
-        if self.sapo_temperature_pos <= 0 or self.sapo_temperature_neg <= 0:
-            raise ValueError("sapo_temperature_pos and sapo_temperature_neg must be > 0")
-        if self.top_entropy is not None and not 0 < self.top_entropy <= 1:
-            raise ValueError(f"top_entropy is a fraction in (0, 1], got {self.top_entropy}")
+        if self.rollout_low > self.rollout_high:
+            raise ValueError(f"rollout_low={self.rollout_low} is above rollout_high={self.rollout_high}; swap them")
         if self.top_entropy is not None and self.entropy_threshold is not None:
             raise ValueError("give top_entropy or entropy_threshold, not both")
+
+    def _check_read(self):
+        """What nothing reads: an option that only other surrogates read, or bounds of a correction that is off."""
+        for name, value in vars(self).items():
+            if _is_unread(name, self.surrogate) and value != getattr(PolicyLossOptions, name):
+                raise ValueError(
+                    f"{name}={value} has no meaning with surrogate={self.surrogate}, which does not read it; leave it "
+                    f"out, or choose surrogate {' or '.join(_READERS[name])}"
+                )
+        for name in ROLLOUT_BOUNDS:
+            if self.rollout_correction is None and getattr(self, name) != getattr(PolicyLossOptions, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no meaning with rollout_correction=None; leave it out, or "
+                    "choose a correction"
+                )
+
+
+_READERS = {name: [s for s, read in READS.items() if name in read] for name in {*itertools.chain(*READS.values())}}
+
+
+def _is_unread(name: str, surrogate: object) -> bool:
+    """Whether it is an option of other surrogates; one of yours may read any."""
+    return surrogate in [*SURROGATES] and name in _READERS and surrogate not in _READERS[name]
+
+
+# The numbers among them, and what each may be.
+_HINTS = typing.get_type_hints(PolicyLossOptions, include_extras=True)
+_KINDS = {name: [hint, *get_args(hint)] for name, hint in _HINTS.items()}
+_RANGES = {
+    name: kind.__metadata__[0]
+    for name, kinds in _KINDS.items()
+    for kind in kinds
+    if typing.get_origin(kind) is Annotated
+}
 
 
 class PolicyLossChanges(TypedDict, total=False):
@@ -276,27 +313,13 @@ def resolve_options(
         check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
     if options is not None:
         return dataclasses.replace(options, **changes)
+    # of a preset whose surrogate is exchanged for another, the bounds that only the former reads
+    base = {name: value for name, value in base.items() if not _is_unread(name, changes.get("surrogate"))}
     return PolicyLossOptions(**{**base, **changes})
 
 
 def surrogate_of(chosen: PolicyLossOptions) -> Callable:
     return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
-
-
-def unread_option(preset: PresetName, options: PolicyLossChanges) -> tuple[str, tuple[str, ...]] | None:
-    """The first of `options` that the surrogate does not read, and the surrogates that do; None where it reads all.
-
-    A value that the preset or the default gives anyway asks for nothing, and a surrogate of yours may read anything.
-    """
-    usual = resolve_options(preset, {})
-    chosen = resolve_options(preset, options)
-    if callable(chosen.surrogate):
-        return None
-    for name, value in options.items():
-        readers = tuple(surrogate for surrogate, read in READS.items() if name in read)
-        if readers and chosen.surrogate not in readers and value != getattr(usual, name):
-            return name, readers
-    return None
 
 
 def wide_option(chosen: PolicyLossOptions) -> str | None:

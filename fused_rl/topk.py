@@ -14,7 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.checks import MASKED, check_choice, check_mask, check_tensors, values_are_checked
+from fused_rl.checks import (
+    MASKED,
+    check_choice,
+    check_device,
+    check_floating,
+    check_mask,
+    check_tensors,
+    check_transforms,
+    once_differentiable,
+    values_are_checked,
+)
 from fused_rl.estimators import k3
 from fused_rl.kl import DIRECTIONS, Direction
 
@@ -63,7 +73,7 @@ def topk_kl(
     _check_pair(logprobs, ref_logprobs)
     if mask is None:
         mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
-    check_mask(mask, "the rows", logprobs.shape[:-1])
+    check_mask(mask, "the rows", logprobs.shape[:-1], logprobs.device)
     dtype = torch.promote_types(torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32)
     checked = values_are_checked(logprobs.device) and not torch.compiler.is_compiling()
     sides, rounding, legal = [], [], mask
@@ -76,7 +86,7 @@ def topk_kl(
         sides.append(side.to(dtype))
         rounding.append(torch.finfo(given.dtype).eps)
     sides = [torch.where(legal[..., None], side, -torch.inf) for side in sides]
-    value = _TopkKL.apply(*sides, direction, rounding)
+    value = _TopkKL.apply(*sides, direction, rounding, *(side[..., :0].clone() for side in sides))
     return torch.where(legal, value, torch.where(mask, torch.nan, 0.0))
 
 
@@ -87,11 +97,10 @@ def _check_pair(logprobs, ref_logprobs):
             f"logprobs and ref_logprobs must be (..., K) of one shape, got {tuple(logprobs.shape)} and "
             f"{tuple(ref_logprobs.shape)}; pass the log-probabilities of the same K tokens"
         )
-    for name, given in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
-        if not given.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {given.dtype}; use {name}.float()")
-    if logprobs.device != ref_logprobs.device:
-        raise ValueError(f"logprobs are on {logprobs.device}, ref_logprobs on {ref_logprobs.device}; move one of them")
+    check_floating("logprobs", logprobs)
+    check_floating("ref_logprobs", ref_logprobs)
+    check_device("ref_logprobs", ref_logprobs, logprobs.device, "logprobs")
+    check_transforms("topk_kl", logprobs, ref_logprobs)
 
 
 @torch.no_grad()
@@ -214,7 +223,7 @@ class _TopkKL(torch.autograd.Function):
     """The divergence and its gradients in closed form: autograd's own would keep a dozen (..., K) tensors."""
 
     @staticmethod
-    def forward(ctx, logprobs, ref_logprobs, direction, rounding):
+    def forward(ctx, logprobs, ref_logprobs, direction, rounding, *of_inputs):
         x, y = (ref_logprobs, logprobs) if direction == "forward" else (logprobs, ref_logprobs)
         eps_x, eps_y = rounding[::-1] if direction == "forward" else rounding
         p, q = x.exp(), y.exp()
@@ -225,15 +234,12 @@ class _TopkKL(torch.autograd.Function):
             infinite = ((y == -torch.inf) & (x > -torch.inf)).any(-1)
             value = torch.where(infinite, torch.inf, value)
             dx, dy = (torch.where(infinite[..., None], 0, d) for d in (dx, dy))
-        ctx.save_for_backward(*((dy, dx) if direction == "forward" else (dx, dy)))
+        ctx.save_for_backward(*((dy, dx) if direction == "forward" else (dx, dy)), *of_inputs)
         return value.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("topk_kl")
     def backward(ctx, g):
-        gradients = [g[..., None] * d for d in ctx.saved_tensors]
-        return (
-            *(d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:2], strict=True)),
-            None,
-            None,
-        )
+        gradients = [g[..., None] * d for d in ctx.saved_tensors[:2]]
+        wanted = (d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:2], strict=True))
+        return *wanted, *(None,) * 4

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_rl.backend import backend_of
-from fused_rl.checks import check_choice, check_temperature_values, split_temperature, values_are_checked
+from fused_rl.checks import (
+    check_choice,
+    check_process_group,
+    check_temperature_values,
+    described,
+    once_differentiable,
+    split_temperature,
+    values_are_checked,
+)
 from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
 from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics, RowSupport, bounded
 from fused_rl.kl import DIRECTIONS, Direction, as_rows, check_logits_pair
@@ -56,6 +64,8 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
+    _check_vocab_start(vocab_start)
+    check_process_group(process_group)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(local_logits, targets, *options)
     if support is not None:
@@ -109,6 +119,7 @@ def vocab_parallel_token_kl(
     """
     # checked as `token_kl`'s
     check_choice("direction", direction, DIRECTIONS)
+    check_process_group(process_group)
     rows = check_logits_pair(local_logits, local_ref_logits, mask, softcap, shift)
     temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
     if local_logits.device.type == "cpu":
@@ -122,6 +133,11 @@ def vocab_parallel_token_kl(
     kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", softcap, process_group)
     kl = kl.view(local_logits.shape[:-1])
     return kl[:, :-1] if shift else kl
+
+
+def _check_vocab_start(vocab_start):
+    if not isinstance(vocab_start, int) or isinstance(vocab_start, bool) or vocab_start < 0:
+        raise ValueError(f"vocab_start must be this rank's first column, 0 or more, got {described(vocab_start)}")
 
 
 def _reduced(rows, op, group):
@@ -214,7 +230,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return logprobs, entropy, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("vocab_parallel_token_logprobs")
     def backward(ctx, *upstream):
         logits, targets, mask, x, ids, begin, end, *state = ctx.saved_tensors
         if all(d is None for d in upstream):
@@ -289,7 +305,7 @@ class _VocabParallelKL(torch.autograd.Function):
         return divergence.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("vocab_parallel_token_kl")
     def backward(ctx, g):
         x, y, mask, divergence, state, sums = ctx.saved_tensors
         gradients = backend_of(x.device).kl.kl_bwd(

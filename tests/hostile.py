@@ -265,13 +265,26 @@ def _next(batch, like, *names):
     return options | {"shift": True}
 
 
-def of_shifted(op, batch, logits):
+def of_shifted(op, batch, logits, **more):
     # a row scores the target of the next: its own, so that ties meet theirs
-    return op(logits[None], batch.targets.roll(1)[None], **_next(batch, logits, *ROWS))
+    return op(logits[None], batch.targets.roll(1)[None], **_next(batch, logits, *ROWS), **more)
 
 
-def shifted_head(op, batch, hidden, weight, bias):
-    return op(hidden[None], weight, batch.targets.roll(1)[None], bias=bias, **_next(batch, hidden, *ROWS))
+def shifted_head(op, batch, hidden, weight, bias, **more):
+    return op(hidden[None], weight, batch.targets.roll(1)[None], bias=bias, **_next(batch, hidden, *ROWS), **more)
+
+
+def _rolled(batch):
+    """The sets of the targets as `of_shifted` has them."""
+    return batch.support.select(torch.arange(len(batch.targets)).roll(1))
+
+
+def of_shifted_support(op, batch, logits):
+    return of_shifted(op, batch, logits, support=_rolled(batch))
+
+
+def shifted_support_of_head(op, batch, *leaves):
+    return shifted_head(op, batch, *leaves, support=_rolled(batch))
 
 
 def in_place(op, batch, logits):
@@ -533,11 +546,13 @@ OPS = {
     "token_logprobs, K targets": Op(*LOGPROBS, of_several, logprobs_promise),
     "token_logprobs, support": Op(*LOGPROBS, of_support, logprobs_promise),
     "token_logprobs, shift": Op(*LOGPROBS, of_shifted, logprobs_promise),
+    "token_logprobs, shift and support": Op(*LOGPROBS, of_shifted_support, logprobs_promise),
     "token_logprobs, inplace": Op(*LOGPROBS, in_place, logprobs_promise),
     "linear_token_logprobs": Op(*LINEAR, of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, K targets": Op(*LINEAR, several_of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, support": Op(*LINEAR, support_of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, shift": Op(*LINEAR, shifted_head, logprobs_promise, **HEAD),
+    "linear_token_logprobs, shift and support": Op(*LINEAR, shifted_support_of_head, logprobs_promise, **HEAD),
     "linear_token_loss": Op(*LOSS, loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, K targets": Op(*LOSS, several_loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, shift": Op(*LOSS, shifted_loss_of_head, loss_promise, **HEAD),
@@ -545,6 +560,7 @@ OPS = {
     "vocab_parallel_token_logprobs, K targets": Op(*SPLIT, of_several, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, support": Op(*SPLIT, of_support, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, shift": Op(*SPLIT, of_shifted, logprobs_promise, 1e-6),
+    "vocab_parallel_token_logprobs, shift and support": Op(*SPLIT, of_shifted_support, logprobs_promise, 1e-6),
     "token_kl": Op(fused_rl.token_kl, divergence, two, of_pair, kl_promise, 1e-6, sizes_of_pair),
     "token_kl, shift": Op(fused_rl.token_kl, divergence, two, of_shifted_pair, kl_promise, 1e-6, sizes_of_pair),
     "linear_token_kl": Op(*LINEAR_KL, of_two_heads, kl_promise, 1e-6, **HEAD),

@@ -63,8 +63,8 @@ class _Replicated(torch.autograd.Function):
         return (g,) * ctx.ranks
 
 
-def in_one_process(op: Callable) -> Callable:
-    """The op of logits whose columns are split unevenly over two ranks, of fewer than three columns over one.
+def in_one_process(op: Callable, bounds: list[int] | None = None) -> Callable:
+    """The op of logits whose columns are split at `bounds`: None is unevenly over two ranks, of few columns over one.
 
     Of its arguments floating-point tensors are logits; a rank's first column follows targets.
     """
@@ -72,14 +72,14 @@ def in_one_process(op: Callable) -> Callable:
     @functools.wraps(op)
     def whole(*tensors, **options):
         vocab = tensors[0].shape[-1]
-        bounds = [0, vocab // 3, vocab] if vocab > 2 else [0, vocab]
+        usual = [0, vocab // 3, vocab] if vocab > 2 else [0, vocab]
 
         def rank(begin, end):
             local = [x[..., begin:end] if x.is_floating_point() else x for x in tensors]
             start = [] if all(x.is_floating_point() for x in tensors) else [begin]
             return op(*local, *start, **options)
 
-        outputs = _together([functools.partial(rank, *ends) for ends in pairwise(bounds)])
+        outputs = _together([functools.partial(rank, *ends) for ends in pairwise(bounds or usual)])
         if isinstance(outputs[0], torch.Tensor):
             return _Replicated.apply(*outputs)
         return type(outputs[0])(*(_Replicated.apply(*parts) for parts in zip(*outputs, strict=True)))

@@ -69,8 +69,8 @@ def test_a_standard_deviation_below_the_floor_counts_as_the_floor():
         below = response_advantages(rewards, advantage, group_size=8, std_floor=0.3)
         assert torch.equal(below, response_advantages(rewards, advantage, group_size=8))
     for advantage in ("group-mean", "leave-one-out"):
-        plain = response_advantages(rewards, advantage, group_size=8)
-        assert torch.equal(response_advantages(rewards, advantage, group_size=8, std_floor=0.5), plain)
+        with pytest.raises(ValueError, match="std_floor has no meaning with advantage="):
+            response_advantages(rewards, advantage, group_size=8, std_floor=0.5)
 
 
 def test_what_is_no_function_of_rewards_is_refused():

@@ -8,6 +8,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fused_rl
+from tests.one_process import in_one_process
 
 LOGITS = torch.zeros(2, 3, 50)
 TARGETS = torch.zeros(2, 3, dtype=torch.int64)
@@ -95,3 +96,169 @@ def assert_told(call, parameter, came):
     assert said.startswith((f"{parameter} must be", f"{parameter.removeprefix('local_')} must be"))
     assert f", got {came}" in said
     assert "\n" not in said and len(said) < 240
+
+
+# An argument of the wrong kind, of every function that takes it, and how it is told.
+
+NAN, INF = float("nan"), float("inf")
+COUNTS = {
+    "num_tokens": ("policy_loss", "policy_token_loss", "value_loss", "entropy_bonus"),
+    "num_sequences": ("policy_loss", "policy_token_loss", "entropy_bonus", "preference_loss"),
+    "max_length": ("policy_loss", "policy_token_loss", "entropy_bonus"),
+}
+NO_COUNTS = {
+    "a finite number, 0 or more, got -3": -3,
+    "a finite number, 0 or more, got nan": NAN,
+    "a finite number, 0 or more, got inf": INF,
+    "a finite number, 0 or more, got bool True": True,
+    "a finite number, 0 or more, got str '5'": "5",
+    "a finite number, 0 or more, got -2;": torch.tensor(-2),
+    r"a number or a tensor of one, \(\), got torch.int64 \(1,\)": torch.tensor([5]),
+    r"a number or a tensor of one, \(\), got torch.int64 \(2,\)": torch.tensor([5, 5]),
+    r"a number or a tensor of one, \(\), got torch.bool \(\)": torch.tensor(True),
+}
+
+
+def refused(name, said, **given):
+    with pytest.raises(ValueError, match=rf"^{said}") as told:
+        getattr(fused_rl, name)(**{**TAKES[name], **given})
+    assert "\n" not in str(told.value) and len(str(told.value)) < 240
+
+
+@pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in COUNTS.items() for name in names])
+def test_a_denominator_is_a_number_or_is_refused(count, name):
+    for said, given in NO_COUNTS.items():
+        refused(name, f"{count} must be {said}", **{count: given})
+    refused(name, f"{count} is 0, but [0-9]+ places of the mask count", **{count: 0})
+    refused(name, f"{count} is 0, but [0-9]+ places of the mask count", **{count: torch.tensor(0)})
+    refused(name, f"{count} requires a gradient", **{count: torch.tensor(5.0, requires_grad=True)})
+    refused(name, f"{count} is on meta, the mask is on cpu", **{count: torch.tensor(5, device="meta")})
+
+
+def test_a_denominator_of_the_whole_step_may_be_below_1_and_where_nothing_counts_0():
+    half, _ = fused_rl.value_loss(ROWS + 1, ROWS, ROWS, MASK, num_tokens=0.5)  # as of 4 tokens on 8 ranks
+    assert half == 0.5 * 6 / 0.5
+    assert half == fused_rl.value_loss(ROWS + 1, ROWS, ROWS, MASK, num_tokens=torch.tensor(0.5))[0]
+    for zero in (0, torch.tensor(0), None):
+        loss, _ = fused_rl.policy_loss(**{**TAKES["policy_loss"], "mask": ~MASK}, num_tokens=zero, num_sequences=zero)
+        assert loss == 0
+        assert fused_rl.preference_loss(*torch.zeros(2, 0), num_sequences=zero)[0] == 0
+    nothing = torch.zeros(2, 0)
+    assert fused_rl.policy_loss(nothing, nothing, torch.ones(2), nothing == 0, preset="dr_grpo")[0] == 0
+
+
+SHIFTABLE = [name for name in TAKES if "shift" in inspect.signature(getattr(fused_rl, name)).parameters]
+OF_NO_OTHER = {"policy_token_loss", "topk_kl"}  # whose mask stands first, and whose rows are others
+MASKED = [name for name in TAKES if "mask" in inspect.signature(getattr(fused_rl, name)).parameters]
+MASKED = [name for name in MASKED if name not in OF_NO_OTHER]
+# (function, argument, what is said of it) -> what is given
+WRONG = {
+    **{(name, "shift", "must be True or False, got str 'no'"): "no" for name in SHIFTABLE},
+    **{(name, "mask", r"must be on the device of [^\n]+, cpu, got meta"): MASK.to("meta") for name in MASKED},
+    **{(name, "mask", r"must be a bool tensor[^\n]*use mask.bool"): MASK.float() / 2 for name in MASKED},
+    ("topk_kl", "mask", "must be on the device of the rows, cpu, got meta"): MASK[:, 0].to("meta"),
+    ("token_logprobs", "inplace", "must be True or False"): 1,
+    ("group_advantages", "normalize", "must be True or False, got str 'none'"): "none",
+    ("group_advantages", "group_size", "must be a whole number"): 2.0,
+    ("group_advantages", "eps", "must be a finite number, 0 or more, got nan"): NAN,
+    ("group_advantages", "rewards", ""): torch.tensor([0.0, NAN, 1.0, 1.0]),
+    ("response_advantages", "rewards", ""): torch.tensor([0.0, 1.0, INF, 1.0]),
+    ("response_advantages", "group_size", "must be a whole number"): True,
+    ("response_advantages", "process_group", "must be a torch.distributed.ProcessGroup"): -100,
+    ("whiten", "process_group", "must be a torch.distributed.ProcessGroup"): "world",
+    ("whiten", "shift_mean", "must be True or False"): "no",
+    ("whiten", "eps", "must be a finite number, 0 or more, got -1"): -1,
+    ("masked_var", "unbiased", "must be True or False"): 2,
+    **{
+        (f"masked_{what}", "dim", r"must be None or one dimension of values \(2, 3\)"): 5
+        for what in ("sum", "mean", "var")
+    },
+    ("gae", "gamma", "must be a number from 0 to 1, got torch.float32"): torch.tensor(0.9),
+    ("gae", "gae_lambda", "must be a number from 0 to 1, got str"): "0.9",
+    ("value_loss", "value_clip", "must be a number, 0 or more, or inf, got nan"): NAN,
+    ("value_loss", "returns", r"must have the shape of the mask, \(2, 3\), got \(2,\)"): torch.zeros(2),
+    ("value_loss", "returns", "must be floating point"): ROWS.long(),
+    ("policy_loss", "old_logprobs", r"must have the shape of the mask, \(2, 3\), got \(2,\)"): torch.zeros(2),
+    ("policy_loss", "old_logprobs", "must be on the device of the mask, cpu, got meta"): ROWS.to("meta"),
+    ("policy_loss", "old_logprobs", "must be a dense tensor"): ROWS.to_sparse(),
+    ("policy_loss", "advantages", "must be floating point"): torch.ones(2, dtype=torch.bool),
+    ("policy_loss", "truncated", "must be bool"): torch.tensor([0.5, 0.0]),
+    ("policy_loss", "sequence_ids", "must lie below B T = 6, got 100"): torch.full((2, 3), 100),
+    ("policy_loss", "logprobs", "must be a dense tensor"): ROWS.to_sparse(),
+    ("entropy_bonus", "entropy_coef", "must be a finite number, got str"): "x",
+    ("preference_loss", "margin", r"must have the shape of chosen_scores, \(4,\), got \(3,\)"): torch.zeros(3),
+    ("preference_loss", "margin", "must be a finite number"): NAN,
+    ("preference_loss", "label_smoothing", "must be a number from 0 to below 0.5"): 0.5,
+    ("preference_loss", "centering", "must be a finite number, 0 or more, got -1.0"): -1.0,
+    ("preference_loss", "rejected_scores", "must be on the device of chosen_scores"): SCORES.to("meta"),
+    ("kl_estimate", "ref_logprobs", "must be floating point"): ROWS.long(),
+    ("kl_estimate", "old_logprobs", "must be on the device of logprobs, cpu, got meta"): ROWS.to("meta"),
+    ("token_logprobs", "logits", "must be a bf16, fp16 or fp32 tensor, got [^\n]*sparse"): LOGITS.to_sparse(),
+    ("vocab_parallel_token_logprobs", "process_group", "must be a torch.distributed.ProcessGroup"): -100,
+    ("vocab_parallel_token_kl", "process_group", "must be a torch.distributed.ProcessGroup"): -100,
+    ("vocab_parallel_token_logprobs", "vocab_start", "must be this rank's first column"): -1,
+}
+
+
+@pytest.mark.parametrize(("place", "given"), WRONG.items(), ids=map(" ".join, WRONG))
+def test_what_is_wrong_is_told_of_its_argument(place, given):
+    name, argument, said = place
+    refused(name, f"{argument}.*{said}", **{argument: given})
+
+
+def test_a_packed_batch_has_a_value_for_every_sequence():
+    ids = torch.tensor([[0, 0, 1], [2, 2, -1]])
+    refused(
+        "policy_loss", "advantages has 2 sequences, but sequence_ids go to 2", sequence_ids=ids, advantages=ROWS[:, 0]
+    )
+
+
+@pytest.mark.parametrize("name", ["linear_token_logprobs", "linear_token_loss", "linear_token_kl", "token_logprobs"])
+def test_a_mask_over_all_tokens_hears_what_shift_takes(name):
+    refused(name, r"mask must have the shape of the outputs.*; shift=True takes mask\[:, 1:\]", shift=True, mask=MASK)
+
+
+# Derivatives that no op has: an error, where the silence would be a term that is missing from somebody's loss.
+
+LEAVES = {
+    "token_logprobs": "logits",
+    "linear_token_logprobs": "hidden",
+    "linear_token_loss": "hidden",
+    "token_kl": "ref_logits",
+    "linear_token_kl": "weight",
+    "topk_kl": "logprobs",
+    "vocab_parallel_token_logprobs": "local_logits",
+    "vocab_parallel_token_kl": "local_logits",
+}
+
+
+def output_of(name, leaf):
+    """Of one function of one tensor: what it returns, of fields the first."""
+    op = getattr(fused_rl, name)
+    op = in_one_process(op) if name.startswith("vocab_parallel") else op
+    given = {argument: x for argument, x in TAKES[name].items() if argument != "vocab_start"}
+    if name == "linear_token_loss":
+        given["token_loss"] = lambda logprobs, entropy: -logprobs.exp()
+    found = op(*(given | {LEAVES[name]: leaf}).values())
+    return found if isinstance(found, torch.Tensor) else found[0]
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_second_derivative_is_an_error_and_never_left_out(name):
+    """A penalty on the gradient, beside the loss: without the error it would add nothing to the second gradient."""
+    leaf = TAKES[name][LEAVES[name]].clone().requires_grad_()
+    output = output_of(name, leaf)
+    (gradient,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"^{name} is differentiable once.*use fused_rl.reference[^\n]*$"):
+        torch.autograd.grad((output * 0).sum() + gradient.square().sum(), leaf)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_forward_derivative_is_an_error_and_never_zero(name):
+    leaf = TAKES[name][LEAVES[name]]
+    said = "^[a-z_]+ supports neither torch.func transforms[^\n]*fused_rl.reference[^\n]*$"
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=said):
+        output_of(name, torch.autograd.forward_ad.make_dual(leaf, torch.ones_like(leaf)))
+    for transform in (torch.func.grad, torch.vmap):
+        with pytest.raises(RuntimeError, match=said):
+            transform(lambda x: output_of(name, x).sum())(leaf if transform is torch.func.grad else leaf[None])

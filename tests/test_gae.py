@@ -143,9 +143,9 @@ def test_operator_registration():
             {"mask": torch.ones(2, 4, dtype=torch.bool)},
             r"mask must have the shape of rewards, \(2, 3\), got \(2, 4\)",
         ),
-        ({"gamma": 1.01}, "gamma must be between 0 and 1"),
-        ({"gae_lambda": -0.1}, "gae_lambda must be between 0 and 1"),
-        ({"gae_lambda": float("nan")}, "gae_lambda must be between 0 and 1"),
+        ({"gamma": 1.01}, "gamma must be a number from 0 to 1"),
+        ({"gae_lambda": -0.1}, "gae_lambda must be a number from 0 to 1"),
+        ({"gae_lambda": float("nan")}, "gae_lambda must be a number from 0 to 1"),
     ],
 )
 def test_errors(change, message):

@@ -282,8 +282,8 @@ BAD = {
         {"temperature": torch.arange(22) - 1.0},
         r"got -1.0 for\s+logits\[0\]",
     ),
-    "softcap negative": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
-    "no workspace": ({"workspace_mb": 0}, "workspace_mb must be a finite number > 0"),
+    "softcap negative": ({"softcap": -1.0}, "softcap must be a finite number above 0"),
+    "no workspace": ({"workspace_mb": 0}, "workspace_mb must be a finite number above 0"),
 }
 
 

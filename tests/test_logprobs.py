@@ -323,7 +323,7 @@ BAD = {
         {"shift": True},
         r"shift=True takes the targets of all T positions",
     ),
-    "targets: other device": (X, Y.to("meta"), {}, "targets is on meta, the logits are on cpu"),
+    "targets: other device": (X, Y.to("meta"), {}, "targets must be on the device of logits, cpu, got meta"),
     "targets: too large": (
         X,
         Y.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(8)),
@@ -355,9 +355,9 @@ BAD = {
         X,
         Y,
         {"softcap": 0.0},
-        "softcap must be a finite number > 0, got 0.0; pass None",
+        "softcap must be a finite number above 0, got 0.0; pass None",
     ),
-    "softcap: NaN": (X, Y, {"softcap": torch.nan}, "softcap must be a finite number > 0, got nan"),
+    "softcap: NaN": (X, Y, {"softcap": torch.nan}, "softcap must be a finite number above 0, got nan"),
     "temperature: per row, one bad": (
         X,
         Y,
@@ -374,7 +374,7 @@ BAD = {
         X,
         Y,
         {"temperature": torch.ones(2, 3, device="meta")},
-        "temperature is on meta",
+        "temperature must be on the device of the rows, cpu, got meta",
     ),
     "temperature: with gradient": (
         X,

@@ -11,7 +11,7 @@ import torch
 import fused_rl
 from fused_rl import reference
 from fused_rl.aggregation import LOSS_AGGS
-from fused_rl.surrogates import RATIO_LEVELS
+from fused_rl.surrogates import RATIO_LEVELS, READS
 from tests.marks import diagonal, slow
 from tests.papers import F64, MASKS, PAPERS, B, T, batch, head
 
@@ -68,8 +68,9 @@ def expected(surrogate, level, loss_agg, clip_low, clip_high, kind, kl):
 def cells(preset, kind):
     """Every ratio level x aggregation x KL: what is expected, a random upstream gradient, arguments and options."""
     generator = torch.Generator().manual_seed(0)
-    for level, loss_agg, kl in itertools.product(RATIO_LEVELS, LOSS_AGGS, KLS):
-        surrogate, _, _, *clip = PAPERS[preset]
+    surrogate, _, _, *clip = PAPERS[preset]
+    levels = RATIO_LEVELS if "ratio_level" in READS[surrogate] else ["token"]
+    for level, loss_agg, kl in itertools.product(levels, LOSS_AGGS, KLS):
         want = expected(surrogate, level, loss_agg, *clip, kind, kl)
         upstream = torch.randn((), generator=generator, dtype=F64)
         arguments, options = cell(kind, kl)
@@ -232,8 +233,8 @@ def test_one_pass_with_every_option_it_has():
     }
     options |= {"truncated": torch.tensor([False, True, False, False]), "entropy_threshold": 0.3}
     for old in (logprobs.detach() + drift[0], None):
-        if old is None:
-            options["rollout_logprobs"] = None
+        if old is None:  # whose ratio to the sampler is the caller's to know
+            del options["rollout_logprobs"], options["rollout_correction"]
         want, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)
         token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **options)
         loss = token_loss(logprobs[mask], entropy[mask], *(tensor[mask] for tensor in per_token)).sum()
@@ -352,8 +353,8 @@ def test_k1_as_a_loss_warns_and_says_what_to_use():
         ({"kl_coef": 0.1}, "needs ref_logprobs"),
         ({"entropy_coef": 0.1}, "need entropy"),
         ({"delta": 1.1}, r"delta must lie above 1 \+ clip_high"),
-        ({"clip_low": -0.1}, "offsets >= 0"),
-        ({"top_entropy": 2.0}, "fraction"),
+        ({"clip_low": -0.1}, "clip_low must be a finite number, 0 or more, got -0.1"),
+        ({"top_entropy": 2.0}, "top_entropy must be a number above 0, at most 1"),
         (
             {"mask": torch.ones(2, 3)},
             "mask must be a bool tensor, .* got .*float32 .*; use mask.bool",
@@ -361,7 +362,7 @@ def test_k1_as_a_loss_warns_and_says_what_to_use():
         ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"\(2, 4\)"),
         (
             {"advantages": torch.ones(3)},
-            r"advantages must have the shape of the mask, \(2, 3\), got \(3,\)",
+            r"advantages must have the shape of the mask, \(2, 3\), or one value per sequence, got \(3,\)",
         ),
         ({"old_logprobs": torch.ones(2, 1)}, "old_logprobs must have the shape"),
         ({"logprobs": torch.ones(2, 3, 4)}, r"losses take \(B, T\) floating point tensors"),

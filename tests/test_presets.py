@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 import typing
 from pathlib import Path
@@ -15,7 +16,7 @@ from fused_rl import PRESETS, PolicyLossOptions
 from fused_rl.advantages import ADVANTAGES, Advantage
 from fused_rl.aggregation import LOSS_AGGS, LossAgg
 from fused_rl.presets import PolicyLossChanges, PresetName
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, Surrogate
+from fused_rl.surrogates import RATIO_LEVELS, READS, SURROGATES, RatioLevel, Surrogate
 
 HEADER = [
     "preset",
@@ -107,6 +108,88 @@ def test_a_preset_by_name_as_a_row_and_as_options_is_one_loss():
 def test_what_does_not_fit(given, said):
     with pytest.raises(ValueError, match=said):
         fused_rl.policy_loss(ROWS, **GIVEN, **given)
+
+
+OTHERS = {  # of each option of surrogates a value that is not its default
+    **{"ratio_level": "sequence", "clip_low": 0.1, "clip_high": 0.3, "delta": 3.0},
+    **{f"sapo_temperature_{sign}": 2.0 for sign in ("pos", "neg")},
+    **{f"vespo_{what}_{sign}": 1.0 for what in ("k", "lambda") for sign in ("pos", "neg")},
+}
+
+
+def test_each_of_them_has_another_value():
+    assert {*OTHERS} == {*itertools.chain(*READS.values())}
+
+
+@pytest.mark.parametrize(("surrogate", "name"), itertools.product(SURROGATES, OTHERS))
+def test_an_option_that_the_surrogate_does_not_read_is_refused(surrogate, name):
+    """However it is given; what is the default asks for nothing, and what a surrogate reads changes its loss."""
+    usual, other = ({name: value} for value in (getattr(PolicyLossOptions, name), OTHERS[name]))
+    drift = torch.tensor([[2.0, -0.1], [-2.0, 0.1]])  # of each sequence one within the bounds, and one beyond
+
+    def loss_of(option):
+        far = GIVEN | {"old_logprobs": ROWS - drift}
+        given = [far | {"advantages": sign * GIVEN["advantages"]} for sign in (1, -1)]
+        return torch.stack([fused_rl.policy_loss(ROWS, **g, surrogate=surrogate, **option)[0] for g in given])
+
+    default = loss_of(usual)
+    if name in READS[surrogate]:
+        assert not torch.equal(loss_of(other), default)
+        return
+    said = rf"^{name}={OTHERS[name]} has no meaning with surrogate={surrogate}, [^\n]*; leave it out, or choose "
+    options = PolicyLossOptions(surrogate=surrogate)
+    for call in (
+        lambda: fused_rl.policy_loss(ROWS, **GIVEN, surrogate=surrogate, **other),
+        lambda: fused_rl.policy_token_loss(**GIVEN, surrogate=surrogate, **other),
+        lambda: fused_rl.policy_loss(ROWS, **GIVEN, options=options, **other),
+        lambda: PolicyLossOptions(surrogate=surrogate, **other),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+def test_of_a_preset_with_another_surrogate_only_what_is_given_must_be_read():
+    """gspo's ratio and bounds were asked for by nobody; options of one's own were."""
+    exchanged, plain = (
+        fused_rl.policy_loss(ROWS, **GIVEN, preset=preset, surrogate="policy-gradient", loss_agg="token-mean")[0]
+        for preset in ("gspo", None)
+    )
+    assert torch.equal(exchanged, plain)
+    options = PolicyLossOptions(**PRESETS["gspo"].options)
+    with pytest.raises(ValueError, match="ratio_level=sequence has no meaning with surrogate=policy-gradient"):
+        fused_rl.policy_loss(ROWS, **GIVEN, options=options, surrogate="policy-gradient")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kl_estimator": "k3"}, "kl_estimator=k3 has no meaning without ref_logprobs"),
+        ({"rollout_high": 3.0}, "rollout_high=3.0 has no meaning without rollout_logprobs"),
+        ({"rollout_correction": "token-mask"}, "rollout_correction=token-mask has no meaning without rollout_logprobs"),
+        (
+            {"rollout_correction": None, "rollout_low": 0.5},
+            "rollout_low=0.5 has no meaning with rollout_correction=None",
+        ),
+    ],
+)
+def test_an_option_without_what_it_is_about_is_refused(given, said):
+    for call in (
+        lambda: fused_rl.policy_loss(ROWS, **GIVEN, **given),
+        lambda: fused_rl.policy_token_loss(**GIVEN, **given),
+    ):
+        with pytest.raises(ValueError, match=rf"^{said}[^\n]*leave it out[^\n]*$"):
+            call()
+
+
+HINTS = typing.get_type_hints(PolicyLossOptions)
+NUMBERS = {name for name, hint in HINTS.items() if float in [hint, *typing.get_args(hint)]}
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("value", [math.nan, "0.2", True, torch.tensor(0.2), [0.2], -math.inf], ids=repr)
+def test_a_number_that_is_none_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be a (finite )?number[^\n]*, got "):
+        PolicyLossOptions(**{name: value})
 
 
 def test_a_type_checker_sees_every_option():

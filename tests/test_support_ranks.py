@@ -11,6 +11,7 @@ from fused_rl import TokenSupport, reference
 from tests.distributed import ragged_batches, run_distributed, zero_engine
 from tests.kept_sets import OPTIONS, outputs_and_gradient, random_logits, some_rows, upstream_of
 from tests.marks import slow
+from tests.one_process import in_one_process
 
 
 class Head(torch.nn.Module):
@@ -84,6 +85,51 @@ def test_fsdp_and_zero_3():
         for found in of_rank:
             for name, p in model.named_parameters():
                 torch.testing.assert_close(torch.from_numpy(found[name]), p.detach(), rtol=0, atol=3e-6, msg=name)
+
+
+def by_hand(logits, targets, lists, *, temperature=1.0, softcap=None, mask=None):
+    """Position t scores the target of t + 1 among its own kept ids: (3, B, T - 1) logprobs, entropy, lse."""
+    rows = []
+    for b, t in itertools.product(range(targets.shape[0]), range(targets.shape[1] - 1)):
+        kept = lists[b * targets.shape[1] + t + 1]
+        z = logits[b, t] if softcap is None else softcap * torch.tanh(logits[b, t] / softcap)
+        z = z / (temperature[b, t] if isinstance(temperature, torch.Tensor) else temperature)
+        of_kept = z[kept] if len(kept) else z
+        lse = of_kept.logsumexp(-1)
+        lp = of_kept - lse
+        row = torch.stack([z[targets[b, t + 1]] - lse, -(lp.exp() * lp).sum(), lse])
+        rows.append(row if mask is None or mask[b, t] else 0 * row)
+    return torch.stack(rows, 1).view(3, targets.shape[0], -1)
+
+
+PLACED = {
+    "plain": {},
+    "temperature, softcap": {"temperature": 0.7, "softcap": 6.0},
+    "per row, mask": {"temperature": torch.linspace(0.5, 2, 9).view(3, 3), "mask": torch.arange(9).view(3, 3) % 4 != 2},
+}
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("options", PLACED.values(), ids=PLACED)
+@pytest.mark.parametrize("bounds", [[0, 603], [0, 200, 603], [0, 7, 200, 603], [0, 1, 2, 350, 603]], ids=len)
+def test_shift_of_kept_sets_of_a_split_vocabulary(bounds, options):
+    """1 to 4 ranks, some without any id of a set: values and gradients, the last position's exactly 0."""
+    lists, targets = some_rows()
+    targets, support = targets.view(3, 4), TokenSupport.from_lists(lists)
+    logits = random_logits(12).view(3, 4, -1)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    op = in_one_process(fused_rl.vocab_parallel_token_logprobs, bounds)
+    found = torch.stack([*op(leaf, targets, shift=True, support=support, **options)])
+    wanted = by_hand(exact, targets, lists, **options)
+    torch.testing.assert_close(found.double(), wanted, rtol=3e-6, atol=3e-6)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (gradient,) = torch.autograd.grad(found, leaf, upstream)
+    torch.testing.assert_close(
+        gradient.double(), torch.autograd.grad(wanted, exact, upstream.double())[0], rtol=3e-6, atol=3e-6
+    )
+    assert (gradient[:, -1] == 0).all()
+    with pytest.raises(ValueError, match="support has 9 rows, the targets .3, 4. have 12; with shift=True it has"):
+        op(leaf, targets, shift=True, support=support.select(torch.arange(9)), **options)
 
 
 def check_shards(rank, world, interpret):

@@ -1,3 +1,4 @@
+import itertools
 import sys
 import typing
 from pathlib import Path
@@ -132,14 +133,15 @@ def test_a_file_of_anything_but_options_is_named(text, expected, tmp_path, capsy
 
 def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
     from fused_rl.presets import PolicyLossOptions
+    from fused_rl.surrogates import READS
 
     changed = {
         "ratio_level": "sequence",
-        "surrogate": "sapo",
+        "surrogate": None,  # each, below
         "loss_agg": "seq-mean-token-sum",
         "clip_low": 0.1,
         "clip_high": 0.9,
-        "delta": None,  # belongs to clip, below
+        "delta": 3.0,
         "sapo_temperature_pos": 2.0,
         "sapo_temperature_neg": 3.0,
         "vespo_k_pos": 1.0,
@@ -158,13 +160,16 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         "skip_impossible": True,
     }
     assert changed.keys() == PolicyLossOptions.__dataclass_fields__.keys()
-    given = {name: value for name, value in changed.items() if value is not None}
-    argv = [f"--{name}={value}" for name, value in given.items()]
-    assert options.loss_options(made(*argv)) == {"preset": "grpo", **given}
-    other = options.loss_options(made("--delta", "3", "--entropy_threshold", "0.5", "--preset", "dapo"))
+    of_surrogates = {*itertools.chain(*READS.values())}
+    for surrogate in READS:
+        unread = of_surrogates - {*READS[surrogate]}
+        given = {name: value for name, value in changed.items() if value is not None and name not in unread}
+        given["surrogate"] = surrogate
+        argv = [f"--{name}={value}" for name, value in given.items()]
+        assert options.loss_options(made(*argv)) == {"preset": "grpo", **given}
+    other = options.loss_options(made("--entropy_threshold", "0.5", "--preset", "dapo"))
     assert other == {
         "preset": "dapo",
-        "delta": 3.0,
         "entropy_threshold": 0.5,
         "kl_coef": 0.0,
         "kl_estimator": "rk3",

@@ -80,15 +80,15 @@ BESIDE = [
     ("--ref_sync_every 5 --lora_rank 4", "ref_sync_every=5 needs a reference of its own.*lora_rank"),
     ("--ref_sync_every 101 --kl_coef 0.1", "ref_sync_every=101 is more than steps: the reference would never move"),
     ("--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
-    ("--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip.*--surrogate sapo$"),
-    ("--vespo_k_neg 2 --preset sapo", "vespo_k_neg=2.0 has no meaning with surrogate=sapo.*--surrogate vespo$"),
+    ("--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip.*surrogate sapo$"),
+    ("--vespo_k_neg 2 --preset sapo", "vespo_k_neg=2.0 has no meaning with surrogate=sapo.*surrogate vespo$"),
     (
         "--clip_low 0.1 --preset rloo",
         "clip_low=0.1 has no meaning with surrogate=policy-gradient.*clip or cispo or geo",
     ),
     ("--clip_high 0.3 --surrogate vespo", "clip_high=0.3 has no meaning with surrogate=vespo"),
     ("--ratio_level sequence --preset rloo", "ratio_level=sequence has no meaning with surrogate=policy-gradient"),
-    ("--delta 3 --preset cispo", "delta belongs to the surrogate .clip., not to 'cispo'"),
+    ("--delta 3 --preset cispo", "delta=3.0 has no meaning with surrogate=cispo.*surrogate clip$"),
     (
         "--prompts_per_step 4 --minibatches 8 --share_prompts true",
         "minibatches=8 would split groups, which share their pro",

@@ -116,6 +116,7 @@ REFUSED = {
         "--overlong_buffer=999": "is more than max_new_tokens",
         "--kl_in=reward": "has no meaning with kl_coef=0",
         "--ref_sync_every=2 --kl_every=0": "has no meaning with kl_coef=0 and kl_every=0",
+        "--kl_estimator=k3 --kl_every=0": "has no meaning with kl_coef=0 and kl_every=0",
         "--ref_mixup_alpha=0.5": "without --ref_sync_every",
     },
     "ppo": {

@@ -12,6 +12,9 @@ from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.policy.options import LossConfig
 from fused_rl.trainers.policy.policy import Measured
 
+NO_REFERENCE = (
+    "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; leave it out, or give --kl_coef"
+)
 NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
 
 
@@ -73,10 +76,9 @@ REFERENCE_NEEDS = (
         lambda config: config.lora_rank == 0,
         "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
     ),
-    Needs(
-        "ref_sync_every",
-        lambda config: needs_reference(config),
-        "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; leave it out, or give --kl_coef",
+    *(
+        Needs(option, lambda config: needs_reference(config), NO_REFERENCE)
+        for option in ("ref_sync_every", "kl_estimator")
     ),
     Needs(
         "ref_sync_every",
