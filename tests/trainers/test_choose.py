@@ -1,5 +1,7 @@
 """Who judges where `--verifiers` is not given: chosen by the answers, and right about each of them, both ways."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -37,7 +39,6 @@ $5.00 | \boxed{5} | \boxed{500}
 x < 3 | \boxed{x < 3} | \boxed{x > 3}
 {1, 2} | \boxed{\{2, 1\}} | \boxed{\{1, 3\}}
 \{1, 2\} | \boxed{\{2, 1\}} | \boxed{\{1, 2, 3\}}
-1, 2 | \boxed{1, 2} | \boxed{1, 3}
 3 and 4 | \boxed{3, 4} | \boxed{3, 5}
 x = 3 | \boxed{3} | \boxed{4}
 2xy | \boxed{2yx} | \boxed{2x}
@@ -50,6 +51,17 @@ x_1 = 5 | $x_{1} = 5$ | so x_2 = 5
 2\pi h | $h \cdot 2\pi$ | $2\pi$
 y = 2x + 3t | $y = 3t + 2x$ | $y = 2x + 3$
 5 \text{ m} | 5 m | 6 m
+5\,\mathrm{m} | 5 | 6
+4343_6 | in base six $4343_{6}$ | \boxed{4343_7}
+101_{2} | \boxed{101_2} | \boxed{101}
+1.6e-19 | \boxed{1.6 \times 10^{-19}} | \boxed{9.1 \times 10^{-31}}
+1.6 \times 10^{-19} | \boxed{0.16 \times 10^{-18}} | \boxed{1.7 \times 10^{-19}}
+6.02e23 | \boxed{6.02 \times 10^{23}} | \boxed{6.02e22}
+0.0000001 | \boxed{10^{-7}} | \boxed{0.0000002}
+A \cap B | \boxed{A\cap B} | \boxed{A \cup B}
+12,\!345 | 12345 | 12
+\langle 1, 2 \rangle | \boxed{\langle 1,2 \rangle} | \boxed{\langle 2, 1 \rangle}
+π | $\pi$ | $\rho$
 """
 # Dates, times, words, letters of multiple choice, code, lists, units in words.
 OTHERS = r"""
@@ -108,6 +120,42 @@ on/off | on/off | $\frac{n}{f^2}$
 he/she | he/she | $1/s$
 #5 | #5 | 5
 ~5 | ~5 | 5
+0xff | 0xff | 0xfe
+5'11 | 5'11 | 511
+1'000 | 1'000 | 1
+x == 1 | x == 1 | 1
+x+=1 | x+=1 | x=1
+1..10 | 1..10 | 1
+0.333... | 0.333... | 0.333
+2+3=5 | 2+3=5 | 2+2=4
+1.234,56 | 1.234,56 | 56, 1.234
+H_2O | H_2O | OH_2
+O-O | O-O | 0
+γ | γ | Γ
+ναι | ναι | ιαν
+x \equiv 2 \pmod 5 | x \equiv 2 \pmod 5 | x \equiv 3 \pmod 5
+10³ | 10^3 | 103
+x² | x² | x2
+2½ | 2 ½ | 21⁄2
+４２ 元 | 42 元 | 24 元
+"""
+# What mathematics and exact_match would judge differently, and either may be meant.
+DOUBTFUL = r"""
+007 | a number, or digits of a code
+0110 | a number, or digits of a code
+080442957X | a number, or digits of a code
++15551234567 | a number, or a telephone's
+12A | a product, or a seat or a card
+2 * 3 * 5 | a calculation, or its value
+2^3 \cdot 3 | a calculation, or its value
+(1+2)*3 | a calculation, or its value
+6/8 | a fraction, or two numbers
+120/80 | a fraction, or two numbers
+3, 2, 1 | a set, or a list whose order matters, or a decimal comma
+$\frac{1}{2}, 3$ | a set, or a list whose order matters
+12,5 | a set, or a list whose order matters, or a decimal comma
+1,00,000 | a set, or a list whose order matters, or a decimal comma
+(1, 2), (3, 4) | a set, or a list
 """
 
 
@@ -133,8 +181,24 @@ def test_the_scorer_that_is_chosen_is_right_about_each_answer_both_ways(lines, c
     assert {answer: both for answer, both in judged.items() if both != [1, 0]} == {}
 
 
-def test_there_are_ninety_answers():
-    assert len(cases(MATHEMATICS) + cases(OTHERS)) == 90
+def test_there_are_as_many_answers_as_the_page_says():
+    page = Path("docs/verifiers.md").read_text()
+    assert f"has {len(cases(MATHEMATICS) + cases(OTHERS))} answers" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(("answer", "what"), cases(DOUBTFUL))
+def test_what_may_be_a_number_or_a_text_is_refused_among_numbers(answer, what):
+    with pytest.raises(InputError, match=r"^d.jsonl, line 2: the answer .*; say which with --verifiers") as refusal:
+        choose([rows_of("42", answer)], None)
+    assert what in str(refusal.value) and "\n" not in str(refusal.value)
+    assert choose([rows_of("Paris", *["Rome"] * 9, answer)], None)[0] == "exact_match"
+
+
+def test_decimals_may_be_versions_where_a_last_zero_is_one_more_digit():
+    with pytest.raises(InputError, match="line 3: the answer '3.10' is a number, or a version"):
+        choose([rows_of("3.9", "3.11", "3.10")], None)
+    for numbers in (("3.50", "12.00"), ("0.5", "2.0", "3.14"), ("72", "1,000", "-5", "0.5", "3.50")):
+        assert choose([rows_of(*numbers)], None)[0] == "math"
 
 
 def test_the_reason_is_told():

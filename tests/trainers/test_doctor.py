@@ -235,6 +235,31 @@ def test_a_critic_that_explains_nothing(ending, tmp_path, capsys):
     assert diagnosed(tmp_path / "healthy", capsys) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [({"lr": 0.0}, "no-learning-rate"), ({"lr": 1e-9}, "stands-still"), ({"kl_coef": 1e4}, "scores-outweighed")],
+)
+def test_a_policy_that_does_not_learn_its_task(ending, tmp_path, capsys, options, rule):
+    reinforced(ending, tmp_path / "run", steps=14, **options)
+    assert diagnosed(tmp_path / "run", capsys) == [rule]
+
+
+@pytest.mark.slow
+def test_a_scorer_that_gives_all_responses_of_ppo_one_score(ending, tmp_path, capsys):
+    of_critic(ending, tmp_path / "run", verifiers=f"{HERE}:nothing", kl_coef=0.1)
+    assert "equal-scores" in diagnosed(tmp_path / "run", capsys)
+
+
+@pytest.mark.slow
+def test_rows_that_are_learnt_by_heart(ending, tmp_path, capsys):
+    rng = random.Random(0)
+    rows = [{"question": f"{i}?", "answer": "".join(rng.choices("abcdefgh", k=12))} for i in range(48)]
+    trained, held_out = (tiny.jsonl(tmp_path / f"{i}.jsonl", rows[i::2]) for i in range(2))
+    options = {"steps": 80, "batch_size": 24, "lr": 1e-2, "eval_every": 10, "eval_dataset": held_out, "eval_size": 24}
+    sft.train(runs.sft_config((ending[0], trained), tmp_path / "run", **options))
+    assert diagnosed(tmp_path / "run", capsys) == ["overfitted"]
+
+
 @pytest.mark.slow
 def test_pairs_whose_held_out_sides_are_swapped(tmp_path, capsys):
     model, pairs = reward_runs.make_model(tmp_path / "model"), reward_runs.write_pairs(tmp_path / "pairs.jsonl")
@@ -288,12 +313,19 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
             "it is of 'distill'; the doctor knows runs of sft, ",
         ),
         ("bare", entry, None, "its config.yaml does not say of which trainer it is"),
-        ("begun", "", "# fused-rl sft\nsteps: 3\n", "holds no step yet"),
         ("broken", entry, "a: [\n", "config.yaml cannot be read"),
     ):
         status, said = asked(capsys, made(tmp_path / name, lines, config))
         assert status == 2 and said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith("fused-rl doctor: error: ") and message in said.err
+    folder.take(made(tmp_path / "begun", "", "# fused-rl sft\nsteps: 3\n"))
+    try:
+        status, said = asked(capsys, tmp_path / "begun")
+    finally:
+        folder.release()
+    assert status == 2 and "holds no step yet" in said.err
+    status, said = asked(capsys, tmp_path / "begun")  # it has ended since, in its first step
+    assert status == 1 and "sft, 0 of 3 steps\n  unfinished: " in said.out
     status, said = asked(capsys, tmp_path / "none")
     assert status == 2 and "is no run: it holds no metrics.jsonl" in said.err
     assert asked(capsys, "--no_such_option")[0] == 2

@@ -73,7 +73,10 @@ def test_what_a_sampler_tells_is_raw_from_the_beginning_or_stale_later():
     key = "rollout/logprob_diff_abs"
     assert found("grpo", key, [0.02] * 5) == [("raw-logprobs", 3, 1)]
     assert found("grpo", key, [1e-6] * 2 + [0.02] * 5) == [("stale-logprobs", 5, 3)]
-    assert found("grpo", key, [0.02] * 5, dtype="bfloat16") == found("grpo", key, [0.02] * 5, lag=1) == []
+    assert found("grpo", key, [0.02] * 5, dtype="bfloat16") == []
+    # Drawn ahead: the first rollout is of the weights that the run begins with, as without.
+    assert found("grpo", key, [1e-6] + [0.02] * 5, lag=1) == []
+    assert found("grpo", key, [0.02] * 5, lag=1) == [("raw-logprobs", 3, 1)]
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, None])
@@ -130,7 +133,95 @@ def test_a_loss_that_rises_is_told_and_one_hard_batch_is_not():
     assert found("reward", "eval/rm/loss", [0.7, 1.3]) == [("loss-rises", 2, 2)]
 
 
+def test_what_is_told_of_a_loss_is_what_is_outside():
+    watch, told = Watch("sft", FP32), []
+    for step, value in enumerate([1.07, 21.0, 27.3, 5.5, 19.5, 4.5], 1):
+        told += watch.see({"step": step, "train/loss": value})
+    assert "train/loss is 4.5, and healthy is at most 6.07 (the median of 5 steps is 19.5)" in told[0].told()
+
+
+def learnt_by_heart(held_out, train=lambda step: 1 / step):
+    """Steps in which the loss falls, evaluated at the start and after each 10."""
+    for step in range(10 * len(held_out) - 9):
+        entry = {"step": step} | ({"train/loss": train(step)} if step else {})
+        yield entry | ({"eval/loss": held_out[step // 10]} if step % 10 == 0 else {})
+
+
+def test_rows_learnt_by_heart_are_told_when_the_held_out_loss_has_turned():
+    def told(*run, **options):
+        return [(one.rule.name, one.step) for one in examine("sft", FP32, learnt_by_heart(*run, **options)).found]
+
+    assert told([5.7, 3.2, 2.6, 3.0, 3.5, 6.5]) == [("overfitted", 30)]  # and not once more as a loss that rises
+    assert told([5.7, 3.2, 2.6, 2.9, 2.7, 2.9, 2.7]) == told([5.7, 3.2, 3.0, 3.1, 3.19]) == []
+    assert told([2.0, 1.5, 1.8, 1.8], train=lambda step: 1.0) == []  # no more was learnt
+    assert told([2.0, 2.6, 2.6]) == [("loss-rises", 10)]
+
+
+GOES = {"optim/grad_norm": 1.0, "lr": 1e-6}
+
+
+def test_a_run_in_which_nothing_moves_is_told():
+    def told(trainer, entry, steps=12, **config):
+        history = [{"step": step} | entry for step in range(1, steps + 1)]
+        return [(finding.rule.name, finding.step) for finding in examine(trainer, FP32 | config, history).found]
+
+    for trainer in KEYS:
+        assert told(trainer, {"lr": 0.0}) == [("no-learning-rate", 1)]
+        assert told(trainer, {"lr": 0.0}, steps=9) == told(trainer, {"lr": 1e-9}) == []
+    assert told("ppo", {"lr": 0.0}, critic_only=20) == []
+    assert told("grpo", GOES | {"objective/kl_exact": 1e-13}) == [("stands-still", 1)]
+    assert told("grpo", GOES | {"objective/kl_exact": 1e-13}, steps=9) == []
+    for healthy in ({"objective/kl_exact": 1e-7}, {"objective/kl_exact": 0.0, "optim/grad_norm": 0.0}):
+        assert told("grpo", GOES | healthy) == []
+    assert told("grpo", GOES | {"objective/kl_exact": 0.0}, ref_sync_every=1) == []
+
+
+def test_scores_that_the_kl_outweighs_are_told():
+    def told(cost, scores, **more):
+        entry = {"objective/non_score_reward": cost, "objective/scores": scores} | more
+        return [
+            finding.rule.name for finding in examine("ppo", FP32, [{"step": i} | entry for i in range(1, 12)]).found
+        ]
+
+    assert told(-575.0, 0.2) == ["scores-outweighed"]
+    assert told(-1.9, 0.2) == told(-575.0, 0.0) == []
+    assert told(-3.0, 0.01, **{"rewards/rm/std": 1.0}) == []  # a reward model's scores are around 0
+
+
+def test_scores_that_are_all_alike_are_told_of_ppo():
+    entry = {"objective/scores": 0.5, "val/stop_rate": 0.5, "rewards/a/std": 0.0}
+
+    def told(**changed):
+        config = {"missing_eos_penalty": changed.pop("missing_eos_penalty", 0.0)}
+        history = [{"step": step} | entry | changed for step in range(1, 12)]
+        return [finding.rule.name for finding in examine("ppo", FP32 | config, history).found]
+
+    assert told() == ["equal-scores"]
+    assert told(**{"rewards/b/std": 0.1}) == told(missing_eos_penalty=1.0) == []
+
+
+def test_steps_in_which_no_response_counts_say_nothing_of_entropy():
+    entries = [{"step": step, "policy/entropy_avg": float(step < 3), "groups/trained": 0.0} for step in range(1, 20)]
+    assert examine("grpo", FP32, entries).found == []
+    entries = [entry | {"groups/trained": 4.0} for entry in entries]
+    assert [finding.rule.name for finding in examine("grpo", FP32, entries).found] == ["entropy-gone"]
+
+
+def test_a_kl_of_groups_with_a_signal_is_not_divided_by_the_length_of_all():
+    per_token = 1.5 * MARGIN * widest("objective/kl_exact").high
+    entry = {"objective/kl_exact": 10 * per_token, "completions/mean_length": 10, "completions/max_length": 40}
+
+    def told(trained):
+        history = [{"step": i, "groups/drawn": 8, "groups/trained": trained} | entry for i in range(1, 5)]
+        return [finding.rule.name for finding in examine("grpo", FP32, history).found]
+
+    assert told(8) == ["kl-runs-away"] and told(2) == []
+
+
 def test_pairs_told_apart_by_chance_are_told_beyond_its_error():
+    half = [0.5, 0.49, 0.5, 0.47]
+    assert found("reward", "eval/rm/accuracy", half, eval_size=200, steps=4) == [("below-chance", 4, 3)]
+    assert found("reward", "eval/rm/accuracy", half, eval_size=200, steps=40) == []
     assert found("reward", "eval/rm/accuracy", [0.47, 0.48, 0.8], eval_size=200) == []
     assert found("reward", "eval/rm/accuracy", [0.4, 0.4], eval_size=200) == [("below-chance", 2, 1)]
 

@@ -65,14 +65,16 @@ MATHEMATICS = (
     "42|-3|1,234|0.5|50%|$5.00|1e-05|1/2|3 and 4|1, 2|(1, 2)|[-2,7]|{1, 2}|x = 3|2xy|y=mx+b|x_1|5!|10^5|x < 3|"
     "n(n+1)/2|−3|90°|\\pi|\\frac{3\\pi}{4}|[0, \\infty)|(-\\infty, 2) \\cup (3, 4)|\\sin x|5 \\text{ cm}|\\text{Paris}|"
     "\\text{(B)}|3\\frac{1}{2}|\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}|$\\frac12$|"
-    "\\(5\\)|\\boxed{5}|x \\in (0,1)|x=5|5t|2020/13|ab/c|\\{x : x > 3\\}"
+    "\\(5\\)|\\boxed{5}|x \\in (0,1)|x=5|5t|2020/13|ab/c|\\{x : x > 3\\}|"
+    "4343_6|A \\cap B|π|2πr|007"
 )
 NOT_MATHEMATICS = (
     "Paris|yes|no|B|(A)|b.|x|xy|on|A, C|True|None|hello world|IV|12:30|9:05 PM|3 PM|2024-01-05|5/1/2024|2024-01|10-20|"
     "2024-01-05T10:00|1.2.3|v1.0|H2O|CO2|0x1F|abc123|[1, 2]|[1,2,3]|[[1,2]]|[]|['a']|\"a\"|{'a': 1}|1 1/2|1 000|"
     "+1 555 1234|5 dollars|5 km/h|80 miles|1.5 million|sin(x)|sqrt(2)|2pi|2**3|1_000|½|5²|√2|٣|北京|żaba|n/a|-|?|"
     "0.\\overline{3}|yes/no|AB = 5|3:4|3:1|B) 15|A. 5|(x) 5|5 m|2 x|25 C|"
-    "3 - 5|$5-$10|>=3|\\leq 3|2020/05|2023/12|on/off|he/she|#5|5+"
+    "3 - 5|$5-$10|>=3|\\leq 3|2020/05|2023/12|on/off|he/she|#5|5+|0xff|5'11|x == 1|x+=1|5!=120|1..10|0.333...|2+3=5|"
+    "1.234,56|H_2O|O-O|γ|ναι|3 + ναι|x \\equiv 2 \\pmod 5|5 \\mod 3"
 )
 
 
@@ -136,7 +138,7 @@ def test_math_verify_that_cannot_be_imported_is_told_at_once(tmp_path, monkeypat
 def test_math_verify_that_judges_wrongly_is_told_at_once(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text(
         "def parse(text, configs, parsing_timeout): return [text]\n"
-        "def verify(gold, found, timeout_seconds): return False\n"
+        "def verify(gold, found, **options): return False\n"
         "from dataclasses import dataclass\n"
         "@dataclass(frozen=True)\n"
         "class Units: units: bool = True\n"

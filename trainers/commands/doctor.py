@@ -28,13 +28,14 @@ def of_runs(folders: list[Path]) -> int:
         if run.command not in KEYS:
             of = f"it is of {run.command!r}" if run.command else "its config.yaml does not say of which trainer it is"
             raise InputError(f"{folder}: {of}; the doctor knows runs of {', '.join(KEYS)}")
-        if not run.history:
-            raise InputError(f"{folder}: its metrics.jsonl holds no step yet; look again after the first one")
         unfinished = not (folder / "model").exists() and not in_use(folder)
+        if not run.history and not unfinished:
+            raise InputError(f"{folder}: its metrics.jsonl holds no step yet; look again after the first one")
         examined.append((run, examine(run.command, run.config, run.history), unfinished))
 
     for run, watch, unfinished in examined:
-        tell(f"{run.name}: {run.command}, {run.history[-1]['step']} of {run.config.get('steps', '?')} steps")
+        made = run.history[-1]["step"] if run.history else 0
+        tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps', '?')} steps")
         for number, finding in enumerate(watch.found):
             tell(f"  {'then' if number else 'first'}: {finding.told()}")
         if unfinished:

@@ -62,7 +62,10 @@ def in_unit(key: str, values: Mapping[str, Sequence[float]]) -> float | None:
     if not of_key:
         return None
     if unit.per is not None:
-        one = values[unit.per][-1] if values.get(unit.per) else 0.0
+        trained, drawn = (values.get(f"groups/{of}", [1.0])[-1] for of in ("trained", "drawn"))
+        # Of all that were drawn the mean length is known, of those trained on the most that it can be.
+        per = unit.per if trained >= drawn else "completions/max_length"
+        one = values[per][-1] if values.get(per) else 0.0
     elif unit.first:
         begun = [value for value in of_key if value > 0][: unit.first]
         one = statistics.median(begun) if len(begun) == unit.first else 0.0

@@ -163,10 +163,17 @@ def band(edge: str, above: Callable[["Watch"], float] | None = None):
     return left
 
 
+def nothing_counts(watch: Watch) -> bool:
+    """Whether no response of the step is trained on; its means are then 0."""
+    return watch.value("groups/trained") == 0 or (
+        watch.config.get("mask_truncated") and not watch.value("val/stop_rate")
+    )
+
+
 def entropy_gone(watch: Watch, key: str) -> str | None:
     """Below the band, and not because most problems are solved: then little is left to learn."""
     solved = [watch.value("frac_groups_all_solved"), *watch.values.get("eval/accuracy_sampled", [])[-1:]]
-    return None if any(part > 0.5 for part in solved) else band("low")(watch, key)
+    return None if any(part > 0.5 for part in solved) or nothing_counts(watch) else band("low")(watch, key)
 
 
 def clipped_above(watch: Watch) -> float:
@@ -177,12 +184,48 @@ def clipped_above(watch: Watch) -> float:
 def loss_rises(watch: Watch, key: str) -> str | None:
     """Half a nat above its beginning, on the same held-out rows or over ten steps; or far above its first value."""
     values = watch.values.get(key, [])
+    if any(finding.rule.name == "overfitted" and finding.key == key for finding in watch.found):
+        return None
     compared = [(1, 1, 0.5)] if key.startswith("eval/") else [(WINDOW, WINDOW, 0.5), (1, 5, 5.0)]
     for first, last, by in compared:
         highest = median(values[:first]) + by if len(values) >= first + last else math.inf
-        if values and median(values[-last:]) > highest:
-            return f"at most {highest:.3g}"
+        now = median(values[-last:]) if values else 0.0
+        if now > highest:
+            return f"at most {highest:.3g}" + (f" (the median of {last} steps is {now:.3g})" if last > 1 else "")
     return None
+
+
+def overfitted(watch: Watch, key: str) -> str | None:
+    """A fifth of a nat above its lowest value, on the same held-out rows, while the loss of training fell further."""
+    values, steps = watch.values.get(key, []), watch.steps.get(key, [])
+    if not values or values[-1] <= min(values) + 0.2:
+        return None
+    lowest = values.index(min(values))
+    train, then = key.replace("eval/", "train/"), steps[lowest]
+    learnt = lowest and median(watch.upto(train, steps[-1])) < median(watch.upto(train, then))
+    return f"at most {values[lowest] + 0.2:.3g} (it was {values[lowest]:.3g} in step {then})" if learnt else None
+
+
+def still(watch: Watch, key: str) -> str | None:
+    """Less than any step shows, though there are gradients and a learning rate; a reference may follow the policy."""
+    steps = watch.value("optim/grad_norm") > 0 and watch.value("lr") > 0 and not watch.config.get("ref_sync_every")
+    return "above 1e-09" if steps and watch.value(key) <= 1e-9 else None
+
+
+def outweighed(watch: Watch, key: str) -> str | None:
+    """More than ten times what scores, or their spread, ever were."""
+    scales = [watch.values.get("objective/scores", [])]
+    scales += [values for name, values in watch.values.items() if name.startswith("rewards/") and name[-4:] == "/std"]
+    largest = max((abs(value) for values in scales for value in values), default=0.0)
+    return f"at least {-10 * largest:.3g}" if largest and watch.value(key) < -10 * largest else None
+
+
+def all_alike(watch: Watch, key: str) -> str | None:
+    """Every scorer gave one score to all responses, and no missing stop token cost some of them a part of it."""
+    spreads = [watch.value(name) for name in watch.now if row_of(watch.trainer, name) == "rewards/{name}/std"]
+    for_eos = watch.config.get("missing_eos_penalty") or watch.config.get("missing_eos_score") is not None
+    ended = watch.value("val/stop_rate") in (0, 1) or not for_eos
+    return "not the same for all responses" if spreads and not any(spreads) and ended else None
 
 
 def no_signal(watch: Watch, key: str) -> str | None:
@@ -194,8 +237,7 @@ def no_signal(watch: Watch, key: str) -> str | None:
 
 def dead_critic(watch: Watch, key: str) -> str | None:
     """No gradient, and not because nothing at all is trained on."""
-    nothing = watch.config.get("mask_truncated") and watch.value("val/stop_rate") == 0
-    return "above 0" if watch.value(key) == 0 and not nothing else None
+    return "above 0" if watch.value(key) == 0 and not nothing_counts(watch) else None
 
 
 def ratio_off(watch: Watch, key: str) -> str | None:
@@ -208,25 +250,30 @@ def _is_fp32(watch: Watch) -> bool:
     return watch.config.get("dtype") == "float32" or watch.config.get("zero_stage") == 0
 
 
-def _not_the_policys(watch: Watch, key: str, value: float) -> str | None:
-    """More than docs/rollouts.md allows a server; what is drawn ahead is of other weights by intention."""
+def _not_the_policys(watch: Watch, value: float) -> str | None:
+    """More than docs/rollouts.md allows a server."""
     allowed = 1e-3 if _is_fp32(watch) else 0.05
-    return f"at most {allowed:g} nats" if value > allowed and not watch.config.get("lag") else None
+    return f"at most {allowed:g} nats" if value > allowed else None
 
 
 def raw(watch: Watch, key: str) -> str | None:
-    """From the first rollout on, when the weights were those that a run begins with."""
-    return _not_the_policys(watch, key, watch.value(key)) if _off_at_first(watch, key) else None
+    """From the first rollout on, when the weights were those that a run begins with; with `lag` too."""
+    return _not_the_policys(watch, watch.value(key)) if _off_at_first(watch, key) else None
 
 
 def stale(watch: Watch, key: str) -> str | None:
-    """Only after updates."""
-    return None if _off_at_first(watch, key) else _not_the_policys(watch, key, watch.value(key))
+    """Only after updates; what is drawn ahead is of other weights by intention."""
+    as_meant = _off_at_first(watch, key) or watch.config.get("lag")
+    return None if as_meant else _not_the_policys(watch, watch.value(key))
 
 
 def _off_at_first(watch: Watch, key: str) -> bool:
-    first = watch.values.get(key, [math.nan])[0]
-    return _not_the_policys(watch, key, first) is not None
+    return _not_the_policys(watch, watch.values.get(key, [math.nan])[0]) is not None
+
+
+def no_learning_rate(watch: Watch, key: str) -> str | None:
+    """In runs that do not train the critic alone."""
+    return "above 0" if watch.value(key) == 0 and not watch.config.get("critic_only") else None
 
 
 def outwitted(watch: Watch, key: str) -> str | None:
@@ -247,10 +294,12 @@ def outwitted(watch: Watch, key: str) -> str | None:
 
 
 def never_above_chance(watch: Watch, key: str) -> str | None:
-    """After training began, and by more than twice the standard error of so many pairs."""
-    pairs = watch.config.get("eval_size") or 0
-    allowed = 0.5 - 1 / math.sqrt(pairs if pairs > 1 else 100)
-    return "above 0.5, which is chance" if watch.now["step"] and watch.value(key) < allowed else None
+    """By more than twice the standard error of so many pairs; in the second half of the run at all."""
+    pairs, step = watch.config.get("eval_size") or 0, watch.now["step"]
+    late = 2 * step > (watch.config.get("steps") or math.inf)
+    allowed = 0.5 if late else 0.5 - 1 / math.sqrt(pairs if pairs > 1 else 100)
+    below = watch.value(key) < allowed or (late and watch.value(key) == allowed)
+    return "above 0.5, which is chance" if step and below else None
 
 
 RULES = (
@@ -262,8 +311,8 @@ RULES = (
         no_signal,
         f"for {WINDOW} steps all rewards of every group were equal, so that nothing is learnt: prompts too hard or too "
         "easy, or a scorer that judges all alike",
-        "read the responses in samples.jsonl, and look at what judges them, at temperature and at group_size; where no "
-        "response is right, warm start with sft",
+        "read the responses in samples.jsonl, and look at what judges them, at temperature, top_k and group_size; "
+        "where no response is right, warm start with sft",
         WINDOW,
     ),
     Rule(
@@ -291,6 +340,44 @@ RULES = (
         f"for {WINDOW} steps most responses were cut at max_new_tokens, before their answer",
         "raise --max_new_tokens, or warm start with sft so that responses end; see that --model has the EOS of its "
         "template",
+        WINDOW,
+    ),
+    Rule(
+        "equal-scores",
+        ("ppo",),
+        ("objective/scores",),
+        all_alike,
+        f"for {WINDOW} steps every scorer gave all responses one score, so that nothing but the KL is learnt",
+        "read the responses in samples.jsonl, and look at what judges them and at temperature; where no response is "
+        "right, warm start with sft",
+        WINDOW,
+    ),
+    Rule(
+        "no-learning-rate",
+        tuple(KEYS),
+        ("lr",),
+        no_learning_rate,
+        f"for {WINDOW} steps the learning rate was 0: nothing is learnt",
+        "raise --lr, or --steps, to which --lr_schedule is stretched",
+        WINDOW,
+    ),
+    Rule(
+        "stands-still",
+        POLICIES,
+        ("objective/kl_exact",),
+        still,
+        f"after {WINDOW} steps the policy is the model that it began as, though there are gradients: steps are too "
+        "small for its weights",
+        "raise --lr",
+        WINDOW,
+    ),
+    Rule(
+        "scores-outweighed",
+        POLICIES,
+        ("objective/non_score_reward",),
+        outweighed,
+        f"for {WINDOW} steps the KL, or length, cost ten times what scorers ever paid: the task is not learnt",
+        "lower --kl_coef, or --overlong_factor; see that the scores have the scale of 1",
         WINDOW,
     ),
     # The policy.
@@ -405,6 +492,15 @@ RULES = (
         "the loss is above that of the model as it began",
         "lower --lr (it may be 100 times too high), and give --warmup_steps; where the held-out loss alone rises, rows "
         "are learnt by heart: fewer --steps",
+    ),
+    Rule(
+        "overfitted",
+        ("sft", "reward"),
+        ("eval/loss", "eval/rm/loss"),
+        overfitted,
+        "the held-out loss rises while that of training falls: rows are learnt by heart",
+        "fewer --steps, more rows, or a lower --lr; the checkpoint of its lowest value is better: --save_every",
+        2,
     ),
     Rule(
         "gradient-grows",

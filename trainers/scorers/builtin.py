@@ -6,6 +6,7 @@ Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
 import functools
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -20,8 +21,13 @@ MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, 
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
 
+# What NFKC would join to the digits before it: 10² to 102, 2½ to 21⁄2.
+RAISED, FRACTION = re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("(?<=[0-9])[¼-¾⅐-⅞↉]")
+
+
 def normalized(text: str, *, ignore_case: bool = False) -> str:
-    """The text as answers are compared: Unicode's form NFKC, white space runs one space, none at the ends."""
+    """The text as answers are compared: Unicode's form NFKC with ^ before what is raised, white space one space."""
+    text = RAISED.sub(r"^\g<0>", FRACTION.sub(r" \g<0>", text))
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     return text.casefold() if ignore_case else text
 

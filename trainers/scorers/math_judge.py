@@ -28,6 +28,7 @@ NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
 ITEM = r"[-+]?[\d.]+"
 SCIENTIFIC = re.compile(rf"{NUMBER}[eE][-+]?\d{{1,3}}")
 DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d+(\s*:\s*\d+)+|\d+(-\d+){2}[T ].*")
+BASED = re.compile(r"[\dA-Z]+_(?:\d+|\{\d+\})")  # 101_2: math-verify leaves the base out
 DOLLARS = re.compile(r"^([-+]?)\$(?=[\d.]+[^$]*$)")  # money, and no formula between two signs
 # Forms of an answer that math-verify reads otherwise than they are meant.
 READ_OTHERWISE = (
@@ -43,7 +44,12 @@ READ_OTHERWISE = (
     (re.compile(r"[\[({]*'.*|.*\".*", re.DOTALL), "quoted text"),
     (re.compile(r"[^\\]*\d\s+\d[^\\]*"), "several numbers with nothing between them"),
     (re.compile(r".*\d\.\\overline.*"), "a decimal without an end: write it as a fraction"),
-    (re.compile(r".*(\*\*|\d_\d{3}|\d\.\d+\.\d).*"), "a program's notation, or a version"),
+    (re.compile(r".*(\*\*|\d_\d{3}|==|[-+*/%!]=).*|0[xXbBoO][\dA-Fa-f]+"), "a program's notation"),
+    (re.compile(r".*(\d\.\d+\.\d|\d\.\d{3},\d|\.\.).*"), "a version, dots, or a comma before decimals"),
+    (re.compile(r".*\d'.*"), "feet, minutes or thousands"),
+    (re.compile(r".*\\(?:equiv|[bp]?mod)(?![A-Za-z]).*"), "a congruence, whose modulus is left out"),
+    (re.compile(r".*[A-Z][a-z]?_(?:\d+|\{\d+\})[A-Z].*|O(?:-O)+"), "a formula of chemistry, or a move of chess"),
+    (re.compile(r"[^A-Za-z\\]*=[^A-Za-z\\]*"), "an equation without a variable: it is true or false"),
     (re.compile(r".*[^\x00-\x7f\u0370-\u03ff°−×÷∪∩≤≥∅].*", re.DOTALL), "characters that it does not know"),
     (re.compile(r"[^\w\\∅]*"), "no number"),
 )
@@ -65,7 +71,7 @@ def unfit(answer: str) -> str | None:
 
     A word is no product of its letters, and a date no difference: what could be either is not judged.
     """
-    answer = _bare(answer)
+    answer = bare(answer)
     if SCIENTIFIC.fullmatch(answer):
         return None
     for form, what in READ_OTHERWISE:
@@ -73,9 +79,9 @@ def unfit(answer: str) -> str | None:
             return what
     latex = WORDS_IN_LATEX.sub(" \\\\ ", answer)
     formula = CONNECTIVES.sub(",", COMMANDS.sub(" ", latex))
-    if not re.search(r"[\d+\-*/^=<>|!_]|[^\x00-\x7f]", formula) and "\\" not in latex:
+    if not re.search(r"[\d+\-*/^=<>|!_π]|[^\x00-\x7f\u0370-\u03ff]", formula) and "\\" not in latex:
         return "a word, or the letter of a choice, not a formula"
-    words = [run for run in LETTERS.findall(formula) if _is_word(run)]
+    words = [run for run in LETTERS.findall(formula) if _is_word(run)] + re.findall(r"[\u0370-\u03ff]{3,}", formula)
     if words or re.fullmatch(r"(?i)n/a", answer):
         return f"the word {(words or [answer])[0]!r}, not a product of its letters"
     if re.search(r"[A-Za-z]\d|\d\s+[A-Za-z]{2}", formula):
@@ -94,7 +100,7 @@ def _is_word(letters: str) -> bool:
     return len(letters) > 3 or (len(letters) > 1 and bool(known))
 
 
-def _bare(answer: str) -> str:
+def bare(answer: str) -> str:
     """The answer without what stands around formulas."""
     answer = answer.strip()
     for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}")):
@@ -123,12 +129,16 @@ def _last_box(response: str) -> list[str]:
 
 
 def _normalized(text: str) -> str:
-    return " ".join(_bare(text.strip().removesuffix(".")).split())
+    """As texts are compared: white space one space; in LaTeX, where it means nothing, between any two signs."""
+    text = re.sub(r"_\{(\w+)\}", r"_\1", bare(text.strip().removesuffix(".")))
+    in_latex = "\\" in text and not WORDS_IN_LATEX.search(text)
+    return " ".join(re.findall(r"\\[A-Za-z]+|\S", text) if in_latex else text.split())
 
 
 def load():
     """The judge: (response, answer) -> 1 or 0. Raises where math-verify is missing, or judges other than it should."""
     import logging
+    import math
     import random
     from dataclasses import replace
 
@@ -141,11 +151,17 @@ def load():
     of_latex = replace(latex.normalization_config, units=False)
     without_units = [replace(latex, normalization_config=of_latex), ExprExtractionConfig()]
 
+    def decimals(gold) -> int:
+        """That many are compared: the usual six, and of what is small four digits."""
+        size = abs(float(gold)) if getattr(gold, "is_number", False) and gold.is_real else 1.0
+        return max(6, 3 - math.floor(math.log10(size))) if size else 6
+
     def equal(response: str, answer: str) -> bool:
         configs = without_units if has_variables(answer) else with_units
         gold = parse(f"${answer}$", configs, parsing_timeout=None) or [answer]
         found = parse(response.rsplit("####", 1)[-1], configs, parsing_timeout=None)
-        return verify(gold, found, timeout_seconds=None)
+        digits = decimals(gold[0])
+        return verify(gold, found, float_rounding=digits, numeric_precision=digits + 9, timeout_seconds=None)
 
     for response, answer, expected in KNOWN:
         if equal(response, answer) != expected:
@@ -159,14 +175,17 @@ def load():
             return True
         if unfit(answer) or DATE_OR_TIME.fullmatch(written[-1]):
             return False
+        if BASED.fullmatch(bare(answer)):
+            return _normalized(answer) == _normalized((BASED.findall(response) or [""])[-1])
         named = set(NAMED.findall(written[-1]))
         if named and named.isdisjoint(NAMED.findall(answer) or named):  # another variable has that value
             return False
+        forms = [DOLLARS.sub(r"\1", answer)]
         if SCIENTIFIC.fullmatch(answer):
-            answer = f"{Decimal(answer.replace(',', '')):f}"
-        answer = DOLLARS.sub(r"\1", answer)
+            number = Decimal(answer.replace(",", ""))
+            forms = [f"{number:f}", f"{number:e}".replace("e", "\\times 10^{") + "}"]
         try:
-            return equal(response, answer)
+            return any(equal(response, form) for form in forms)
         except MemoryError:
             raise
         except Exception:  # of sympy, on nonsense: that is a wrong answer
