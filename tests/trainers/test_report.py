@@ -75,7 +75,7 @@ def test_a_page_has_curves_samples_and_configs(tmp_path, capsys):
     for image in page.of("img"):
         kind, _, data = image["src"].partition("base64,")
         assert kind == "data:image/svg+xml;" and b"<svg" in base64.b64decode(data)
-    assert [section["id"] for section in page.of("section")] == ["curves", "samples", "configs"]  # findings: none
+    assert [section["id"] for section in page.of("section")] == ["doctor", "curves", "samples", "configs"]
     cells = [text.strip() for text in page.texts if text.strip()]
     start = cells.index("Samples over time")
     samples = cells[start + 7 : cells.index("Configs")]
@@ -119,13 +119,20 @@ def test_runs_are_over_each_other_and_what_differs_is_told(tmp_path):
     assert swatches == ["background: #1f77b4", "background: #ff7f0e"]
 
 
-def test_findings_have_a_place(tmp_path, monkeypatch):
+def test_what_the_doctor_says_has_a_place(tmp_path, monkeypatch):
     found = report.read_run(made(tmp_path / "run", [0.1]))
-    found.findings.append("entropy <gone>")
+    assert found.verdict[0].startswith("unfinished: ") and not found.healthy
+    found.verdict.append("entropy <gone>")
     monkeypatch.setattr(report, "read_run", lambda folder: found)
     page = read(tmp_path / "run")
-    assert [section["id"] for section in page.of("section")] == ["findings", "curves", "configs"]
+    assert [section["id"] for section in page.of("section")] == ["doctor", "curves", "configs"]
     assert "entropy <gone>" in page.texts
+
+
+def test_a_healthy_run_is_called_healthy(tmp_path):
+    run = made(tmp_path / "run", [0.1])
+    (run / "model").mkdir()
+    assert "healthy: " in "".join(read(run).texts)
 
 
 def test_what_is_no_run_is_one_line(tmp_path):

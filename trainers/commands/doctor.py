@@ -16,33 +16,22 @@ def of_runs(folders: list[Path]) -> int:
     """Tell of each run what was read and what is wrong, in the order in which it began; 1 where anything is."""
     from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.commands.report import read_run
-    from fused_rl.trainers.metrics.rules import examine
     from fused_rl.trainers.metrics.table import KEYS
     from fused_rl.trainers.options.errors import InputError
-    from fused_rl.trainers.run.folder import in_use
 
-    # All of them, before anything is told.
-    examined = []
-    for folder in folders:
-        run = read_run(folder)
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
         if run.command not in KEYS:
             of = f"it is of {run.command!r}" if run.command else "its config.yaml does not say of which trainer it is"
-            raise InputError(f"{folder}: {of}; the doctor knows runs of {', '.join(KEYS)}")
-        unfinished = not (folder / "model").exists() and not in_use(folder)
-        if not run.history and not unfinished:
-            raise InputError(f"{folder}: its metrics.jsonl holds no step yet; look again after the first one")
-        examined.append((run, examine(run.command, run.config, run.history), unfinished))
-
-    for run, watch, unfinished in examined:
+            raise InputError(f"{run.name}: {of}; the doctor knows runs of {', '.join(KEYS)}")
+        if not run.history and run.healthy:
+            raise InputError(f"{run.name}: its metrics.jsonl holds no step yet; look again after the first one")
+    for run in runs:
         made = run.history[-1]["step"] if run.history else 0
         tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps', '?')} steps")
-        for number, finding in enumerate(watch.found):
-            tell(f"  {'then' if number else 'first'}: {finding.told()}")
-        if unfinished:
-            tell("  unfinished: it ended without its model; why was said on its screen, and --resume goes on")
-        elif not watch.found:
-            tell(f"  healthy: {len(watch.looked_at)} metrics within their bands")
-    return int(any(watch.found or unfinished for _, watch, unfinished in examined))
+        for line in run.verdict:
+            tell(f"  {line}")
+    return int(not all(run.healthy for run in runs))
 
 
 def look(argv: list[str]) -> int:

@@ -19,11 +19,12 @@ from fused_rl.trainers.base.files import storing, write_atomically
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.report_page import Panel, against, over_steps, page
 from fused_rl.trainers.metrics.metric import Metric
-from fused_rl.trainers.metrics.rules import examine
+from fused_rl.trainers.metrics.rules import Watch, examine
 from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line, shown
 from fused_rl.trainers.run.command import around
+from fused_rl.trainers.run.folder import in_use
 from fused_rl.trainers.run.logger import read_metrics
 
 FIRST = (
@@ -49,8 +50,9 @@ class RunRead:
     """The lines of samples.jsonl, the same prompts together."""
     columns: list[str] = field(default_factory=list)
     """Of the samples."""
-    findings: list[str] = field(default_factory=list)
-    """What is wrong with it, in lines; the page has no such part where no run has any."""
+    verdict: list[str] = field(default_factory=list)
+    """What the doctor says, in lines."""
+    healthy: bool = True
 
 
 def read_run(folder: Path) -> RunRead:
@@ -62,8 +64,19 @@ def read_run(folder: Path) -> RunRead:
     samples.sort(key=lambda row: (str(row.get("of", "")), row.get("of") != "training" and str(row.get("prompt", ""))))
     columns = list(dict.fromkeys(chain.from_iterable(samples)))
     history = read_metrics(folder / "metrics.jsonl")
-    findings = [finding.told() for finding in examine(command, config, history).found]
-    return RunRead(str(folder), history, command, config, samples, columns, findings)
+    unfinished = not (folder / "model").exists() and not in_use(folder)
+    verdict = _verdict(command, examine(command, config, history), unfinished)
+    return RunRead(str(folder), history, command, config, samples, columns, *verdict)
+
+
+def _verdict(command: str, watch: Watch, unfinished: bool) -> tuple[list[str], bool]:
+    """What is wrong, in the order in which it began, and whether nothing is."""
+    if command not in KEYS:
+        return [f"not looked at: the rules are for runs of {', '.join(KEYS)}"], True
+    lines = [f"{'then' if number else 'first'}: {finding.told()}" for number, finding in enumerate(watch.found)]
+    if unfinished:
+        lines.append("unfinished: it ended without its model; why was said on its screen, and --resume goes on")
+    return lines or [f"healthy: {len(watch.looked_at)} metrics within their bands"], not lines
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, object]]:

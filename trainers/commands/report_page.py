@@ -98,15 +98,13 @@ summary { cursor: pointer; font-weight: bold; margin: 0.5em 0; }
 </tr>
 {% endfor %}
 </table>
-{% if runs | selectattr("findings") | list %}
-<section id="findings">
-<h2>What the doctor found</h2>
-{% for run in runs if run.findings %}
+<section id="doctor">
+<h2>What the doctor says</h2>
+{% for run in runs %}
 <h3>{{ text(run.name) }}</h3>
-<ul>{% for finding in run.findings %}<li>{{ text(finding) }}</li>{% endfor %}</ul>
+<ul>{% for line in run.verdict %}<li>{{ text(line) }}</li>{% endfor %}</ul>
 {% endfor %}
 </section>
-{% endif %}
 {% macro pictures(panels) %}
 <div class="panels">
 {% for panel in panels %}
