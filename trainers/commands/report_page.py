@@ -101,7 +101,7 @@ summary { cursor: pointer; font-weight: bold; margin: 0.5em 0; }
 <section id="doctor">
 <h2>What the doctor says</h2>
 {% for run in runs %}
-<h3>{{ text(run.name) }}</h3>
+{% if runs | length > 1 %}<h3>{{ text(run.name) }}</h3>{% endif %}
 <ul>{% for line in run.verdict %}<li>{{ text(line) }}</li>{% endfor %}</ul>
 {% endfor %}
 </section>
