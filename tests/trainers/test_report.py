@@ -109,7 +109,7 @@ def test_runs_are_over_each_other_and_what_differs_is_told(tmp_path):
     b = made(tmp_path / "b", [0.2, 0.5, 0.9], lr=0.1, seed=2)
     page = read(a, b, "--output", tmp_path / "out" / "page.html")
     assert len(page.of("img")) == 6  # a picture for both
-    assert [section["id"] for section in page.of("section")] == ["doctor", "curves", "configs"]  # no samples: no such part
+    assert [section["id"] for section in page.of("section")] == ["doctor", "curves", "configs"]  # no samples
     cells = [text.strip() for text in page.texts if text.strip()]
     differ = cells[cells.index("What differs") + 1 :]
     assert differ[:9] == ["option", str(a), str(b), "seed", "1", "2", "group_size", "8", "—"]
