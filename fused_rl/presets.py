@@ -36,7 +36,7 @@ class PolicyLossOptions:
     ratio_level: RatioLevel = "token"
     """Whose probability ratio a token gets: its own, its sequence's geometric mean ("sequence"), or its sequence's
     product ("sequence-sum")."""
-    surrogate: str | Callable = "clip"
+    surrogate: Surrogate | Callable = "clip"
     """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours (docs/losses.md), on the command line
     module:function."""
     loss_agg: LossAgg = "token-mean"

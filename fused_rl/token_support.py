@@ -4,6 +4,7 @@ Sets are recorded where sampling happens, not computed again from probabilities:
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -47,7 +48,10 @@ class TokenSupport:
         Raises:
             ValueError: as TokenSupport.
         """
-        rows = [torch.as_tensor([] if row is None else row, dtype=torch.int64).reshape(-1) for row in lists]
+        rows = [
+            _row_of_ids(i, row)
+            for i, row in enumerate(_several("lists", lists, "a list of ids, or None, for each row"))
+        ]
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         return cls(ids, _offsets(lengths))
@@ -66,9 +70,11 @@ class TokenSupport:
         Raises:
             ValueError: a shape or dtype that does not fit; a row without any finite entry.
         """
-        steps = [scores.reshape(-1, scores.shape[-1])] if isinstance(scores, Tensor) else list(scores)
+        steps = [scores] if isinstance(scores, Tensor) else _several("scores", scores, "a tensor (B, V) for each step")
+        if isinstance(scores, Tensor) and scores.dim() and scores.shape[-1]:
+            steps = [scores.reshape(-1, scores.shape[-1])]
         _check_scores(steps)
-        kept = [step.isfinite() for step in steps]
+        kept = [step != -torch.inf for step in steps]
         counts = torch.stack([step.sum(-1) for step in kept], 1)  # (B, T)
         _check_counts(counts)
 
@@ -102,7 +108,9 @@ class TokenSupport:
     @classmethod
     def cat(cls, parts: Iterable["TokenSupport"]) -> "TokenSupport":
         """The rows of several on one device, in turn."""
-        parts = list(parts)
+        parts = _several("parts", parts, "TokenSupports")
+        for part in parts:
+            check_support(part)
         if not parts:
             return cls.from_lists([])
         lengths = torch.cat([part.offsets.diff() for part in parts])
@@ -114,6 +122,7 @@ class TokenSupport:
         Raises:
             ValueError: sizes that do not add up to the number of rows.
         """
+        sizes = [operator.index(size) for size in _several("sizes", sizes, "whole numbers")]
         bounds = list(accumulate(sizes, initial=0))
         if bounds[-1] != len(self) or min(sizes, default=0) < 0:
             raise ValueError(f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}")
@@ -207,6 +216,20 @@ def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | No
         )
 
 
+def _several(name, given, of):
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} must be {of}, got {described(given)}")
+    return list(given)
+
+
+def _row_of_ids(row, ids):
+    """(K,) int64; what is not a row of whole numbers would be made one in silence."""
+    given = torch.as_tensor([] if ids is None else ids) if not isinstance(ids, str) else None
+    if given is None or given.dim() != 1 or len(given) and given.dtype not in INTEGERS:
+        raise ValueError(f"row {row} of lists must be a list of ids, whole numbers, or None, got {described(ids)}")
+    return given.long()
+
+
 def _of_valid(ids, offsets):
     """What valid sets were arranged to; checking them again would take longer than all else."""
     made = object.__new__(TokenSupport)
@@ -280,11 +303,20 @@ def _row_of(offsets, at):
 
 def _check_scores(steps):
     shapes = {tuple(step.shape) if isinstance(step, Tensor) else None for step in steps}
-    if len(shapes) != 1 or None in shapes or len(next(iter(shapes))) != 2 or not steps[0].is_floating_point():
+    fits = len(shapes) == 1 and None not in shapes and len(next(iter(shapes))) == 2
+    if not fits or not all(step.is_floating_point() and step.shape[1] for step in steps):
         raise ValueError(
             "scores must be a floating-point tensor (..., V), or one (B, V) per step as generate returns them, got "
-            + ", ".join(map(described, steps[:4]))
+            + (", ".join(map(described, steps[:4])) or "none")
         )
+    for t, step in enumerate(steps):
+        bad = step.isnan() | (step == torch.inf)
+        if bad.any():
+            row, column = bad.nonzero()[0].tolist()
+            at = f"row {row}" + (f" at step {t}" if len(steps) > 1 else "")
+            raise ValueError(
+                f"scores must be finite, or -inf where filtered: {at} has {step[row, column]} at id {column}"
+            )
 
 
 def _check_counts(counts):

@@ -93,10 +93,11 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
         else:
             a_tile, f_tile, most = tl.fma(ps[i], t, a_tile), tl.fma(ps[i], g, f_tile), tl.maximum(most, tl.abs(t))
 
-    # what the lane had, moved there
+    # what the lane had, moved there: 2^h of F, as F and (2^h - 1) F would cancel where the centre falls far
     h = centre - c
-    g = tl.where(tl.abs(h) < 1, excess2(h), tl.fma(h, -LN2, tl.exp2(h) - 1))
-    f_old = tl.fma(f_old, tl.exp2(h), tl.fma(tl.fma(h, LN2, g), a_old * LN2, w_old * g))
+    grown = tl.exp2(h)
+    g = tl.where(tl.abs(h) < 1, excess2(h), tl.fma(h, -LN2, grown - 1))
+    f_old = tl.fma(grown, f_old, tl.fma(tl.fma(h, LN2, g), a_old * LN2, w_old * g))
     a = tl.fma(h, w_old, a_old) + tl.sum(a_tile, 1)
     far = tl.maximum(far, tl.maximum(tl.max(most, 1), tl.abs(centre)))
     return m, w, centre, a, f_old + tl.sum(f_tile, 1), far

@@ -82,7 +82,7 @@ MUTATIONS = {
     ),
     "F moves to a mean that falls by what exp(h) - 1 leaves of it": Mutation(
         "kernels/kl_lanes.py",
-        "f_old = tl.fma(f_old, tl.exp2(h), tl.fma(tl.fma(h, LN2, g), a_old * LN2, w_old * g))",
+        "f_old = tl.fma(grown, f_old, tl.fma(tl.fma(h, LN2, g), a_old * LN2, w_old * g))",
         "f_old += tl.fma(tl.fma(h, LN2, g), tl.fma(a_old, LN2, f_old), w_old * g)",
         "tests/test_kl.py -k mean_that_falls",
     ),

@@ -487,3 +487,14 @@ def test_tritons_own_interpreter_runs_it(tmp_path):
     x, y = torch.randn(2, 3, 5000, generator=torch.manual_seed(0)).double()
     exact = reference.token_kl(x, y).sum().item()
     assert float(ran.stdout) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("nats", [20.0, 41.0, 50.0])
+def test_one_token_that_the_reference_has_all_but_dropped(backend, nats):
+    """The first of its lane, so that the lane's mean of log(p / q) begins far up and falls: F must not cancel then."""
+    x = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0))
+    x[:, 700] = 3.0
+    y = x.index_add(1, torch.tensor([700]), torch.tensor([[-nats]]))
+    value = fused_rl.token_kl(x.to(backend), y.to(backend))
+    exact = reference.token_kl(x.double(), y.double())
+    torch.testing.assert_close(value.double().cpu(), exact, rtol=1e-6, atol=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fused_rl
 from fused_rl import reference
@@ -382,14 +383,39 @@ def test_bad_arguments_say_what_came_and_what_is_expected(changes, message):
         fused_rl.policy_loss(**arguments)
 
 
-def test_the_losses_of_the_documentation_run(monkeypatch):
-    """Every Python block of docs/losses.md, one after the other, in one namespace."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    text = (Path(__file__).parent.parent / "docs" / "losses.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def run_blocks(page, **namespace):
+    """Every Python block of a page, one after the other, in one namespace."""
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / page).read_text(), re.DOTALL)
     assert blocks
-    namespace = {}
     exec("\n".join(blocks), namespace)
+    return namespace
+
+
+def test_the_loss_of_the_readme_runs(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    found = run_blocks("README.md")
+    assert found["loss"].isfinite() and found["logits"].grad[:, -1].eq(0).all()
+
+
+def test_the_kept_sets_of_the_documentation_run(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    config = LlamaConfig(
+        **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "eos_token_id": None, "pad_token_id": 0},
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.max_new_tokens = 4
+    hidden, prompts = torch.randn(3, 4, 16), torch.randint(50, (3, 5))
+    found = run_blocks(
+        "docs/sampling_replay.md", model=model, prompts=prompts, hidden=hidden, logits=model.lm_head(hidden)
+    )
+    assert found["out"].logprobs.shape == found["targets"].shape == (3, 4)
+    assert (found["support"].offsets.diff() < 50).all()
+
+
+def test_the_losses_of_the_documentation_run(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    namespace = run_blocks("docs/losses.md")
     loss, advantages, ratio = (namespace[name] for name in ("loss", "advantages", "ratio"))
     want = (torch.tanh(ratio - 1) * -advantages[:, None])[namespace["mask"]].mean()
     torch.testing.assert_close(loss, want)

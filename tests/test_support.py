@@ -120,7 +120,7 @@ BAD_SETS = {
     ),
     "scores: a step": (
         lambda: TokenSupport.from_scores([X[0], X[0] / 0]),
-        "row 0 of scores at step 1",
+        "row 0 at step 1 has nan",
     ),
     "scores: integers": (
         lambda: TokenSupport.from_scores(torch.zeros(2, 4).long()),
@@ -423,3 +423,29 @@ def test_every_finite_logit_counts(backend):
     out = fused_rl.token_logprobs(logits.to(backend), torch.tensor([3], device=backend), support=support)
     torch.testing.assert_close(out.logprobs.cpu(), -torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
     torch.testing.assert_close(out.entropy.cpu(), torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TokenSupport.from_lists([[1], [1.7]]), "row 1 of lists must be a list of ids, whole numbers"),
+        (lambda: TokenSupport.from_lists([torch.tensor([1.5])]), "row 0 of lists must be a list of ids, whole numbers"),
+        (lambda: TokenSupport.from_lists([[True, False]]), "row 0 of lists .*, got list .True, False."),
+        (lambda: TokenSupport.from_lists([1, 2, 3]), "row 0 of lists must be .*, got int 1"),
+        (lambda: TokenSupport.from_lists([[[1, 2], [3, 4]]]), "row 0 of lists must be a list of ids"),
+        (lambda: TokenSupport.from_lists("12"), "lists must be a list of ids, or None, for each row, got str '12'"),
+        (lambda: TokenSupport.from_scores(None), "scores must be a tensor .B, V. for each step, got NoneType"),
+        (
+            lambda: TokenSupport.from_scores(torch.tensor([[0.0, torch.nan]])),
+            "scores must be finite.* row 0 has nan at id 1",
+        ),
+        (lambda: TokenSupport.from_scores([torch.tensor([[torch.inf, 0.0]])] * 2), "row 0 at step 0 has inf at id 0"),
+        (lambda: TokenSupport.from_scores(torch.zeros(2, 0)), "scores must be a floating-point tensor"),
+        (lambda: TokenSupport.cat([[1]]), "support must be a TokenSupport"),
+        (lambda: TokenSupport.from_lists([[1]]).split(1), "sizes must be whole numbers, got int 1"),
+    ],
+)
+def test_what_is_no_set_is_told_and_never_made_one(make, said):
+    """A float id would be cut to another one, and a logit of NaN or inf, which the sampler may draw, be left out."""
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -3,7 +3,7 @@
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import docstring_parser
@@ -30,7 +30,12 @@ def as_options(source: type, names: Iterable[str], prefix: str = "", said: str =
 
 
 def _of_a_run(kind):
-    """The type of a run's option for that of a field, without None: `Annotated` tells a range in words."""
+    """The type of a run's option for that of a field, without None: `Annotated` tells a range in words.
+
+    What may be a function is named by a text.
+    """
+    if Callable in typing.get_args(kind):
+        return str
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(choice for choice in typing.get_args(kind) if choice is not type(None))
     if typing.get_origin(kind) is Annotated:
