@@ -218,6 +218,15 @@ def test_log_probabilities_of_another_model(ending, tmp_path, capsys, sampler, r
     assert diagnosed(tmp_path / "run", capsys)[:1] == ([rule] if rule else [])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampler", "rules"), [(Telling, []), (Stale, ["stale-logprobs"])])
+def test_weights_that_never_arrive_where_rollouts_are_drawn_ahead(ending, tmp_path, capsys, sampler, rules):
+    config = {"verifiers": f"{HERE}:of_a", "steps": 20, "prompts_per_step": 8, "eval_size": 0, "max_new_tokens": 16}
+    config |= {"minibatches": 1, "micro_batch_size": 32, "lr": 2e-3, "lag": 1}
+    grpo.train(runs.grpo_config(ending, tmp_path / "run", **config), sampler=sampler)
+    assert diagnosed(tmp_path / "run", capsys) == rules
+
+
 def of_critic(files, folder, **options):
     settings = {"verifiers": f"{HERE}:of_a", "steps": 12, "prompts_per_step": 8, "group_size": 2, "max_new_tokens": 16}
     settings |= {"model": files[0], "dataset": files[1], "output_dir": str(folder), "eval_size": 0, "save_every": 0}

@@ -79,6 +79,16 @@ def test_what_a_sampler_tells_is_raw_from_the_beginning_or_stale_later():
     assert found("grpo", key, [0.02] * 5, lag=1) == [("raw-logprobs", 3, 1)]
 
 
+def test_what_is_drawn_ahead_is_stale_where_it_stays_as_far_as_the_start():
+    def told(of_sampler, of_start=4.0, **config):
+        entry = {"objective/kl_exact": of_start, "completions/mean_length": 20.0, "rollout/kl_k3": of_sampler}
+        history = [{"step": i, "rollout/logprob_diff_abs": min(i - 1, 1) * 0.3} | entry for i in range(1, 31)]
+        return [(one.rule.name, one.step) for one in examine("grpo", FP32 | {"lag": 1} | config, history).found]
+
+    assert told(0.18) == [("stale-logprobs", 10)] and told(0.18, lag=4) == [("stale-logprobs", 25)]
+    assert told(0.09) == told(0.04, of_start=0.9) == told(0.18, ref_sync_every=5) == []
+
+
 @pytest.mark.parametrize("value", [NAN, math.inf, None])
 def test_a_loss_that_is_no_number_is_told(value):
     assert found("sft", "train/loss", [2.0, value, 2.0]) == [("not-finite", 2, 2)]

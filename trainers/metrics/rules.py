@@ -262,9 +262,27 @@ def raw(watch: Watch, key: str) -> str | None:
 
 
 def stale(watch: Watch, key: str) -> str | None:
-    """Only after updates; what is drawn ahead is of other weights by intention."""
-    as_meant = _off_at_first(watch, key) or watch.config.get("lag")
+    """Only after updates; what is drawn ahead is of other weights by intention, but not of the first ones for long."""
+    as_meant = _off_at_first(watch, key) or (watch.config.get("lag") and not _of_the_first_weights(watch))
     return None if as_meant else _not_the_policys(watch, watch.value(key))
+
+
+def _of_the_first_weights(watch: Watch) -> bool:
+    """Whether who draws is half as far from the policy as the model that it began as, or further, and that is far.
+
+    Drawn ahead by `lag` 1 to 4 it was at most 0.07 times as far from step 5 * (lag + 1) on, with weights that never
+    arrive 0.7 to 1.2 times.
+    """
+    now = watch.now["step"]
+    keys = ("rollout/kl_k3", "objective/kl_exact", "completions/mean_length")
+    if (
+        watch.config.get("ref_sync_every")
+        or now < 5 * (watch.config["lag"] + 1)
+        or not watch.values.keys() >= set(keys)
+    ):
+        return False
+    of_sampler, of_start, length = (median(watch.upto(key, now)) for key in keys)
+    return of_start > 0.05 * length and of_sampler * length > of_start / 2
 
 
 def _off_at_first(watch: Watch, key: str) -> bool:
