@@ -16,7 +16,7 @@ def of_runs(folders: list[Path]) -> int:
     """Tell of each run what was read and what is wrong, in the order in which it began; 1 where anything is."""
     from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.commands.report import read_run
-    from fused_rl.trainers.metrics.rules import examine
+    from fused_rl.trainers.metrics.rules import WINDOW, examine
     from fused_rl.trainers.metrics.table import KEYS
     from fused_rl.trainers.options.errors import InputError
     from fused_rl.trainers.run.folder import in_use
@@ -31,17 +31,21 @@ def of_runs(folders: list[Path]) -> int:
         unfinished = not (folder / "model").exists() and not in_use(folder)
         if not run.history and not unfinished:
             raise InputError(f"{folder}: its metrics.jsonl holds no step yet; look again after the first one")
-        examined.append((run, examine(run.command, run.config, run.history), unfinished))
+        watch = examine(run.command, run.config, run.history)
+        if run.history and not watch.looked_at:
+            raise InputError(f"{folder}: no rule looks at any metric of its metrics.jsonl; is it of another version?")
+        examined.append((run, watch, unfinished))
 
     for run, watch, unfinished in examined:
         made = run.history[-1]["step"] if run.history else 0
-        tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps', '?')} steps")
+        tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps') or '?'} steps")
         for number, finding in enumerate(watch.found):
             tell(f"  {'then' if number else 'first'}: {finding.told()}")
         if unfinished:
             tell("  unfinished: it ended without its model; why was said on its screen, and --resume goes on")
         elif not watch.found:
-            tell(f"  healthy: {len(watch.looked_at)} metrics within their bands")
+            few = f"; of {made} steps, and some rules need {WINDOW}" if made < WINDOW else ""
+            tell(f"  healthy: {len(watch.looked_at)} metrics within their bands{few}")
     return int(any(watch.found or unfinished for _, watch, unfinished in examined))
 
 
