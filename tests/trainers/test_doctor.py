@@ -323,6 +323,7 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
         ),
         ("bare", entry, None, "its config.yaml does not say of which trainer it is"),
         ("broken", entry, "a: [\n", "config.yaml cannot be read"),
+        ("older", '{"step": 1, "loss": 2.0}\n', "# fused-rl sft\nsteps: 3\n", "no rule looks at any metric"),
     ):
         status, said = asked(capsys, made(tmp_path / name, lines, config))
         assert status == 2 and said.out == "" and said.err.count("\n") == 1
@@ -345,6 +346,10 @@ def test_damaged_lines_and_values_that_are_no_numbers(tmp_path, capsys):
     status, said = asked(capsys, damaged)
     assert status == 1 and "line 2 is damaged and left out" in said.out and "sft, 1 of 9 steps" in said.out
     assert "  unfinished: " in said.out
+    of_passes = made(tmp_path / "passes", '{"step": 1, "train/loss": 2.0}\n', "# fused-rl sft\nsteps: null\n")
+    (of_passes / "model").mkdir()
+    status, said = asked(capsys, of_passes)
+    assert status == 0 and "sft, 1 of ? steps\n  healthy: 1 metrics within their bands; of 1 steps, and" in said.out
     of_nan = made(tmp_path / "nan", '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null}\n')
     status, said = asked(capsys, damaged, of_nan)
     assert status == 1 and "first: since step 2 train/loss is nan, and healthy is a number" in said.out

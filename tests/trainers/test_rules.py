@@ -228,6 +228,21 @@ def test_a_kl_of_groups_with_a_signal_is_not_divided_by_the_length_of_all():
     assert told(8) == ["kl-runs-away"] and told(2) == []
 
 
+def test_a_reward_model_that_gives_one_score_is_told():
+    def told(*spread):
+        entries = [{"step": i, "train/rm/max_reward": 3 + by, "train/rm/min_reward": 3} for i, by in enumerate(spread)]
+        return [finding.rule.name for finding in examine("reward", FP32, entries).found]
+
+    assert told(*[1e-10] * 10) == ["one-score"] and told(*[1e-10] * 9, 1e-3, *[1e-10] * 9) == []
+
+
+def test_a_config_that_was_written_by_hand_is_no_crash():
+    odd = dict.fromkeys(("steps", "lag", "eval_size", "max_grad_norm", "preset", "mask_truncated"), ["odd"])
+    keys = ("eval/rm/accuracy", "rollout/logprob_diff_abs", "optim/grad_norm", "frac_reward_zero_std", "val/stop_rate")
+    for trainer in KEYS:
+        examine(trainer, odd, [{"step": step} | dict.fromkeys(keys, 0.3) for step in range(30)])
+
+
 def test_pairs_told_apart_by_chance_are_told_beyond_its_error():
     half = [0.5, 0.49, 0.5, 0.47]
     assert found("reward", "eval/rm/accuracy", half, eval_size=200, steps=4) == [("below-chance", 4, 3)]

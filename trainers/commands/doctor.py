@@ -16,19 +16,15 @@ def of_runs(folders: list[Path]) -> int:
     """Tell of each run what was read and what is wrong, in the order in which it began; 1 where anything is."""
     from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.commands.report import read_run
-    from fused_rl.trainers.metrics.table import KEYS
     from fused_rl.trainers.options.errors import InputError
 
     runs = [read_run(folder) for folder in folders]
     for run in runs:
-        if run.command not in KEYS:
-            of = f"it is of {run.command!r}" if run.command else "its config.yaml does not say of which trainer it is"
-            raise InputError(f"{run.name}: {of}; the doctor knows runs of {', '.join(KEYS)}")
-        if not run.history and run.healthy:
-            raise InputError(f"{run.name}: its metrics.jsonl holds no step yet; look again after the first one")
+        if run.healthy is None:
+            raise InputError(f"{run.name}: {run.verdict[0]}")
     for run in runs:
         made = run.history[-1]["step"] if run.history else 0
-        tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps', '?')} steps")
+        tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps') or '?'} steps")
         for line in run.verdict:
             tell(f"  {line}")
     return int(not all(run.healthy for run in runs))

@@ -19,7 +19,7 @@ from fused_rl.trainers.base.files import storing, write_atomically
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.report_page import Panel, against, over_steps, page
 from fused_rl.trainers.metrics.metric import Metric
-from fused_rl.trainers.metrics.rules import Watch, examine
+from fused_rl.trainers.metrics.rules import WINDOW, Watch, examine
 from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line, shown
@@ -52,7 +52,8 @@ class RunRead:
     """Of the samples."""
     verdict: list[str] = field(default_factory=list)
     """What the doctor says, in lines."""
-    healthy: bool = True
+    healthy: bool | None = None
+    """None where no rule can say."""
 
 
 def read_run(folder: Path) -> RunRead:
@@ -69,14 +70,23 @@ def read_run(folder: Path) -> RunRead:
     return RunRead(str(folder), history, command, config, samples, columns, *verdict)
 
 
-def _verdict(command: str, watch: Watch, unfinished: bool) -> tuple[list[str], bool]:
-    """What is wrong, in the order in which it began, and whether nothing is."""
+def _verdict(command: str, watch: Watch, unfinished: bool) -> tuple[list[str], bool | None]:
+    """What is wrong, in the order in which it began, and whether nothing is; None where no rule can say."""
     if command not in KEYS:
-        return [f"not looked at: the rules are for runs of {', '.join(KEYS)}"], True
+        of = f"it is of {command!r}" if command else "its config.yaml does not say of which trainer it is"
+        return [f"{of}; the doctor knows runs of {', '.join(KEYS)}"], None
+    if watch.now and not watch.looked_at:
+        return ["no rule looks at any metric of its metrics.jsonl; is it of another version?"], None
     lines = [f"{'then' if number else 'first'}: {finding.told()}" for number, finding in enumerate(watch.found)]
     if unfinished:
         lines.append("unfinished: it ended without its model; why was said on its screen, and --resume goes on")
-    return lines or [f"healthy: {len(watch.looked_at)} metrics within their bands"], not lines
+    if lines:
+        return lines, False
+    if not watch.now:
+        return ["its metrics.jsonl holds no step yet; look again after the first one"], None
+    made = watch.now["step"]
+    few = f"; of {made} steps, and some rules need {WINDOW}" if made < WINDOW else ""
+    return [f"healthy: {len(watch.looked_at)} metrics within their bands{few}"], True
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, object]]:

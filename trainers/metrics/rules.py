@@ -118,6 +118,11 @@ class Watch:
         except OverflowError:
             return math.inf
 
+    def option(self, name: str) -> float:
+        """A number of the config; 0 where it has none: a config.yaml may have been written by hand."""
+        value = self.config.get(name)
+        return value if isinstance(value, (int, float)) else 0
+
     def upto(self, key: str, step: int) -> list[float]:
         """The last `WINDOW` values of a metric up to a step; the first ones where there are not as many."""
         end = bisect.bisect_right(self.steps.get(key, []), step)
@@ -165,9 +170,8 @@ def band(edge: str, above: Callable[["Watch"], float] | None = None):
 
 def nothing_counts(watch: Watch) -> bool:
     """Whether no response of the step is trained on; its means are then 0."""
-    return watch.value("groups/trained") == 0 or (
-        watch.config.get("mask_truncated") and not watch.value("val/stop_rate")
-    )
+    all_cut = watch.value("val/stop_rate") == 0 and bool(watch.config.get("mask_truncated"))
+    return watch.value("groups/trained") == 0 or all_cut
 
 
 def entropy_gone(watch: Watch, key: str) -> str | None:
@@ -178,7 +182,7 @@ def entropy_gone(watch: Watch, key: str) -> str | None:
 
 def clipped_above(watch: Watch) -> float:
     """The norm from which on gradients are clipped: smaller ones do no harm, whatever they were before."""
-    return watch.config.get("max_grad_norm") or 1.0
+    return watch.option("max_grad_norm") or 1.0
 
 
 def loss_rises(watch: Watch, key: str) -> str | None:
@@ -230,7 +234,7 @@ def all_alike(watch: Watch, key: str) -> str | None:
 
 def no_signal(watch: Watch, key: str) -> str | None:
     """Every group's rewards are equal, and compared within the group."""
-    preset = PRESETS.get(watch.config.get("preset"))
+    preset = PRESETS.get(str(watch.config.get("preset")))
     advantage = watch.config.get("advantage") or (preset and preset.advantage)
     return "below 1" if watch.value(key) == 1 and advantage != "batch-std" else None
 
@@ -263,7 +267,7 @@ def raw(watch: Watch, key: str) -> str | None:
 
 def stale(watch: Watch, key: str) -> str | None:
     """Only after updates; what is drawn ahead is of other weights by intention, but not of the first ones for long."""
-    as_meant = _off_at_first(watch, key) or (watch.config.get("lag") and not _of_the_first_weights(watch))
+    as_meant = _off_at_first(watch, key) or (watch.option("lag") and not _of_the_first_weights(watch))
     return None if as_meant else _not_the_policys(watch, watch.value(key))
 
 
@@ -273,13 +277,9 @@ def _of_the_first_weights(watch: Watch) -> bool:
     Drawn ahead by `lag` 1 to 4 it was at most 0.07 times as far from step 5 * (lag + 1) on, with weights that never
     arrive 0.7 to 1.2 times.
     """
-    now = watch.now["step"]
+    now, begun = watch.now["step"], 5 * (watch.option("lag") + 1)
     keys = ("rollout/kl_k3", "objective/kl_exact", "completions/mean_length")
-    if (
-        watch.config.get("ref_sync_every")
-        or now < 5 * (watch.config["lag"] + 1)
-        or not watch.values.keys() >= set(keys)
-    ):
+    if now < begun or watch.config.get("ref_sync_every") or not watch.values.keys() >= set(keys):
         return False
     of_sampler, of_start, length = (median(watch.upto(key, now)) for key in keys)
     return of_start > 0.05 * length and of_sampler * length > of_start / 2
@@ -311,10 +311,16 @@ def outwitted(watch: Watch, key: str) -> str | None:
     return None
 
 
+def one_score(watch: Watch, key: str) -> str | None:
+    """The highest score is the lowest, but for rounding."""
+    spread = watch.value(key) - watch.value("train/rm/min_reward")
+    return "above that of the lowest response" if spread <= 1e-8 * max(1.0, abs(watch.value(key))) else None
+
+
 def never_above_chance(watch: Watch, key: str) -> str | None:
     """By more than twice the standard error of so many pairs; in the second half of the run at all."""
-    pairs, step = watch.config.get("eval_size") or 0, watch.now["step"]
-    late = 2 * step > (watch.config.get("steps") or math.inf)
+    pairs, step = watch.option("eval_size"), watch.now["step"]
+    late = 2 * step > (watch.option("steps") or math.inf)
     allowed = 0.5 if late else 0.5 - 1 / math.sqrt(pairs if pairs > 1 else 100)
     below = watch.value(key) < allowed or (late and watch.value(key) == allowed)
     return "above 0.5, which is chance" if step and below else None
@@ -527,6 +533,15 @@ RULES = (
         band("high", clipped_above),
         "gradients are far above what they were: steps are too large, or rows are unlike those before",
         "lower --lr, or --critic_lr where it is the critic's; --max_grad_norm bounds one step, not many",
+        WINDOW,
+    ),
+    Rule(
+        "one-score",
+        ("reward",),
+        ("train/rm/max_reward",),
+        one_score,
+        f"for {WINDOW} steps the model gave all responses one score: it tells nothing apart",
+        "look for weights that have gone to 0 (--weight_decay, --lr), and begin again from --model",
         WINDOW,
     ),
     Rule(
