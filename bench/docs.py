@@ -57,34 +57,99 @@ To keep TRL's trainers and replace what turns their logits into numbers, see [in
 | `GRPOTrainer`, `RLOOTrainer` | `fused-rl grpo`, with `--preset rloo` |
 | `PPOTrainer` | `fused-rl ppo` |
 
+## A script
+
+The arguments of a trainer and those of its config are one config here, which names the model and the rows too:
+
+```python
+from trl import GRPOConfig, GRPOTrainer
+
+config = GRPOConfig("runs/trl", num_generations=4, per_device_train_batch_size=16, max_steps=5)
+GRPOTrainer(model, reward_funcs=[correct], args=config, train_dataset=rows).train()
+```
+
+```python
+from fused_rl.trainers.grpo import GRPOConfig, train
+
+config = GRPOConfig(
+    model=model, dataset=rows, output_dir="runs/ours", verifiers=[correct],
+    group_size=4, prompts_per_step=4, minibatches=1, max_new_tokens=512, steps=5, preset="dapo", clip_high=0.2,
+)
+train(config)
+```
+
+`model` is a name or a folder, never a model in memory; `rows` a file, a folder, a name on the Hub, a `datasets.Dataset`
+or a list; `correct` a reward function as TRL calls it, `correct(prompts, completions, **columns)`
+([verifiers.md](verifiers.md)). The last 64 rows are held out (`eval_size`). A reward model in place of a function is
+`reward_model:FOLDER`.
+
 ## Rows
 
 | TRL's form | here |
 |---|---|
-| prompt, completion: text, or lists of messages | the same; a list for the completion is one message of the assistant |
-| prompt, chosen, rejected; chosen, rejected | the same |
+| prompt as text | the user's message, where there is a chat template; `--raw_prompt true` takes it as it is, as TRL |
+| prompt, completion | the same; a list for the completion is one message of the assistant |
+| prompt, chosen, rejected; chosen, rejected | the same; conversations are whole, or one message after a prompt |
 | messages | SFT trains the assistant's last turn, with `--assistant_turns all` (`assistant_only_loss`) each |
+| conversations of from, value | refused: name the column `messages`, and in it role (user, assistant) and content |
 | text | SFT trains all of it after its first token; no template is applied |
 | prompt, and columns that rewards read | the same: `--prompt_column`, `--answer_column`; scorers see every column |
 | solution | the answer is in its last `\\boxed{}`, or all of it where it is a line; `answer` comes first |
 | tools | a column of JSON objects, given to the chat template |
-| images | not here |
+| chat_template_kwargs | refused as a column: `--chat_template_kwargs`, for all rows |
+| images | refused |
 
-Files are .jsonl, .json, .csv (every cell is text) and .parquet; folders those that `datasets` reads, or wrote by
-`save_to_disk`, of several splits too; anything else is a name on the Hub.
+Files are .jsonl, .json (a list, or lines), .csv (every cell is text) and .parquet; folders those that `datasets` reads,
+or wrote by `save_to_disk`, of several splits too; anything else is a name on the Hub. CSV and JSON in a folder are read
+as the files alone are: no text becomes a number, a date or a null. Of a CSV on the Hub `datasets` makes them; a line
+says of which columns.
+
+## A batch
+
+| | TRL | here |
+|---|---|---|
+| rows of an update, SFT and reward | per device × gradient_accumulation_steps × processes | `batch_size` |
+| responses of a rollout | per device × steps_per_generation × processes | `prompts_per_step` × `group_size` |
+| its updates | num_iterations × steps_per_generation ÷ gradient_accumulation_steps | `epochs` × `minibatches` |
+| at once in a process | per device (per_device_train_batch_size) | `micro_batch_size`, which changes no result |
+| what steps count | updates | updates of SFT and reward, rollouts of GRPO and PPO |
+
+## Defaults that differ
+
+"""
+OPTIONS = """
+Batches differ too (above), and what a loss type sets (`loss_type` below).
 
 ## Options
 
-`a` → `b`: it is called `b` here; `a` alone has the same name here. What several configs share stands by itself.
+`a` → `b`: it is called `b` here; `a` alone has the same name here. What several configs share stands by itself. A
+command answers all of these, and so does a config in Python: `GRPOConfig(beta=0.01)`.
 """
-REST = (
-    "All other names of TrainingArguments, ModelConfig and ScriptArguments have no counterpart here: precision, memory "
-    "and data loaders are what the options above make them."
-)
+
+
+# (config of TRL's or all, its option, its default, ours, its default); a test compares both.
+DEFAULTS = [
+    ("SFTConfig", "learning_rate", 2e-5, "lr", 1e-6),
+    ("RewardConfig", "learning_rate", 1e-4, "lr", 1e-6),
+    ("GRPOConfig", "loss_type", "dapo", "preset", "grpo"),
+    ("GRPOConfig", "max_completion_length", 512, "max_new_tokens", 256),
+    ("GRPOConfig", "ref_model_mixup_alpha", 0.6, "ref_mixup_alpha", 1.0),
+    ("GRPOConfig", "vllm_importance_sampling_mode", "sequence_mask", "rollout_correction", "token-truncate"),
+    ("GRPOConfig", "vllm_importance_sampling_clip_max", 3.0, "rollout_high", 2.0),
+    ("RLOOConfig", "beta", 0.05, "kl_coef", 0.0),
+    ("RLOOConfig", "num_generations", 2, "group_size", 8),
+    ("all", "num_train_epochs", 3.0, "steps", 100),
+    ("all", "save_steps", 500, "save_every", 100),
+    ("all", "seed", 42, "seed", 1),
+    ("all", "gradient_checkpointing", True, "gradient_checkpointing", False),
+]
 
 
 def trl_page() -> str:
-    lines = [FROM_TRL]
+    lines = [FROM_TRL + "| option | TRL | here |\n|---|---|---|"]
+    for config, theirs, default, name, own in DEFAULTS:
+        lines.append(f"| `{theirs}` of {config} | {default} | `{name}`: {own} |")
+    lines.append(OPTIONS)
     for config, table in trl.TABLES.items():
         lines += [f"## {config[0].upper()}{config[1:]}", ""]
         for theirs, here in sorted(table.items()):
@@ -92,7 +157,7 @@ def trl_page() -> str:
             arrow = "" if here.names == theirs else f" → {ours or 'nothing'}"
             lines.append(wrapped(f"- `{theirs}`{arrow}{f': {in_markdown(here.note)}' if here.note else ''}", "  "))
         lines.append("")
-    return "\n".join(lines) + f"\n{wrapped(REST)}\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 DOCTOR = """# The doctor

@@ -131,3 +131,41 @@ def test_trl(preset, feature):
     upstream = torch.randn((), generator=generator, dtype=F64)
     grads = [torch.autograd.grad(x, logprobs, upstream)[0] for x in (loss, want)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+# What docs/from_trl.md says to give beside a preset, for TRL's loss of that name with its defaults.
+AS_TRL = {
+    "grpo": {},
+    "bnpo": {},
+    "dapo": {"clip_high": 0.2},
+    "dr_grpo": {},
+    "luspo": {"ratio_level": "token", "clip_low": 0.2, "clip_high": 0.2},
+    "sapo": {},
+    "vespo": {},
+}
+
+
+@pytest.mark.parametrize("preset", AS_TRL)
+def test_a_loss_type_with_the_defaults_of_trl(preset):
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64).sub(3).requires_grad_()
+    old = logprobs.detach() + drift[0]
+    of_trl = {"epsilon": 0.2, "epsilon_high": 0.2, "max_completion_length": 9, "num_items_in_batch": mask.sum()}
+    want = trl_loss(logprobs, old, advantages, mask, preset, "token", of_trl)
+    options = {"preset": preset, "max_length": 9} | AS_TRL[preset]
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
+    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12)
+
+
+def test_rloo_with_the_clip_of_trl():
+    """TRL 1.16's RLOO loss: -min(r A, clip(r) A) of the sequence's product of ratios."""
+    mask, _, advantages, _, drift = batch("partial")
+    logprobs = torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64).sub(3).requires_grad_()
+    old = logprobs.detach() + drift[0]
+    ratio = ((logprobs - old) * mask).sum(1).exp()
+    want = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    options = {"surrogate": "clip", "ratio_level": "sequence-sum", "loss_agg": "seq-mean-token-mean"}
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset="rloo", **options)
+    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12)

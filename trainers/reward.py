@@ -20,8 +20,9 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
-from fused_rl.trainers.data.preferences import Pair, PairEncoder, calibration, draw_scores, sides_of
+from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
+from fused_rl.trainers.metrics.calibration import calibration, draw_scores
 from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits

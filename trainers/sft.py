@@ -25,7 +25,7 @@ from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import EngineConfig, PositiveInt, RunConfig, divide_over
+from fused_rl.trainers.options.config import EngineConfig, InputError, PositiveInt, RunConfig, divide_over
 from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
@@ -104,6 +104,8 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
         several += config.assistant_turns == "last" and encoder.turns(rows, i, config.prompt_column) > 1
         pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
+        if any(len(example.completion) == 1 for example in examples):
+            raise InputError(f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row")
         lengths = [(len(example.prompt), example.tokens()) for example in examples]
         if all(prompt <= config.max_prompt_length and both <= config.max_length for prompt, both in lengths):
             kept += examples

@@ -7,9 +7,9 @@ import docstring_parser
 import pytest
 
 import fused_rl
-from fused_rl.trainers import cli, grpo, ppo, reward, sft
+from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.commands import eval, kl_report
-from fused_rl.trainers.options import help, trl
+from fused_rl.trainers.options import help
 from fused_rl.trainers.options.config import InputError, in_words, names_of, to_yaml
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import options
@@ -315,51 +315,6 @@ def test_an_unknown_command_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fused-rl", "grop"])
     with pytest.raises(SystemExit, match="grop"):
         cli.main()
-
-
-def test_names_of_trl_are_answered_with_ours(tmp_path, capsys):
-    configs = (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
-    known = set().union(*map(names_of, configs))
-    for table in trl.TABLES.values():
-        for theirs, here in table.items():
-            assert set(here.names.split()) <= known, theirs
-            assert here.names or here.note, theirs
-    renamed = {"beta": "kl_coef", "epsilon": "clip_low and --clip_high", "save-steps": "save_every"}
-    renamed |= {"num_generations": "group_size", "reward_funcs": "verifiers", "loss_type": "preset and --loss_agg"}
-    for theirs, ours in renamed.items():
-        with pytest.raises(SystemExit):
-            made(f"--{theirs}", "1")
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line == f"fused-rl grpo: error: unknown option --{theirs}; its name here is --{ours}"
-    (tmp_path / "c.yaml").write_text("lr: 1.0\nnum_generations: 4\n")
-    with pytest.raises(SystemExit):
-        made("--config", str(tmp_path / "c.yaml"))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("c.yaml, line 2: unknown option --num_generations; its name here is --group_size")
-    with pytest.raises(SystemExit):
-        made("--beta", "1", config=sft.SFTConfig)
-    assert capsys.readouterr().err.endswith("--beta; its name here is --kl_coef, of another command\n")
-    with pytest.raises(SystemExit):
-        made("--repetition_penalty", "1.1")
-    assert "; TRL has it, and here there is none: tokens would not be" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_table_has_the_names_that_the_installed_trl_has():
-    """A new release of TRL's shows here."""
-    import transformers
-
-    installed = pytest.importorskip("trl")
-    training = names_of(transformers.TrainingArguments)
-    shared = set()
-    for name, table in (("GRPOConfig", trl.GRPO), ("SFTConfig", trl.SFT), ("RewardConfig", trl.REWARD)):
-        own = set(names_of(getattr(installed, name))) - set(training)
-        assert table.keys() <= own <= table.keys() | trl.SHARED.keys(), name
-        shared |= own & trl.SHARED.keys()
-    assert shared == trl.SHARED.keys()
-    assert trl.TRAINING.keys() <= set(training)
-    assert trl.MODEL.keys() <= set(names_of(installed.ModelConfig))
-    assert trl.SCRIPT.keys() <= set(names_of(installed.ScriptArguments))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_folder_of_several_configurations(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PAR1 and then nothing"])
 def test_a_parquet_file_that_is_not_whole_is_refused(content, tmp_path):
     (tmp_path / "d.parquet").write_bytes(content)
-    with pytest.raises(InputError, match="d.parquet is not a whole Parquet file"):
+    with pytest.raises(InputError, match="d.parquet cannot be read as Parquet"):
         load_rows(str(tmp_path / "d.parquet"))
 
 

@@ -94,6 +94,32 @@ def test_functions_of_trl_see_messages_where_the_prompt_is_messages():
     assert seen == [(turn, [{"role": "assistant", "content": "x"}])]
 
 
+def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_rows():
+    user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "gold"}
+    rows = [{"problem": "p", "question": "q"}, {"messages": [user, said], "hint": "h"}]
+    given = [
+        Sample(rows[0], [], Response([5], "stop"), "x", column="problem"),
+        Sample(rows[1], [], Response([5], "stop"), "y"),
+    ]
+    seen = {}
+
+    def function(completions, **columns):
+        seen.update(columns, completions=completions)
+        return [1.0] * len(completions)
+
+    FunctionScorer("my:f", function)(given)
+    assert seen["prompts"] == ["p", [user]], "--prompt_column names it, and the answer that stands in the row is none"
+    assert seen["completions"] == ["x", [{"role": "assistant", "content": "y"}]]
+    assert seen["hint"] == [None, "h"]
+
+
+def test_what_trls_trainer_alone_gives_is_a_line():
+    scorer = FunctionScorer("my:f", lambda completions, trainer_state, **columns: [])
+    with pytest.raises(InputError, match="^verifier 'my:f' takes 'trainer_state' of TRL's trainer, which there is not"):
+        scorer.check({"prompt": "a"})
+    FunctionScorer("my:f", lambda completions, log_metric=None, **columns: []).check({"prompt": "a"})
+
+
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     scorer = FunctionScorer("my:f", lambda completions, answers, level=0, **columns: [])
     scorer.check({"answers": 1})

@@ -114,6 +114,22 @@ def test_a_beginning_of_sequence_is_written_once(tmp_path):
         assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
 
 
+def test_sides_that_answer_different_prompts_are_dropped_and_counted(tmp_path, capsys):
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
+    other = {"role": "user", "content": "what?"}
+    later = [USER, OTHER, USER, OTHER]
+    rows = [
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
+        {"chosen": [USER, ASSISTANT], "rejected": [other, OTHER]},
+        {"chosen": [USER, ASSISTANT], "rejected": "no"},
+        {"chosen": [USER, ASSISTANT, USER, ASSISTANT], "rejected": later},
+        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": "no"},
+    ]
+    kept = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(Rows(rows, "x"))
+    assert [pair.where for pair in kept] == ["x, row 1", "x, row 4", "x, row 5"]
+    assert "x: dropped 2 of 5 pairs: 2 whose two sides answer different prompts" in capsys.readouterr().out
+
+
 BAD_ROWS = {
     "a missing column": ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing.*--rejected_column"),
     "a number": ({"prompt": "a", "chosen": 3, "rejected": "b"}, "column 'chosen' must be text, or messages"),

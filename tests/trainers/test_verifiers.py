@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fused_rl.trainers.base import guests
-from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.checks import check_responses, check_scores
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics, scorer_metrics
 from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response, Sample
 from fused_rl.trainers.scorers import functions
+from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.load import load_scorers as load
 from fused_rl.trainers.scorers.math import MathVerifier

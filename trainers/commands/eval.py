@@ -40,6 +40,7 @@ from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
 from fused_rl.trainers.run import command, there
+from fused_rl.trainers.run.doomed import refuse_to_delete
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.samplers.options import SamplingConfig
@@ -188,7 +189,7 @@ def _check_folder(config: EvalConfig) -> None:
         names = ", ".join(path.name for path in found)
         raise InputError(f"output_dir={folder} already holds {names}; replace them with --overwrite")
     if found:
-        sources.refuse_to_delete(config, found)
+        refuse_to_delete(config, found)
     for path in found:
         if not is_of_an_evaluation(path):
             raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")

@@ -52,7 +52,7 @@ class Encoder:
         chat_template_kwargs: dict | None = None,
     ):
         self.tokenizer, self.system_prompt, self.told = tokenizer, system_prompt, chat_template_kwargs or {}
-        self.chat = tokenizer.chat_template is not None and not raw_prompt
+        self.chat, self.heard = tokenizer.chat_template is not None and not raw_prompt, {"assistant"}
         for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
             if value is not None and not self.chat:
                 raise InputError(f"{name} needs a tokenizer with a chat template and raw_prompt=false")
@@ -92,14 +92,21 @@ class Encoder:
         turns="all" so is every turn of the assistant after the first message, each with what came before it. Else the
         completion is a column. A row of `text` alone is trained after its first token, as it stands.
         """
+        given = rows.rows[i].get(completion_column) is not None
         if column is None and _is_text(rows.rows[i]):
-            if rows.rows[i].get(completion_column) is not None:
+            if given:
                 what = f"the row has text and {completion_column!r}, but no prompt"
                 raise InputError(f"{rows.where(i)}: {what}; name it with --prompt_column text, or remove a column")
             return [self._text(rows.rows[i]["text"], rows.where(i))]
         messages, tools, where = self._messages(rows, i, column), self._tools(rows, i), rows.where(i)
         if messages[-1]["role"] != "assistant":
+            if not given and len(messages) > 1:
+                what = f"the conversation ends with role {messages[-1]['role']!r}, and column {completion_column!r}"
+                raise InputError(f"{where}: {what} is missing: what is trained is the assistant's")
             return [self._pair(messages, self._completion(rows, i, completion_column), tools, where)]
+        if given and completion_column != (column or "messages"):
+            what = f"the conversation ends with the assistant's turn, and column {completion_column!r} has one too"
+            raise InputError(f"{where}: {what}; remove one of them")
         ends = _turns(messages) if turns == "all" else [len(messages) - 1]
         return [self._pair(messages[:end], messages[end], tools, where) for end in ends]
 
@@ -116,6 +123,7 @@ class Encoder:
         """The assistant's turn that a column holds, as text or as a list of one message."""
         cell = rows.get(i, column, "completion_column")
         if isinstance(cell, str):
+            check_text_alone(cell, column, rows.where(i))
             return {"role": "assistant", "content": cell}
         if _are_messages(cell) and self.chat and [message["role"] for message in cell] == ["assistant"]:
             return {key: value for key, value in cell[0].items() if value is not None or key == "content"}
@@ -159,7 +167,9 @@ class Encoder:
             present = [c for c in PROMPT_COLUMNS if row.get(c) is not None] or [c for c in PROMPT_COLUMNS if c in row]
             column = (present or PROMPT_COLUMNS)[0]
         prompt = rows.get(i, column, "prompt_column")
+        check_row(rows.rows[i], rows.where(i))
         if isinstance(prompt, str):
+            check_text_alone(prompt, column, rows.where(i))
             system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
             return [*system, {"role": "user", "content": prompt}]
         if not _are_messages(prompt):
@@ -171,17 +181,33 @@ class Encoder:
             raise InputError(f"{rows.where(i)}: column {column!r} holds messages, but there is no chat template to use")
         if all(message["role"] == "assistant" for message in prompt):
             raise InputError(f"{rows.where(i)}: column {column!r} holds the assistant's messages alone, and no prompt")
+        check_roles(prompt, column, rows.where(i))
+        if self.system_prompt is not None:
+            what = f"system_prompt has no meaning for column {column!r}, which holds messages"
+            raise InputError(f"{rows.where(i)}: {what}; put a first one of role system into them, or leave it out")
         # As JSON would have it: a Parquet table fills in null for what other messages have.
         return [{key: cell for key, cell in one.items() if cell is not None or key == "content"} for one in prompt]
 
     def _encode_prompt(self, messages: list[dict], tools: list | None, where: str) -> list[int]:
         if self.chat:
             ids = self._template(messages, tools, where, add_generation_prompt=True)
+            self._check_said(messages, tools, where, ids)
         else:
             ids = self._raw(messages[-1]["content"])
         if not ids:
             raise InputError(f"{where}: the prompt is empty, and a model needs a token to begin with")
         return ids
+
+    def _check_said(self, messages: list[dict], tools: list | None, where: str, ids: list[int]) -> None:
+        """Refuse a template that leaves out what a role says; asked once of each."""
+        for at, message in enumerate(messages):
+            if message["role"] in self.heard or not message["content"]:
+                continue
+            self.heard.add(message["role"])
+            other = [*messages[:at], {**message, "content": message["content"] + " 0"}, *messages[at + 1 :]]
+            if self._template(other, tools, where, add_generation_prompt=True) == ids:
+                what = f"the chat template leaves out what role {message['role']!r} says"
+                raise InputError(f"{where}: {what}; use a template that writes it, or remove the message")
 
     def _raw(self, text: str) -> list[int]:
         """A prompt's tokens without a chat template."""
@@ -233,6 +259,34 @@ def _is_message(message: dict) -> bool:
     content, role = message.get("content"), message.get("role")
     says_nothing = content is None and role == "assistant" and bool(message.get("tool_calls"))
     return isinstance(role, str) and (isinstance(content, str) or says_nothing)
+
+
+SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
+OTHERS_ROLES = {"human": "user", "gpt": "assistant"}
+NOT_READ = {"chat_template_kwargs": "give --chat_template_kwargs, for all rows"}
+NOT_READ |= dict.fromkeys(("image", "images", "videos"), "text alone is trained on; remove the column")
+
+
+def check_row(row: dict, where: str) -> None:
+    """Refuse columns that mean something to other trainers, and nothing here."""
+    for name, remedy in NOT_READ.items():
+        if row.get(name):
+            raise InputError(f"{where}: column {name!r} is not read: {remedy}")
+
+
+def check_text_alone(text: str, column: str, where: str) -> None:
+    """Refuse messages that became text on their way, as in a CSV."""
+    if SPELLED.fullmatch(text):
+        what = f"column {column!r} is a text that spells messages"
+        raise InputError(f"{where}: {what}; write them as a list, in .jsonl or .parquet")
+
+
+def check_roles(messages: list[dict], column: str, where: str) -> None:
+    """Refuse the usual roles by other names, which a template would take as they are."""
+    for role in (message["role"] for message in messages):
+        meant = OTHERS_ROLES.get(role.lower(), role.lower())
+        if meant != role and meant in ("system", "user", "assistant"):
+            raise InputError(f"{where}: column {column!r} has a message of role {role!r}; rename it to {meant!r}")
 
 
 FOR_THE_TEMPLATE = {"tools", "documents"}  # of transformers' own arguments, those that reach the template

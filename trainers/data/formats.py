@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 from fused_rl.trainers.options.config import InputError
@@ -19,7 +20,7 @@ def read_parquet(path: Path) -> list[dict]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, column {_not_utf_8(table)!r}: not UTF-8; write the text as UTF-8") from error
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"dataset file {path} is not a whole Parquet file: {in_a_line(error)}") from error
+        raise InputError(f"dataset file {path} cannot be read as Parquet: {in_a_line(error)}") from error
 
 
 def _not_utf_8(table) -> str:
@@ -33,12 +34,16 @@ def _not_utf_8(table) -> str:
 
 
 def read_json(path: Path) -> list[dict]:
-    """A file of one list of objects; one of lines, which many call .json too, is read as .jsonl is."""
+    """A file of one list of objects; one of lines, which many call .json too, is read as .jsonl is.
+
+    One object alone is refused: a list under a name, and a dictionary of columns, look like a row.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
     if not text.lstrip().startswith("["):
+        _refuse_one_object(text.strip(), path)
         return read_jsonl(path)[0]
     rows = _loaded(text, str(path))
     for number, row in enumerate(rows, 1):
@@ -46,17 +51,30 @@ def read_json(path: Path) -> list[dict]:
     return rows
 
 
-def read_csv(path: Path) -> list[dict]:
+def _refuse_one_object(text: str, path: Path) -> None:
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):  # `read_jsonl` says where
+        return
+    if end == len(text) and isinstance(found, dict):
+        what = f"one JSON object, of {sorted(found)!r:.80}; expected a list of objects, or one object in each line"
+        raise InputError(f"{path}: {what}: write its rows so (a file of one row is .jsonl)")
+
+
+def read_csv(path: Path, delimiter: str = ",") -> list[dict]:
     """Every cell is text, as it stands: no number is guessed, and NA is a word; an empty cell is null."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
     csv.field_size_limit(2**31 - 1)  # its own limit is shorter than documents are
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
-        header = next(reader, [])
-        rows = []
+        header, rows = next(reader, []), []
+        if len(header) == 1 and re.search(r"\w[;\t|]\w", header[0]):
+            raise InputError(f"{path}: the first line, {header[0]!r:.80}, has no commas; save the file with commas")
+        if text and (len({*header}) < len(header) or not all(header)) or text and not header:
+            raise InputError(f"{path}: the first line must name each column once, got {header}")
         for cells in reader:
             if cells and len(cells) != len(header):
                 what = f"line {reader.line_num}: {len(cells)} cells below {len(header)} names of columns"
@@ -65,8 +83,6 @@ def read_csv(path: Path) -> list[dict]:
                 rows.append({name: cell or None for name, cell in zip(header, cells, strict=True)})
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: not CSV: {in_a_line(error)}") from error
-    if len({*header}) < len(header) or "" in header:
-        raise InputError(f"{path}: the first line must name each column once, got {header}")
     if "messages" in header:
         raise InputError(f"{path}: column 'messages': a cell of CSV is text; write conversations as .jsonl")
     return rows

@@ -5,13 +5,11 @@
 | text | text or messages | the response alone |
 | text | none | a conversation spelled out as text |
 | messages: the assistant's turn | text or messages | the response alone |
-| messages: several turns | ignored if there | a conversation; its last turn is the response |
+| messages: several turns | none, or one of them | a conversation; its last turn is the response |
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -23,7 +21,6 @@ from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
 
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
-MARGIN_BINS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, math.inf)  # of `calibration`
 
 
 @dataclass
@@ -54,7 +51,7 @@ class PairEncoder:
         kept, dropped, self.truncated = [], {}, 0
         for i in range(len(rows)):
             pair = self._pair(rows, i)
-            reason = self._unusable(pair)
+            reason = self._unusable(pair, rows.rows[i])
             if reason is None:
                 kept.append(pair)
             else:
@@ -81,7 +78,10 @@ class PairEncoder:
             raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
         return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
 
-    def _unusable(self, pair: Pair) -> str | None:
+    def _unusable(self, pair: Pair, row: dict) -> str | None:
+        sides = (row[self.config.chosen_column], row[self.config.rejected_column])
+        if len({_opening(side, row.get(self.config.prompt_column)) for side in sides}) > 1:
+            return "whose two sides answer different prompts"
         if max(len(pair.chosen[0]), len(pair.rejected[0])) > self.config.max_prompt_length:
             return "with a prompt longer than max_prompt_length"
         if max(len(pair.chosen[1]), len(pair.rejected[1])) > self.config.max_response_length:
@@ -102,6 +102,9 @@ class PairEncoder:
                 raise InputError(f"{rows.where(i)}: column {column!r} is a turn with {more[0]}; {remedy}")
             value, prompt = value[0].get("content"), rows.get(i, self.config.prompt_column, "prompt_column")
         if isinstance(value, str) and prompt is None:
+            if self.config.prompt_column in rows.rows[i]:
+                rows.get(i, self.config.prompt_column)  # null
+            encode.check_text_alone(value, column, rows.where(i))
             return self._whole_text(value)
         if isinstance(value, str):
             if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
@@ -116,7 +119,12 @@ class PairEncoder:
                 f"{rows.where(i)}: column {column!r} must be text, or messages that end with the assistant's text; "
                 f"got {str(value)[:80]!r}"
             )
-        return self._encode(rows, i, {"prompt": value}, column)  # a whole conversation, whatever the prompt column says
+        asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+        if prompt is not None and all(message.get("content") != asked for message in value[:-1]):
+            what = f"column {column!r} holds several messages, and the prompt is none of them"
+            remedy = "give whole conversations and no prompt, or after a prompt one message"
+            raise InputError(f"{rows.where(i)}: {what}; {remedy}")
+        return self._encode(rows, i, {"prompt": value}, column)
 
     def _encode(self, rows: Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
         tools = {"tools": rows.rows[i].get("tools")}
@@ -129,46 +137,16 @@ class PairEncoder:
         return [], ids if ids and ids[-1] == eos else [*ids, eos]
 
 
+def _opening(side: str | list[dict], prompt: str | list[dict] | None) -> str | None:
+    """What the user says first before this response."""
+    messages = side if isinstance(side, list) and len(side) > 1 else prompt
+    if not isinstance(messages, list):
+        return messages
+    return next((message.get("content") for message in messages if message.get("role") == "user"), None)
+
+
 def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
     """Token ids of each side of each pair, prompt and response, and where it came from."""
     for pair in pairs:
         for prompt, response in (pair.chosen, pair.rejected):
             yield prompt + response, pair.where
-
-
-def calibration(scores: torch.Tensor) -> list[dict[str, float]]:
-    """By bins of the margin |chosen - rejected|: how often the higher score is right, and how often it should be.
-
-    Args:
-        scores: (N, 2) of chosen and rejected, in the scale of the training loss.
-
-    Returns:
-        One row per bin that holds a pair: its bounds, pairs, mean predicted probability, observed accuracy.
-    """
-    margin = (scores[:, 0] - scores[:, 1]).double()
-    rows = []
-    for low, high in zip(MARGIN_BINS, MARGIN_BINS[1:], strict=False):
-        inside = margin[(margin.abs() >= low) & (margin.abs() < high)]
-        if len(inside):
-            predicted = inside.abs().sigmoid().mean().item()
-            observed = (inside > 0).double().mean().item()
-            rows.append({"low": low, "high": high, "pairs": len(inside), "predicted": predicted, "observed": observed})
-    return rows
-
-
-def draw_scores(scores: torch.Tensor, bins: list[dict[str, float]], path: Path) -> None:
-    """Write a PNG of scores (N, 2), chosen and rejected, and of their calibration."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    histogram, reliability = figure.subplots(1, 2)
-    edges = torch.linspace(scores.min().item(), scores.max().item() + 1e-6, 41).tolist()
-    for column, side in enumerate(("chosen", "rejected")):
-        histogram.hist(scores[:, column].tolist(), bins=edges, alpha=0.6, label=side)
-    histogram.set(title="held-out scores", xlabel="score", ylabel="responses")
-    histogram.legend()
-    reliability.plot([0.5, 1], [0.5, 1], color="grey", linewidth=1)
-    reliability.plot([row["predicted"] for row in bins], [row["observed"] for row in bins], marker="o")
-    reliability.set(title="calibration by margin", xlabel="predicted", ylabel="observed: chosen scores higher")
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    path.with_suffix(".tmp.png").replace(path)

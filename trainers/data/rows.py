@@ -1,8 +1,7 @@
-"""Rows as dictionaries, from a file, a folder or a Hub dataset, each knowing where it came from; answers in them."""
+"""Rows as dictionaries, from a file, a folder or a Hub dataset, each knowing where it came from."""
 
 import contextlib
 import dataclasses
-import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from fused_rl.trainers.options.config import FILES, DataConfig, InputError, is_s
 from fused_rl.trainers.options.handed import are_rows, rows_of
 from fused_rl.trainers.options.text import in_a_line
 
-ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 # Each returns the rows, and the line that each stands on, where that is not its number.
 READERS = {
     ".jsonl": read_jsonl,
@@ -33,7 +31,15 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             saved = datasets.load_from_disk(name)
             return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved).to_list()
         config_name = config_name or _only_configuration(name, datasets.get_dataset_config_names(name))
-        return datasets.load_dataset(name, config_name, split=split).to_list()
+        builder = datasets.load_dataset_builder(name, config_name) if Path(name).is_dir() else None
+        if builder is not None and builder.name in ("csv", "json"):
+            return _read_text(builder, split)
+        loaded = datasets.load_dataset(name, config_name, split=split)
+        guessed = [column for column, kind in loaded.features.items() if _is_guessed(loaded, kind)]
+        if guessed and rank() == 0:
+            what = f"`datasets` made {', '.join(guessed)} of its text, such as 7 of 007"
+            tell(f"{name}: {what}; to keep the text download the file, and name that")
+        return loaded.to_list()
     except InputError:
         raise
     except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
@@ -42,6 +48,28 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             f"{what} is neither a file ({', '.join(FILES)}), nor a folder or a Hub dataset that can be read: "
             f"{in_a_line(error)}"
         ) from error
+
+
+def _read_text(builder, split: str) -> list[dict]:
+    """A folder's CSV and JSON as the files alone are read: `datasets` makes numbers, dates and nulls of text."""
+    import datasets
+
+    unpack, rows = datasets.DownloadManager(), {}
+    for part, paths in builder.config.data_files.items():
+        rows[str(part)] = []
+        for path in map(Path, unpack.iter_files(unpack.extract(list(paths))) if str(part) in split else []):
+            if builder.name == "csv":
+                rows[str(part)] += read_csv(path, builder.config.sep)
+            else:
+                rows[str(part)] += read_jsonl(path)[0] if path.suffix == ".jsonl" else read_json(path)
+    wanted = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(of) for part, of in rows.items()})
+    return [row for one in wanted for row in rows[one.splitname][one.from_ : one.to]]
+
+
+def _is_guessed(loaded, kind) -> bool:
+    """Whether a column's type was no type of the file: of CSV everything is text, of JSON dates are."""
+    made_of, dtype = loaded.info.builder_name, str(getattr(kind, "dtype", ""))
+    return (made_of == "csv" and not dtype.endswith("string")) or (made_of == "json" and dtype.startswith("timestamp"))
 
 
 def _only_configuration(name: str, known: list[str]) -> str:
@@ -114,9 +142,7 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
             raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
         rows, numbers = READERS[path.suffix](path)
     elif path.is_file():
-        raise InputError(
-            f"dataset file {name}: only {', '.join(FILES)} files are read; rename it, or convert it with `datasets`"
-        )
+        raise InputError(f"dataset file {name}: only {', '.join(FILES)} files are read; unpack, rename or convert it")
     else:
         rows = read_dataset(name, config_name, split)
     return _some(Rows(rows, name, numbers))
@@ -150,39 +176,3 @@ def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
     if kept < len(rows) and rank() == 0:
         tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
-
-
-def answer_of(row: dict, column: str | None) -> str:
-    """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    columns = ANSWER_COLUMNS if column is None else (column,)
-    column = next((c for c in columns if row.get(c) is not None), columns[0])
-    value = row.get(column)
-    if value is None:
-        empty = [c for c in columns if c in row]
-        if empty:
-            raise InputError(f"column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
-        raise InputError(f"column {column!r} is missing; the row has {sorted(row)}; use --answer_column")
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
-        came = f"{shown} ({type(value).__name__})"
-        remedy = "expected the answer as text or a number; use --answer_column"
-        raise InputError(f"column {column!r} is {came}; {remedy}")
-    answer = str(value).rsplit("####", 1)[-1].strip()
-    if column == "solution" and "solution" in columns[1:]:
-        answer = _last_box(answer)
-    if not answer:
-        raise InputError(f"column {column!r} has no answer: {value!r:.80}")
-    return answer
-
-
-def _last_box(text: str) -> str:
-    """What stands in the last `\\boxed{}` of a worked solution; of a line without any, all of it."""
-    depth, opened = 0, text.rfind("\\boxed{")
-    for at in range(opened + 6, len(text) if opened >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[opened + 7 : at].strip()
-    if "\n" in text or "boxed" in text or "\\fbox" in text:
-        what = "column 'solution' is a text of several lines without \\\\boxed{} or ####, or its box cannot be read"
-        raise InputError(f"{what}; put the answer alone into a column, and name it with --answer_column")
-    return text

@@ -4,9 +4,8 @@ Groups of options say what they name (`Options.reads`).
 """
 
 import importlib.util
-import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,34 +60,6 @@ def module_file(function: str) -> Path | None:
     here = Path.cwd() / Path(*name.split("."))  # `load_function` looks there last
     places = [path for path in (here.with_suffix(".py"), here / "__init__.py") if path.is_file()]
     return places[0] if places else None
-
-
-def refuse_to_delete(config: Options, doomed: Iterable[Path]) -> None:
-    """Refuse to delete paths of which the run reads something, or which lie in a folder of rows.
-
-    Raises:
-        InputError: names what would be deleted, and by which option it is read.
-    """
-    for source in of_run(config):
-        path = path_of(source)
-        if path is not None:
-            # Of a model's folder its own files are read, and what a run in that folder writes is none of them.
-            refuse_if_inside(path, source.said, doomed, below=source.kind == "rows")
-
-
-def refuse_if_inside(path: Path, said: str, doomed: Iterable[Path], *, below: bool = False) -> None:
-    """Refuse where one of `doomed` is or holds `path`, links followed or not; with `below` also where it lies in it."""
-    for target in doomed:
-        for one, other in ((_named(path), _named(target)), (path.resolve(), target.resolve())):
-            if one == other or other in one.parents:
-                raise InputError(f"overwrite would delete {target}, and {said} lies there; choose another folder")
-            if below and one in other.parents:
-                raise InputError(f"overwrite would delete {target}, which lies in {said}; choose another folder")
-
-
-def _named(path: Path) -> Path:
-    """The absolute path by its own name, without following links."""
-    return Path(os.path.abspath(path))
 
 
 class Adapters(NamedTuple):

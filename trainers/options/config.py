@@ -27,6 +27,7 @@ from jsonargparse.typing import (
 from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.handed import named
+from fused_rl.trainers.options.names import unknown
 from fused_rl.trainers.options.source import Source
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
@@ -77,6 +78,16 @@ class Options:
 
     sections: ClassVar[dict[str, str]] = {}
     """Names of options, or `*` for all of the group -> their section of --help (`help.SECTIONS`)."""
+    command: ClassVar[str | None] = None
+    """`fused-rl <command>`, of a config that is whole."""
+
+    def __new__(cls, *args, **given):
+        """Refuse an unknown name in Python as on the command line, in place of a TypeError without a remedy."""
+        known = names_of(cls)
+        for name in given:
+            if name not in known:
+                raise InputError(f"{cls.__name__}: {unknown(name, known, cls.command)}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -355,9 +366,6 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
 
     sections: ClassVar[dict[str, str]] = {"*": "run"}
-
-    command: ClassVar[str]
-    """The trainer's name: `fused-rl <command>`."""
 
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""

@@ -62,7 +62,7 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
     try:
         _check_names(config_class, argv)
         for path in config_files(argv):
-            _check_file(path, names_of(config_class))
+            _check_file(path, config_class)
     except InputError as error:
         parser.error(str(error))
     values = parser.parse_args(argv).as_dict()
@@ -99,7 +99,7 @@ def _check_names(config_class: type[Options], argv: list[str]) -> None:
         name = word[2:].split("=")[0]
         if not word.startswith("--") or not name or name in known:
             continue
-        raise InputError(unknown(name, known))
+        raise InputError(unknown(name, known, config_class.command))
 
 
 def config_files(argv: list[str]) -> list[Path]:
@@ -109,7 +109,7 @@ def config_files(argv: list[str]) -> list[Path]:
     return [Path(name) for name in after + joined if Path(name).is_file()]
 
 
-def _check_file(path: Path, known: list[str]) -> None:
+def _check_file(path: Path, config_class: type[Options]) -> None:
     """Refuse what is no YAML of the known options: the parser takes the last of two equal keys without a word."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -117,7 +117,7 @@ def _check_file(path: Path, known: list[str]) -> None:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise InputError(f"{path}: expected lines of `option: value`")
-    seen = {}
+    seen, known = {}, names_of(config_class)
     for key, _ in [] if node is None else node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
@@ -126,4 +126,4 @@ def _check_file(path: Path, known: list[str]) -> None:
             raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
         seen[key.value] = line
         if key.value not in known:
-            raise InputError(f"{path}, line {line}: {unknown(key.value, known)}")
+            raise InputError(f"{path}, line {line}: {unknown(key.value, known, config_class.command)}")

@@ -90,7 +90,7 @@ CRITIC_NEEDS = (
 
 def planned(config: Config) -> Config:
     """A run's config with the steps of `critic_only`, where they are given."""
-    if not config.critic_only:
+    if not isinstance(config, CriticConfig) or not config.critic_only:  # what is none is refused when the run begins
         return config
     return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
 

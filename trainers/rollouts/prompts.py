@@ -18,6 +18,6 @@ def prompts_of(
                 scorer.check(row)  # a row that it cannot score must not stop the run hours later
         ids = encoder.prompt(rows, i, column)
         if len(ids) <= max_length:
-            kept.append(Prompt(ids, row, rows.where(i)))
+            kept.append(Prompt(ids, row, rows.where(i), column))
     tell_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept

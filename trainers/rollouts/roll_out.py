@@ -67,7 +67,9 @@ def roll_out(
 
         texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
         parts = zip(prompts, responses, texts, strict=True)
-        samples = [Sample(prompt.row, prompt.ids, response, text, prompt.where) for prompt, response, text in parts]
+        samples = []
+        for prompt, response, text in parts:
+            samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
         with own_generators():
             scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
         rewards = _rewards(scorers, scores, samples)

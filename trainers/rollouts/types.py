@@ -23,6 +23,8 @@ class Prompt:
     row: dict
     where: str = "a row"
     """The file and line, or the like, that the row came from."""
+    column: str | None = None
+    """The row's column that holds it; None is the usual one."""
 
 
 @dataclass
@@ -61,6 +63,8 @@ class Sample:
     """The response without its stop token."""
     where: str = "a row"
     """Of its prompt."""
+    column: str | None = None
+    """As of its prompt."""
 
 
 class Sampler(Protocol):

@@ -63,6 +63,13 @@ class Run:
 
 def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
     """Meet the other processes, refuse what all or any of them cannot do, open the folder, look for what is read."""
+    expected = arithmetic.__annotations__["config"]
+    if not isinstance(config, expected):
+        came = f"{type(config).__module__}.{type(config).__qualname__}"
+        raise InputError(
+            f"train() takes a {expected.__module__}.{expected.__qualname__}, got a {came}; of TRL's configs "
+            "docs/from_trl.md says what each option is called here"
+        )
     if config.dry_run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"

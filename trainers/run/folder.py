@@ -15,10 +15,11 @@ import filelock
 from fused_rl.trainers.base import ranks, written
 from fused_rl.trainers.base.files import storing, write_atomically
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data import fingerprints, sources
+from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.checkpoint import OF_A_RUN, Checkpoints
+from fused_rl.trainers.run.doomed import refuse_if_inside, refuse_to_delete
 from fused_rl.trainers.run.logger import require_trackers
 
 LOCK = ".lock"
@@ -139,7 +140,7 @@ class Folder:
         """Refuse to delete what stands under `names` where the run reads of it, or where no run wrote it."""
         if not names:  # no question to the Hub about what the run reads
             return
-        sources.refuse_to_delete(self.config, [self.path / name for name in names])
+        refuse_to_delete(self.config, [self.path / name for name in names])
         written.check(self.path, names, "move it elsewhere or delete it yourself, or choose another folder")
 
     def check_config_files(self, files: list[Path]) -> None:
@@ -148,7 +149,7 @@ class Folder:
             own = path.resolve() == (self.path / "config.yaml").resolve()
             if not own or not path.read_bytes().startswith(OF_A_RUN.encode()):
                 doomed = [self.path / name for name in written.there(self.path)]
-                sources.refuse_if_inside(path, f"--config {path}", doomed)
+                refuse_if_inside(path, f"--config {path}", doomed)
 
     def claim(self, step: int) -> None:
         """Make it this run's: what lies beyond `step` goes, and all of another run; the config is kept."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import regex
 
-from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Sample, where
+from fused_rl.trainers.scorers.answers import answer_of
 
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
 # One <think> and one <answer>, in this order, and nothing outside them.

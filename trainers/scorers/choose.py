@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from fused_rl.trainers.data.rows import ANSWER_COLUMNS, Rows, answer_of
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.scorers.answers import ANSWER_COLUMNS, answer_of
 from fused_rl.trainers.scorers.math_judge import bare, unfit
 
 MOST = 0.9  # from here on what is no mathematics decides: compared as a text, a number is judged too

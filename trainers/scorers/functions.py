@@ -25,6 +25,7 @@ AWAIT_TIMEOUT = 120.0  # seconds for one response that an async function of one 
 SEARCH_TIMEOUT = 30.0  # seconds to find the row that a function of many raises on
 CONCURRENCY = 64  # responses that an async function of one response works on at once
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
+OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")  # what TRL gives besides, and there is none here
 
 
 class FunctionScorer(Named):
@@ -46,6 +47,9 @@ class FunctionScorer(Named):
         missing = [name for name in self.columns if name not in row]
         if missing:
             what = f"verifier {self.name!r} takes the column {missing[0]!r}"
+            if missing[0] in OF_TRL:
+                what = f"verifier {self.name!r} takes {missing[0]!r} of TRL's trainer, which there is not here"
+                raise InputError(f"{what}; give it a default, or leave it out")
             raise InputError(f"{what}; the row has {sorted(row)}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -169,9 +173,9 @@ def keywords(function: Callable, samples: Sequence[Sample]) -> dict[str, list]:
     """What TRL gives a reward function, and this one takes: prompts as the rows have them, completions as text (as
     messages, where the prompt is messages), their token ids, and every other column."""
     rows = [sample.row for sample in samples]
-    columns = [key for key in (rows[0] if rows else {}) if key not in ("prompt", *GIVEN)]
+    columns = dict.fromkeys(key for row in rows for key in row if key not in ("prompt", *GIVEN))
     given = {column: [row.get(column) for row in rows] for column in columns}
-    given["prompts"] = [_prompt_of(row) for row in rows]
+    given["prompts"] = [_prompt_of(sample) for sample in samples]
     given["completions"] = [_completion_of(sample) for sample in samples]
     given["completion_ids"] = [sample.response.ids for sample in samples]
     parameters = _parameters(function)
@@ -184,13 +188,17 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def _prompt_of(row: dict):
-    return next((row[column] for column in PROMPT_COLUMNS if row.get(column) is not None), None)
+def _prompt_of(sample: Sample):
+    """As the row has it, without a last turn of the assistant, which the policy was not given."""
+    columns = PROMPT_COLUMNS if sample.column is None else (sample.column,)
+    prompt = next((sample.row[column] for column in columns if sample.row.get(column) is not None), None)
+    answered = isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant"
+    return prompt[:-1] if answered else prompt
 
 
 def _completion_of(sample: Sample):
     turn = [{"role": "assistant", "content": sample.text}]
-    return turn if isinstance(_prompt_of(sample.row), list) else sample.text
+    return turn if isinstance(_prompt_of(sample), list) else sample.text
 
 
 def is_async(function: Callable) -> bool:

@@ -6,11 +6,11 @@ import types
 from collections.abc import Sequence
 
 from fused_rl.trainers.base.guests import Expired, within
-from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.rollouts.types import Sample, where
 from fused_rl.trainers.scorers import functions
+from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.builtin import Limited
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_rl.trainers.data.rows import answer_of
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.types import Incidents, Sample, where
+from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.builtin import Limited
 from fused_rl.trainers.scorers.math_judge import unfit
 from fused_rl.trainers.workers.limits import Pool, WorkerError
