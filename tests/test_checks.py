@@ -5,6 +5,7 @@ import typing
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fused_rl
@@ -79,6 +80,18 @@ def test_what_is_no_tensor_is_one_short_line(name, parameter, optional):
         if given is None and optional:
             continue
         assert_told(lambda given=given: getattr(fused_rl, name)(**{**TAKES[name], parameter: given}), parameter, came)
+
+
+SHARDED = {"weight", "bias", "ref_weight", "ref_bias"}  # gathered
+
+
+@pytest.mark.parametrize(("name", "parameter"), [place[:2] for place in PLACES if place[1] not in SHARDED])
+def test_a_tensor_around_others_is_told_and_never_read(name, parameter):
+    """Such as a tensor-parallel layer's DTensor: it has no memory of its own, and reading it ended the process."""
+    plain = TAKES[name].get(parameter, ROWS)
+    given = {**TAKES[name], parameter: TwoTensor(plain, plain)}
+    with pytest.raises(ValueError, match=rf"{parameter.removeprefix('local_')} must be .*got TwoTensor [^\n]*$"):
+        getattr(fused_rl, name)(**given)
 
 
 @pytest.mark.parametrize("came", CAME)
