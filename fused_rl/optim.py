@@ -36,8 +36,8 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         The same optimizer, changed.
 
     Raises:
-        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without eps and betas, or
-            without bias correction; a second call; at a step, parameters of one group that have taken different numbers of
+        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without eps and betas, or without
+            bias correction; a second call; at a step, parameters of one group that have taken different numbers of
             steps, which one epsilon cannot serve.
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
