@@ -16,10 +16,10 @@ from fused_rl.checks import (
     check_shape,
     check_tensor,
     described,
-    is_wrapper,
     values_are_checked,
 )
 from fused_rl.masked import at_least_fp32, masked_sum
+from fused_rl.shards import is_dtensor
 
 __all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divisor", "possible"]
 
@@ -189,7 +189,7 @@ def possible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
     kind = mask.shape, mask.device, mask.layout
     for x in policies:  # of other kinds the batch says what is wrong
-        known = isinstance(x, Tensor) and not is_wrapper(x) and (x.shape, x.device, x.layout) == kind
+        known = isinstance(x, Tensor) and not is_dtensor(x) and (x.shape, x.device, x.layout) == kind
         if known and mask.dtype == torch.bool:
             mask = mask & (x.detach() != -torch.inf)
     return mask

@@ -12,7 +12,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fused_rl.shards import is_dtensor
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,7 +42,7 @@ _TEMPERATURE_RANGE = (
 def described(x: object) -> str:
     """What came, in a few words: of a model's output, a module or a tuple of ours also the tensor that it holds."""
     if isinstance(x, Tensor):
-        kind = f"{type(x).__name__} " if is_wrapper(x) else ""
+        kind = "DTensor " if is_dtensor(x) else ""
         layout = "" if x.layout == torch.strided else f" {x.layout}"
         return f"{kind}{x.dtype} {tuple(x.shape)}{layout}"
     held = [name for name in ("logits", "logprobs", "weight") if isinstance(getattr(x, name, None), Tensor)]
@@ -64,14 +65,10 @@ def check_tensor(name: str, x: object, or_else: str = "") -> None:
 
 
 def check_plain(name: str, x: Tensor) -> None:
-    """A DTensor, or another tensor around others, has no memory of its own that a kernel could read."""
-    if is_wrapper(x):
-        remedy = "of a DTensor pass to_local() or full_tensor()"
+    """No DTensor: it has no memory of its own that a kernel could read."""
+    if is_dtensor(x):
+        remedy = "pass its to_local() or full_tensor()"
         raise ValueError(f"{name} must be a plain tensor, got {described(x)}; {remedy}")
-
-
-def is_wrapper(x):
-    return type(x) is not Tensor and is_traceable_wrapper_subclass(x) and not torch.compiler.is_compiling()
 
 
 def check_head_tensors(**named: object) -> None:
