@@ -19,6 +19,7 @@ from fused_rl.checks import (
     values_are_checked,
 )
 from fused_rl.masked import at_least_fp32, masked_sum
+from fused_rl.shards import is_dtensor
 
 __all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divisor", "possible"]
 
@@ -188,7 +189,8 @@ def possible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
     kind = mask.shape, mask.device, mask.layout
     for x in policies:  # of other kinds the batch says what is wrong
-        if isinstance(x, Tensor) and (x.shape, x.device, x.layout) == kind and mask.dtype == torch.bool:
+        known = isinstance(x, Tensor) and not is_dtensor(x) and (x.shape, x.device, x.layout) == kind
+        if known and mask.dtype == torch.bool:
             mask = mask & (x.detach() != -torch.inf)
     return mask
 

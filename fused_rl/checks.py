@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from fused_rl.shards import is_dtensor
+
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOATING = (*LOGITS_DTYPES, torch.float64)
@@ -40,8 +42,9 @@ _TEMPERATURE_RANGE = (
 def described(x: object) -> str:
     """What came, in a few words: of a model's output, a module or a tuple of ours also the tensor that it holds."""
     if isinstance(x, Tensor):
+        kind = "DTensor " if is_dtensor(x) else ""
         layout = "" if x.layout == torch.strided else f" {x.layout}"
-        return f"{x.dtype} {tuple(x.shape)}{layout}"
+        return f"{kind}{x.dtype} {tuple(x.shape)}{layout}"
     held = [name for name in ("logits", "logprobs", "weight") if isinstance(getattr(x, name, None), Tensor)]
     if held:
         return f"{type(x).__name__}, whose .{held[0]} is a tensor"
@@ -58,6 +61,21 @@ def check_tensor(name: str, x: object, or_else: str = "") -> None:
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         dense = "dense " if isinstance(x, Tensor) else ""
         raise ValueError(f"{name} must be a {dense}tensor{or_else}, got {described(x)}")
+    check_plain(name, x)
+
+
+def check_plain(name: str, x: Tensor) -> None:
+    """No DTensor: it has no memory of its own that a kernel could read."""
+    if is_dtensor(x):
+        remedy = "pass its to_local() or full_tensor()"
+        raise ValueError(f"{name} must be a plain tensor, got {described(x)}; {remedy}")
+
+
+def check_head_tensors(**named: object) -> None:
+    """Weights and biases, which may be sharded; a bias may be None."""
+    for name, x in named.items():
+        if not isinstance(x, Tensor) and not (x is None and name.endswith("bias")):
+            check_tensor(name, x, " or None" if name.endswith("bias") else "")
 
 
 def check_tensors(**named: object) -> None:
@@ -134,6 +152,7 @@ def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str
 def check_logits(name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LOGITS_DTYPES) -> None:
     if not isinstance(logits, Tensor) or logits.dtype not in dtypes or logits.layout != torch.strided:
         raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first")
+    check_plain(name, logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")
 
@@ -164,6 +183,7 @@ def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None
     """One target per row of x (..., V), called `name`, or K: then the targets have as many dimensions."""
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
         raise ValueError(f"targets must be an integer tensor (int64 or int32), got {described(targets)}")
+    check_plain("targets", targets)
     several = targets.dim() == x.dim()
     if (targets.shape[:-1] if several else targets.shape) == x.shape[:-1]:
         return
@@ -196,6 +216,7 @@ def check_temperature(temperature: float | Tensor, rows: tuple[int, ...], device
             shown = temperature if is_number(temperature) else described(temperature)
             raise ValueError(f"{_TEMPERATURE_RANGE}, or a tensor, got {shown}")
         return
+    check_plain("temperature", temperature)
     sizes = zip(reversed(temperature.shape), reversed(rows), strict=False)
     fits = temperature.dim() <= len(rows) and all(size in (1, row) for size, row in sizes)
     if not fits or temperature.dtype.is_complex or temperature.dtype == torch.bool:

@@ -16,9 +16,9 @@ from fused_rl.checks import (
     LOGITS_DTYPES,
     SHIFTED_MASK,
     check_flag,
+    check_head_tensors,
     check_logits_dtype,
     check_mask,
-    check_optional_tensors,
     check_range,
     check_softcap,
     check_target_values,
@@ -323,8 +323,8 @@ def linear_token_logprobs(
             FUSED_RL_CHECKED=1 in the environment, a target outside the vocabulary or its kept set, an id outside the
             vocabulary, or a row's temperature out of range.
     """
-    check_tensors(hidden=hidden, weight=weight, targets=targets)
-    check_optional_tensors(bias=bias)
+    check_tensors(hidden=hidden, targets=targets)
+    check_head_tensors(weight=weight, bias=bias)
     check_transforms("linear_token_logprobs", hidden, weight, bias)
     sets = None
     if support is not None:
@@ -391,8 +391,8 @@ def linear_token_loss(
         ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
             returning another shape.
     """
-    check_tensors(hidden=hidden, weight=weight, targets=targets)
-    check_optional_tensors(bias=bias)
+    check_tensors(hidden=hidden, targets=targets)
+    check_head_tensors(weight=weight, bias=bias)
     check_transforms("linear_token_loss", hidden, weight, bias)
     check_flag("shift", shift)
     if shift:

@@ -11,8 +11,8 @@ from fused_rl.backend import backend_of
 from fused_rl.checks import (
     SHIFTED_MASK,
     check_choice,
+    check_head_tensors,
     check_mask,
-    check_optional_tensors,
     check_tensors,
     check_transforms,
     once_differentiable,
@@ -137,8 +137,8 @@ def linear_token_kl(
         ValueError: a direction, shape, dtype or device that does not fit.
     """
     check_choice("direction", direction, DIRECTIONS)
-    check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
-    check_optional_tensors(bias=bias, ref_bias=ref_bias)
+    check_tensors(hidden=hidden, ref_hidden=ref_hidden)
+    check_head_tensors(weight=weight, ref_weight=ref_weight, bias=bias, ref_bias=ref_bias)
     check_transforms("linear_token_kl", hidden, weight, bias)
     if ref_hidden.shape[:-1] != hidden.shape[:-1] or ref_weight.shape[0] != weight.shape[0]:
         raise ValueError(

@@ -5,6 +5,7 @@ import weakref
 
 import torch
 
+from fused_rl.checks import described
 from fused_rl.cpu import native
 
 __all__ = ["sum_of_squares", "tf_adam_epsilon"]
@@ -35,12 +36,17 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         The same optimizer, changed.
 
     Raises:
-        ValueError: a group without eps and betas, or without bias correction; a second call; at a step, parameters of
-            one group that have taken different numbers of steps, which one epsilon cannot serve.
+        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without eps and betas, or without
+            bias correction; a second call; at a step, parameters of one group that have taken different numbers of
+            steps, which one epsilon cannot serve.
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
     """
     # an Adam with bias correction, once
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
+    if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
+        raise ValueError(f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW")
     for group in optimizer.param_groups:
         if "eps" not in group or "betas" not in group:
             raise ValueError(f"{type(optimizer).__name__} is no Adam: a parameter group has {sorted(group)}")

@@ -5,12 +5,12 @@ import sys
 
 def gather(*parameters):
     """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
-    return (p.full_tensor() if _is_dtensor(p) else p for p in parameters)
+    return (p.full_tensor() if is_dtensor(p) else p for p in parameters)
 
 
 def scatter(gradient, parameter):
     """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
-    if gradient is None or not _is_dtensor(parameter):
+    if gradient is None or not is_dtensor(parameter):
         return gradient
     from torch.distributed.tensor import DTensor, Partial
 
@@ -19,6 +19,6 @@ def scatter(gradient, parameter):
     return partial.redistribute(placements=parameter.placements)
 
 
-def _is_dtensor(tensor):
+def is_dtensor(tensor):
     module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its module is imported
     return module is not None and isinstance(tensor, module.DTensor)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from fused_rl.checks import INTEGERS, described, values_are_checked
+from fused_rl.checks import INTEGERS, check_plain, described, values_are_checked
 from fused_rl.kernels.states import RowSupport
 
 __all__ = ["TokenSupport"]
@@ -260,6 +260,7 @@ def _check_form(ids, offsets):
     ):
         if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in dtypes:
             raise ValueError(f"{name} must be {wanted}, got {described(x)}; TokenSupport.from_lists takes lists")
+        check_plain(name, x)
     if len(offsets) == 0:
         raise ValueError("offsets must be (N + 1,), from 0 on, got none; no rows are offsets [0]")
     if ids.device != offsets.device:

@@ -8,6 +8,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fused_rl
+from tests.distributed import run_distributed
 from tests.one_process import in_one_process
 
 LOGITS = torch.zeros(2, 3, 50)
@@ -79,6 +80,34 @@ def test_what_is_no_tensor_is_one_short_line(name, parameter, optional):
         if given is None and optional:
             continue
         assert_told(lambda given=given: getattr(fused_rl, name)(**{**TAKES[name], parameter: given}), parameter, came)
+
+
+SHARDED = {"weight", "bias", "ref_weight", "ref_bias"}  # gathered
+
+
+def told_of_dtensors(rank, world):
+    """(function, parameter, what was said) of each place that took a DTensor as if it were none."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, wrong = init_device_mesh("cpu", (world,)), []
+    for name, parameter, _ in PLACES:
+        if parameter in SHARDED:
+            continue
+        given = distribute_tensor(TAKES[name].get(parameter, ROWS), mesh, [Shard(0)])
+        try:
+            said = getattr(fused_rl, name)(**{**TAKES[name], parameter: given})
+        except Exception as error:
+            said = error
+        shown = f"{parameter.removeprefix('local_')} must be "
+        if not (isinstance(said, ValueError) and str(said).startswith(shown) and "got DTensor" in str(said)):
+            wrong.append((name, parameter, repr(said)))
+    return wrong
+
+
+def test_a_dtensor_is_told_and_never_read():
+    """Such as a tensor-parallel layer's: it has no memory of its own, and reading it ended the process."""
+    assert run_distributed(told_of_dtensors, 1) == [[]]
 
 
 @pytest.mark.parametrize("came", CAME)

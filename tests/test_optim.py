@@ -170,6 +170,11 @@ def test_what_it_cannot_serve_is_refused():
     a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     with pytest.raises(ValueError, match="SGD is no Adam"):
         fused_rl.tf_adam_epsilon(torch.optim.SGD([a], lr=1.0))
+    for kind in (torch.optim.Adamax, torch.optim.RAdam):
+        with pytest.raises(ValueError, match=f"{kind.__name__} divides by no sqrt"):
+            fused_rl.tf_adam_epsilon(kind([a]))
+    with pytest.raises(ValueError, match="optimizer must be a torch.optim.Optimizer, got Linear, whose .weight is a"):
+        fused_rl.tf_adam_epsilon(torch.nn.Linear(2, 2))
     optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([a, b]))
     with pytest.raises(ValueError, match="applied to this optimizer before"):
         fused_rl.tf_adam_epsilon(optimizer)
