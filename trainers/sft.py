@@ -51,7 +51,7 @@ class SFTConfig(RunConfig):
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     completion_column: str = "completion"
-    """Text of the completion; not read where the messages end with the assistant's."""
+    """Text of the completion, or a list of one message; none where the messages end with the assistant's."""
     assistant_turns: Literal["last", "all"] = "last"
     """Of a conversation that ends with the assistant: train what it says last, or each of its turns, a demonstration
     with all that came before it."""

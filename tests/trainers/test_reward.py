@@ -304,8 +304,9 @@ def test_the_head_under_zero_3(folder):
     assert torch.tensor(draws[0]).std().item() == pytest.approx(1 / math.sqrt(17), rel=0.5)  # of 16 draws; stock: 0.1
 
 
-def test_resume_bit_for_bit(folder):
-    resume_bit_for_bit(0, 1, folder, [0, 3])
+def test_resume_bit_for_bit(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    resume_bit_for_bit(0, 1, tmp_path / "copy", [0, 3])
 
 
 @pytest.mark.slow
