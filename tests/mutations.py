@@ -458,8 +458,8 @@ MUTATIONS = {
     ),
     "the digest of nothing counts": Mutation(
         "trainers/servers/vllm.py",
-        "for name, digest in told if digest != OF_NOTHING}",
-        "for name, digest in told}",
+        "for name, digest in told.items() if digest != OF_NOTHING}",
+        "for name, digest in told.items()}",
         "tests/trainers/test_server_checks.py -k nothing",
     ),
     # Who draws.
