@@ -178,7 +178,7 @@ MUTATIONS = {
         LOSSES,
     ),
     "truncated responses count": Mutation(
-        "fused_rl/aggregation.py", "mask & ~self._spread(", "mask | ~self._spread(", LOSSES
+        "fused_rl/aggregation.py", "Sequences(mask & ~truncated", "Sequences(mask | ~truncated", LOSSES
     ),
     "the value's clip makes the error smaller": Mutation(
         "fused_rl/losses.py", "torch.maximum(unclipped, clipped) / 2", "torch.minimum(unclipped, clipped) / 2", LOSSES
@@ -671,5 +671,23 @@ MUTATIONS = {
         "x = torch.zeros(len(ids), device=hidden.device)",
         "x = torch.zeros(len(ids))",
         ON_DEVICE + "test_ops.py -k 'linear and support'",
+    ),
+    "the sum of a lane cancels as its centre falls": Mutation(
+        "kernels/kl_lanes.py",
+        "f_old = tl.fma(grown, f_old, ",
+        "f_old = f_old + tl.fma(grown - 1, f_old, ",
+        "tests/test_kl.py -k all_but_dropped",
+    ),
+    "a second derivative is left out": Mutation(
+        "fused_rl/checks.py",
+        "refusing.apply(d, *inputs)",
+        "refusing.apply(d)",
+        "tests/test_checks.py -k second_derivative",
+    ),
+    "an option that nothing reads": Mutation(
+        "fused_rl/presets.py",
+        "and surrogate not in _READERS[name]",
+        "and surrogate in _READERS[name]",
+        "tests/test_presets.py -k does_not_read",
     ),
 }
