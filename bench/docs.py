@@ -72,8 +72,17 @@ GRPOTrainer(model, reward_funcs=[correct], args=config, train_dataset=rows).trai
 from fused_rl.trainers.grpo import GRPOConfig, train
 
 config = GRPOConfig(
-    model=model, dataset=rows, output_dir="runs/ours", verifiers=[correct],
-    group_size=4, prompts_per_step=4, minibatches=1, max_new_tokens=512, steps=5, preset="dapo", clip_high=0.2,
+    model=model,
+    dataset=rows,
+    output_dir="runs/ours",
+    verifiers=[correct],
+    group_size=4,
+    prompts_per_step=4,
+    minibatches=1,
+    max_new_tokens=512,
+    steps=5,
+    preset="dapo",
+    clip_high=0.2,
 )
 train(config)
 ```
