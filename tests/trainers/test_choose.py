@@ -60,6 +60,7 @@ y = 2x + 3t | $y = 3t + 2x$ | $y = 2x + 3$
 0.0000001 | \boxed{10^{-7}} | \boxed{0.0000002}
 A \cap B | \boxed{A\cap B} | \boxed{A \cup B}
 12,\!345 | 12345 | 12
+10\,000 | \boxed{10000} | 10
 \langle 1, 2 \rangle | \boxed{\langle 1,2 \rangle} | \boxed{\langle 2, 1 \rangle}
 π | $\pi$ | $\rho$
 """
@@ -153,6 +154,7 @@ DOUBTFUL = r"""
 120/80 | a fraction, or two numbers
 3, 2, 1 | a set, or a list whose order matters, or a decimal comma
 $\frac{1}{2}, 3$ | a set, or a list whose order matters
+1,-2 | a set, or a list whose order matters
 12,5 | a set, or a list whose order matters, or a decimal comma
 1,00,000 | a set, or a list whose order matters, or a decimal comma
 (1, 2), (3, 4) | a set, or a list

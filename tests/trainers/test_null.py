@@ -222,6 +222,9 @@ UNCLEAR = {
     "--preset=ppo --zero_variance drop": r"fit neither .*\(grpo has no preset=ppo; ppo has no zero_variance\)",
 }
 REFUSED = {
+    "sft --lr 1": "these options are of sft, which has no ratios; fused-rl doctor --null measures grpo and ppo",
+    "--config s.yaml": "these options are of sft, which has no ratios",
+    "--normalize_pairs 0": "these options are of reward, which has no ratios",
     "--typo 1": "unknown option --typo",
     "--typo 3 --config c.yaml": "unknown option --typo",
     "--config t.yaml": "t.yaml, line 2: unknown option --typo",
@@ -245,6 +248,7 @@ def test_what_is_refused_is_one_line_that_names_it_and_status_2(line, said, tmp_
     """Status 1 is noise that was found."""
     monkeypatch.chdir(tmp_path)
     written = {"c": "gae_lambda: 0.9\n", "t": "lr: 1\ntypo: 3\n", "bad": "[a\n", "list": "- a\n", "empty": ""}
+    written["s"] = "completion_column: answer\nlr: 1\n"
     for name, text in written.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(SystemExit) as ended:

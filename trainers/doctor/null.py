@@ -55,6 +55,7 @@ from fused_rl.trainers.scorers.reward_model import Reader
 PROG = "fused-rl doctor --null"
 STEPS = 3
 TRAINERS = {"grpo": "GRPOConfig", "ppo": "PPOConfig"}
+WITHOUT_RATIOS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 # What a run does beside training, its evaluations, what says how it learns, and what leaves responses out of the loss,
 # which would then not be compared: as if not given.
 LEFT_OUT = {
@@ -101,7 +102,7 @@ def algorithm(trainer: str) -> ModuleType:
 
 def config_of(trainer: str) -> type[Options]:
     """The class of its options."""
-    return getattr(algorithm(trainer), TRAINERS[trainer])
+    return getattr(algorithm(trainer), (TRAINERS | WITHOUT_RATIOS)[trainer])
 
 
 def trainer_of(argv: list[str]) -> tuple[str, list[str]]:
@@ -119,6 +120,10 @@ def trainer_of(argv: list[str]) -> tuple[str, list[str]]:
             if isinstance(found, dict):
                 files, unread = files | found, unread - 1
     given = {name: value for name, value in (files | given).items() if name not in ("config", "local_rank")}
+    fitting = [name for name in (*TRAINERS, *WITHOUT_RATIOS) if set(given) <= {*names_of(config_of(name))}]
+    if argv[:1] and argv[0] in WITHOUT_RATIOS or fitting and not set(fitting) & TRAINERS.keys() and not unread:
+        which = argv[0] if argv[0] in WITHOUT_RATIOS else " or ".join(fitting)
+        raise InputError(f"these options are of {which}, which has no ratios; {PROG} measures grpo and ppo")
 
     # A file that cannot be read, or what neither of them takes: the parser of the nearer one says which.
     foreign = {name: sorted(set(given).difference(names_of(config_of(name))), key=str) for name in TRAINERS}

@@ -1,5 +1,6 @@
 """Who judges where nobody is named: what the answers of the rows are says it. Left out: guessing."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -103,5 +104,5 @@ def _is_list(text: str) -> bool:
 
 def _some(answers: Iterable[str]) -> str:
     """The first few of them, in words."""
-    listed = list(dict.fromkeys(answers))
+    listed = list(itertools.islice(answers, EXAMPLES + 1))
     return ", ".join(listed[:EXAMPLES]) + (", …" if len(listed) > EXAMPLES else "")

@@ -24,11 +24,12 @@ KNOWN = [
     ("\\boxed{2\\pi}", "\\frac{4\\pi}{2}", True),
 ]
 
-NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
+NUMBER = r"[-+]?(?:\d(?:,?\d)*(?:\.\d*)?|\.\d+)"
 ITEM = r"[-+]?[\d.]+"
 SCIENTIFIC = re.compile(rf"{NUMBER}[eE][-+]?\d{{1,3}}")
 DATE_OR_TIME = re.compile(r"\d+(-\d+)+|\d+([/.])\d+\2\d+|\d+(\s*:\s*\d+)+|\d+(-\d+){2}[T ].*")
 BASED = re.compile(r"[\dA-Z]+_(?:\d+|\{\d+\})")  # 101_2: math-verify leaves the base out
+THIN_SPACE = re.compile(r"(?<=\d)\\,\s?(?=\d{3})")  # of thousands
 DOLLARS = re.compile(r"^([-+]?)\$(?=[\d.]+[^$]*$)")  # money, and no formula between two signs
 # Forms of an answer that math-verify reads otherwise than they are meant.
 READ_OTHERWISE = (
@@ -157,6 +158,7 @@ def load():
         return max(6, 3 - math.floor(math.log10(size))) if size else 6
 
     def equal(response: str, answer: str) -> bool:
+        response, answer = (THIN_SPACE.sub("", text) for text in (response, answer))
         configs = without_units if has_variables(answer) else with_units
         gold = parse(f"${answer}$", configs, parsing_timeout=None) or [answer]
         found = parse(response.rsplit("####", 1)[-1], configs, parsing_timeout=None)
