@@ -121,6 +121,39 @@ def test_a_measured_band_is_left_beyond_its_margin(trainer, key, edge, rule):
     assert of(edge * further, patience - 1) == of(edge, 20) == []
 
 
+def test_a_limit_is_told_in_the_unit_of_the_value():
+    def told(key, value, **others):
+        entry = {key: value, "completions/mean_length": 10.0} | others
+        return examine("grpo", FP32, [{"step": i} | entry for i in range(1, 12)]).found[0].told()
+
+    most = MARGIN * widest("objective/kl_exact").high
+    said = told("objective/kl_exact", 100 * most)
+    assert f"is {100 * most:.4g}, and healthy is at most {10 * most:.4g} ({most:.2g} nats per token): " in said
+    assert " nats: " in told("policy/approxkl_avg", 1e3) and "(" not in told("val/stop_rate", 0.0).split(": ")[0]
+    said = told("objective/kl_exact", math.inf)
+    assert f"is inf, and healthy is at most {most:.2g} nats per token: " in said
+
+
+def test_of_what_begins_together_the_cause_is_told_first():
+    def told(trainer, entry, **config):
+        history = [{"step": step} | entry for step in range(1, 12)]
+        return [finding.rule.name for finding in examine(trainer, FP32 | config, history).found]
+
+    no_signal = {"frac_reward_zero_std": 1.0}
+    assert told("grpo", no_signal | {"rewards/f/none": 1.0}) == ["silent-scorer", "no-signal"]
+    assert told("grpo", no_signal | {"val/stop_rate": 0.0}) == ["cut-responses", "no-signal"]
+    swapped = [{"step": 0, "eval/rm/loss": 0.7, "eval/rm/accuracy": 0.5}]
+    swapped += [{"step": step, "eval/rm/loss": 1.9, "eval/rm/accuracy": 0.1} for step in (10, 20)]
+    found = examine("reward", FP32, swapped).found
+    assert [(each.rule.name, each.step) for each in found] == [("below-chance", 10), ("loss-rises", 10)]
+
+
+def test_a_scorer_without_return_is_told_of_it():
+    watch = Watch("grpo", FP32)
+    told = [finding.told() for step in range(1, 11) for finding in watch.see({"step": step, "rewards/f/none": 1.0})]
+    assert len(told) == 1 and "`return`" in told[0]
+
+
 def test_a_value_without_bounds_is_beyond_every_band():
     assert found("grpo", "objective/kl_exact", [0.1, *[math.inf] * 3]) == [("kl-runs-away", 4, 2)]
     assert found("grpo", "policy/approxkl_avg", [math.inf] * 3) == [("steps-too-far", 3, 1)]
