@@ -325,6 +325,32 @@ def test_scores_that_rise_with_length_and_not_with_accuracy_are_told():
     assert examine("grpo", FP32, hacked([0.4, 0.55, 0.5])).found == []
 
 
+def test_held_out_accuracy_that_falls_while_scores_rise_is_told():
+    def told(greedy, score, sampled=None, scores=0.5, **config):
+        """Evaluated at the start and after each 10 steps; `scores` are those of training, from the first step on."""
+        watch, found = Watch("grpo", FP32 | {"eval_size": 240} | config), []
+        for step in range(10 * len(greedy) - 9):
+            entry = {"step": step} | ({"objective/scores": scores * step if scores != 0.5 else 0.5} if step else {})
+            if step % 10 == 0:
+                entry |= {"eval/accuracy_greedy": greedy[step // 10], "eval/score": score[step // 10]}
+                entry |= {"eval/accuracy_sampled": (sampled or greedy)[step // 10]}
+            found += [(finding.rule.name, finding.step, finding.told()) for finding in watch.see(entry)]
+        return found
+
+    rising, falling = [0.38, 0.5, 0.7, 0.87], [0.77, 0.75, 0.5, 0.21]
+    ((name, step, said),) = told(falling, rising)
+    assert (name, step) == ("accuracy-lost", 20)
+    assert "is 0.5, and healthy is at least 0.67 (it was 0.77 in step 0)" in said and "--verifier_weights" in said
+    assert told([0.69, 0.6, 0.55, 0.45], [0.22, 0.3, 0.35, 0.39])[0][1] == 20
+    assert told(falling, [0.5] * 4, scores=0.1)[0][:2] == ("accuracy-lost", 20)  # what training pays rises
+    # Scores that do not rise, chance among few problems, and sampled responses that are as right as before.
+    assert told(falling, [0.5] * 4) == told(falling, falling) == []
+    assert told([0.5, 0.4, 0.45, 0.4], rising) == told([0.5, 0.32, 0.5, 0.32], rising, eval_size=64) == []
+    assert (
+        told(falling, rising, sampled=[0.4, 0.4, 0.37, 0.36]) == told(rising, rising) == told([0.0] * 4, rising) == []
+    )
+
+
 def test_a_resumed_run_says_no_line_twice_and_misses_none():
     history = [{"step": step, "frac_reward_zero_std": 1.0} for step in range(1, 25)]
     whole = Watch("grpo", FP32)

@@ -298,9 +298,9 @@ def no_learning_rate(watch: Watch, key: str) -> str | None:
 
 def outwitted(watch: Watch, key: str) -> str | None:
     """Since an evaluation scores and lengths have risen, and held-out accuracy is not above its median so far."""
-    measured = widest("completions/mean_length")
-    lengths, scores = "completions/mean_length", "objective/scores"
-    if measured is None or math.isnan(watch.value(key)) or len(watch.values.get(scores, [])) < 2 * WINDOW:
+    measured, lengths, scores = widest("completions/mean_length"), "completions/mean_length", "objective/scores"
+    seen = lengths in watch.values and len(watch.values.get(scores, [])) >= 2 * WINDOW
+    if measured is None or math.isnan(watch.value(key)) or not seen:
         return None
     now, before = watch.now["step"], watch.values[key][:-1]
     if not before or watch.value(key) > median(before):
@@ -311,6 +311,20 @@ def outwitted(watch: Watch, key: str) -> str | None:
         if longer and paid and watch.value(key) <= accuracy:
             return f"above {accuracy:.4g}, of step {step}, while scores and lengths rise"
     return None
+
+
+def accuracy_lost(watch: Watch, key: str) -> str | None:
+    """Below its highest by more than chance among so many problems, sampled by half of it, while a score rises."""
+    held_out = ("eval/score", "eval/accuracy_greedy", "eval/accuracy_sampled")
+    problems, values = watch.option("eval_size"), [watch.values.get(name, []) for name in held_out]
+    if math.isnan(watch.value(key)) or len({len(each) for each in values}) > 1:
+        return None
+    best = values[1].index(max(values[1]))
+    then, allowed = watch.steps[key][best], max(0.1, 1.5 / math.sqrt(problems if problems > 1 else 100))
+    score, greedy, sampled = (each[-1] - each[best] for each in values)
+    paid = [median(watch.upto("objective/scores", step) or [0.0]) for step in (then, watch.now["step"])]
+    lost = greedy < -allowed and sampled < -allowed / 2 and (score > 0 or paid[1] > paid[0])
+    return f"at least {values[1][best] - allowed:.3g} (it was {values[1][best]:.3g} in step {then})" if lost else None
 
 
 def one_score(watch: Watch, key: str) -> str | None:
@@ -471,6 +485,14 @@ RULES = (  # of those that begin together the cause stands before what it brings
         "the scorer pays for length, and not for right answers",
         "judge what is right (--verifiers), with weight 0 to watch it alone; take length out of the score, or give "
         "--overlong_buffer; raise --kl_coef",
+    ),
+    Rule(
+        "accuracy-lost",
+        POLICIES,
+        ("eval/accuracy_greedy",),
+        accuracy_lost,
+        "scores rise while fewer held-out problems are solved: not what is right pays, or rows are learnt by heart",
+        "let right answers pay (--verifier_weights) or raise --kl_coef; where they do, give more rows or fewer --steps",
     ),
     # The critic.
     Rule(
