@@ -180,8 +180,9 @@ fused-rl doctor runs/demo/grpo runs/other
 
 reads `metrics.jsonl` and `config.yaml` of each run, finished or not, and tells of each what was read and what is wrong,
 in the order in which it began: the metric, the step, its value, what is healthy, what it mostly means and what to
-change. What began first is mostly the cause of the rest. The exit status is 0 where every run is healthy, 1 with
-findings and for a run that ended without its model, and 2, with one line, for what is no run or of no trainer.
+change. What began first is mostly the cause of the rest; of what began in one step the cause stands first. The exit
+status is 0 where every run is healthy, 1 with findings and for a run that ended without its model, and 2, with one
+line, for what is no run or of no trainer.
 
 The same table works elsewhere, too. A run itself prints a line (`warning: since step …`) when one of these begins, once
 each; a resumed run reads its own metrics first, so it repeats none and misses none, but for steps that it makes again.

@@ -50,7 +50,7 @@ from fused_rl.trainers.scorers.reward_model import Reader
 
 COLUMNS = {
     "score": "objective/scores",
-    "held-out": "eval/score",
+    "held-out score": "eval/score",
     "KL": "objective/kl_exact",
     "entropy": "policy/entropy_avg",
     "explained": "val/var_explained",

@@ -4,6 +4,7 @@ All are trained here, on models of a few thousand weights; the longer ones are s
 """
 
 import random
+import shutil
 
 import pytest
 import torch
@@ -110,6 +111,9 @@ def test_a_run_that_ended_without_its_model_is_told_and_one_that_lives_is_not(fi
         sft.train(runs.sft_config(files, tmp_path / "run", steps=2))
     status, said = asked(capsys, tmp_path / "run")
     assert status == 1 and "  unfinished: " in said.out and "healthy" not in said.out
+    assert "and --resume goes on\n" in said.out
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as where it ended in its first step
+    assert ", and there is no checkpoint: --overwrite starts anew\n" in asked(capsys, tmp_path / "run")[1].out
     folder.take(tmp_path / "run")
     try:
         status, said = asked(capsys, tmp_path / "run")
@@ -276,7 +280,7 @@ def test_pairs_whose_held_out_sides_are_swapped(tmp_path, capsys):
     swapped = tiny.jsonl(tmp_path / "swapped.jsonl", rows)
     config = {"model": model, "dataset": pairs, "steps": 40, "batch_size": 8, "lr": 1e-2, "save_every": 0}
     config |= {"zero_stage": 0, "eval_every": 10, "normalize_pairs": 0}
-    for name, held_out, rules in (("swapped", swapped, ["loss-rises", "below-chance"]), ("right", pairs, [])):
+    for name, held_out, rules in (("swapped", swapped, ["below-chance", "loss-rises"]), ("right", pairs, [])):
         reward.train(reward.RewardConfig(eval_dataset=held_out, output_dir=str(tmp_path / name), **config))
         assert diagnosed(tmp_path / name, capsys) == rules
 
@@ -337,6 +341,9 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
     status, said = asked(capsys, tmp_path / "begun")  # it has ended since, in its first step
     assert status == 1 and "sft, 0 of 3 steps\n  unfinished: " in said.out
     status, said = asked(capsys, tmp_path / "none")
+    assert status == 2 and f"there is no folder {tmp_path / 'none'}; give the output_dir" in said.err
+    (tmp_path / "empty").mkdir()
+    status, said = asked(capsys, tmp_path / "empty")
     assert status == 2 and "is no run: it holds no metrics.jsonl" in said.err
     assert asked(capsys, "--no_such_option")[0] == 2
 

@@ -20,6 +20,19 @@ def test_a_key_is_described_by_its_row():
     assert "how" not in description("grpo", "no/such/key")
 
 
+def test_a_definition_stands_alone():
+    """The page of a run shows each without the one before it in the table."""
+    for table in (*KEYS.values(), *(origin.metrics for origin in NAMED)):
+        for key, metric in table.items():
+            assert not metric.definition.startswith(("the same", "of ", "the largest of these")), key
+
+
+@pytest.mark.parametrize("trainer", [grpo, ppo])
+def test_the_progress_line_calls_a_held_out_score_one(trainer):
+    (header,) = [header for header, key in trainer.COLUMNS.items() if key.startswith("eval/")]
+    assert header == ("held-out score" if trainer.COLUMNS[header] == "eval/score" else "held-out")
+
+
 def test_tensorboard_shows_what_the_table_says(files, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -76,6 +76,15 @@ def test_a_folder_with_anything_that_a_run_would_delete_holds_a_run(files, tmp_p
     assert contents(tmp_path) == before
 
 
+def test_only_ways_on_that_there_are_are_named(files, run, tmp_path):
+    refused(run_config(files, run), "already holds a run .*; continue it with --resume or replace it: --overwrite$")
+    shutil.rmtree(run / "checkpoints")  # as of a run that ended in its first step
+    refused(run_config(files, run), "; it left no checkpoint to resume; replace it with --overwrite, or choose another")
+    refused(run_config(files, run, resume=True), "there is no checkpoint in .*; replace the run with --overwrite$")
+    refused(run_config(files, tmp_path / "new", resume=True), "no checkpoint in .*new/checkpoints; start without --res")
+    sft.train(run_config(files, run, overwrite=True, steps=1))
+
+
 def test_a_run_in_the_folder_of_its_model_starts_anew_and_leaves_the_model(files, run):
     model, dataset = files
     shutil.copytree(model, run, dirs_exist_ok=True)

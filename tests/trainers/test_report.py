@@ -141,7 +141,7 @@ def test_what_is_no_run_is_one_line(tmp_path):
     broken = made(tmp_path / "broken", [0.1])
     (broken / "config.yaml").write_text("a: [\n")
     refused = {
-        ("none",): "none is no run: it holds no metrics.jsonl; give the output_dir of a run",
+        ("none",): "there is no folder .*none; give the output_dir of a run",
         ("run", "empty"): "empty is no run",
         ("run", "run"): "run is named twice",
         ("broken",): "broken/config.yaml cannot be read: .*",

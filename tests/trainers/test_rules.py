@@ -121,6 +121,39 @@ def test_a_measured_band_is_left_beyond_its_margin(trainer, key, edge, rule):
     assert of(edge * further, patience - 1) == of(edge, 20) == []
 
 
+def test_a_limit_is_told_in_the_unit_of_the_value():
+    def told(key, value, **others):
+        entry = {key: value, "completions/mean_length": 10.0} | others
+        return examine("grpo", FP32, [{"step": i} | entry for i in range(1, 12)]).found[0].told()
+
+    most = MARGIN * widest("objective/kl_exact").high
+    said = told("objective/kl_exact", 100 * most)
+    assert f"is {100 * most:.4g}, and healthy is at most {10 * most:.4g} ({most:.2g} nats per token): " in said
+    assert " nats: " in told("policy/approxkl_avg", 1e3) and "(" not in told("val/stop_rate", 0.0).split(": ")[0]
+    said = told("objective/kl_exact", math.inf)
+    assert f"is inf, and healthy is at most {most:.2g} nats per token: " in said
+
+
+def test_of_what_begins_together_the_cause_is_told_first():
+    def told(trainer, entry, **config):
+        history = [{"step": step} | entry for step in range(1, 12)]
+        return [finding.rule.name for finding in examine(trainer, FP32 | config, history).found]
+
+    no_signal = {"frac_reward_zero_std": 1.0}
+    assert told("grpo", no_signal | {"rewards/f/none": 1.0}) == ["silent-scorer", "no-signal"]
+    assert told("grpo", no_signal | {"val/stop_rate": 0.0}) == ["cut-responses", "no-signal"]
+    swapped = [{"step": 0, "eval/rm/loss": 0.7, "eval/rm/accuracy": 0.5}]
+    swapped += [{"step": step, "eval/rm/loss": 1.9, "eval/rm/accuracy": 0.1} for step in (10, 20)]
+    found = examine("reward", FP32, swapped).found
+    assert [(each.rule.name, each.step) for each in found] == [("below-chance", 10), ("loss-rises", 10)]
+
+
+def test_a_scorer_without_return_is_told_of_it():
+    watch = Watch("grpo", FP32)
+    told = [finding.told() for step in range(1, 11) for finding in watch.see({"step": step, "rewards/f/none": 1.0})]
+    assert len(told) == 1 and "`return`" in told[0]
+
+
 def test_a_value_without_bounds_is_beyond_every_band():
     assert found("grpo", "objective/kl_exact", [0.1, *[math.inf] * 3]) == [("kl-runs-away", 4, 2)]
     assert found("grpo", "policy/approxkl_avg", [math.inf] * 3) == [("steps-too-far", 3, 1)]
@@ -290,6 +323,32 @@ def test_scores_that_rise_with_length_and_not_with_accuracy_are_told():
     assert [finding.rule.name for finding in examine("grpo", FP32, hacked([0.5, 0.5])).found] == ["outwitted-scorer"]
     assert examine("grpo", FP32, hacked([0.5, 0.9])).found == []
     assert examine("grpo", FP32, hacked([0.4, 0.55, 0.5])).found == []
+
+
+def test_held_out_accuracy_that_falls_while_scores_rise_is_told():
+    def told(greedy, score, sampled=None, scores=0.5, **config):
+        """Evaluated at the start and after each 10 steps; `scores` are those of training, from the first step on."""
+        watch, found = Watch("grpo", FP32 | {"eval_size": 240} | config), []
+        for step in range(10 * len(greedy) - 9):
+            entry = {"step": step} | ({"objective/scores": scores * step if scores != 0.5 else 0.5} if step else {})
+            if step % 10 == 0:
+                entry |= {"eval/accuracy_greedy": greedy[step // 10], "eval/score": score[step // 10]}
+                entry |= {"eval/accuracy_sampled": (sampled or greedy)[step // 10]}
+            found += [(finding.rule.name, finding.step, finding.told()) for finding in watch.see(entry)]
+        return found
+
+    rising, falling = [0.38, 0.5, 0.7, 0.87], [0.77, 0.75, 0.5, 0.21]
+    ((name, step, said),) = told(falling, rising)
+    assert (name, step) == ("accuracy-lost", 20)
+    assert "is 0.5, and healthy is at least 0.67 (it was 0.77 in step 0)" in said and "--verifier_weights" in said
+    assert told([0.69, 0.6, 0.55, 0.45], [0.22, 0.3, 0.35, 0.39])[0][1] == 20
+    assert told(falling, [0.5] * 4, scores=0.1)[0][:2] == ("accuracy-lost", 20)  # what training pays rises
+    # Scores that do not rise, chance among few problems, and sampled responses that are as right as before.
+    assert told(falling, [0.5] * 4) == told(falling, falling) == []
+    assert told([0.5, 0.4, 0.45, 0.4], rising) == told([0.5, 0.32, 0.5, 0.32], rising, eval_size=64) == []
+    assert (
+        told(falling, rising, sampled=[0.4, 0.4, 0.37, 0.36]) == told(rising, rising) == told([0.0] * 4, rising) == []
+    )
 
 
 def test_a_resumed_run_says_no_line_twice_and_misses_none():

@@ -23,6 +23,7 @@ from fused_rl.trainers.metrics.rules import WINDOW, Watch, examine
 from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line, shown
+from fused_rl.trainers.run.checkpoint import steps_in
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.folder import in_use
 from fused_rl.trainers.run.logger import read_metrics
@@ -58,6 +59,8 @@ class RunRead:
 
 def read_run(folder: Path) -> RunRead:
     """A run's folder; refuses one that holds none."""
+    if not folder.exists():
+        raise InputError(f"there is no folder {folder}; give the output_dir of a run")
     if not (folder / "metrics.jsonl").is_file():
         raise InputError(f"{folder} is no run: it holds no metrics.jsonl; give the output_dir of a run")
     command, config = _read_config(folder / "config.yaml")
@@ -65,12 +68,19 @@ def read_run(folder: Path) -> RunRead:
     samples.sort(key=lambda row: (str(row.get("of", "")), row.get("of") != "training" and str(row.get("prompt", ""))))
     columns = list(dict.fromkeys(chain.from_iterable(samples)))
     history = read_metrics(folder / "metrics.jsonl")
-    unfinished = not (folder / "model").exists() and not in_use(folder)
-    verdict = _verdict(command, examine(command, config, history), unfinished)
+    verdict = _verdict(command, examine(command, config, history), _unfinished(folder))
     return RunRead(str(folder), history, command, config, samples, columns, *verdict)
 
 
-def _verdict(command: str, watch: Watch, unfinished: bool) -> tuple[list[str], bool | None]:
+def _unfinished(folder: Path) -> list[str]:
+    """A line on a run that ended without its model, with the way on that there is."""
+    if (folder / "model").exists() or in_use(folder):
+        return []
+    way = "--resume goes on" if steps_in(folder / "checkpoints") else "there is no checkpoint: --overwrite starts anew"
+    return [f"unfinished: it ended without its model; why was said on its screen, and {way}"]
+
+
+def _verdict(command: str, watch: Watch, unfinished: list[str]) -> tuple[list[str], bool | None]:
     """What is wrong, in the order in which it began, and whether nothing is; None where no rule can say."""
     if command not in KEYS:
         of = f"it is of {command!r}" if command else "its config.yaml does not say of which trainer it is"
@@ -78,8 +88,7 @@ def _verdict(command: str, watch: Watch, unfinished: bool) -> tuple[list[str], b
     if watch.now and not watch.looked_at:
         return ["no rule looks at any metric of its metrics.jsonl; is it of another version?"], None
     lines = [f"{'then' if number else 'first'}: {finding.told()}" for number, finding in enumerate(watch.found)]
-    if unfinished:
-        lines.append("unfinished: it ended without its model; why was said on its screen, and --resume goes on")
+    lines += unfinished
     if lines:
         return lines, False
     if not watch.now:

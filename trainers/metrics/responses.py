@@ -9,7 +9,7 @@ ROLLOUT = {
     "val/num_eos_tokens": Metric("responses", "responses that ended by a stop token", "sum"),
     "val/stop_rate": Metric(
         "1",
-        "the same as a fraction",
+        "fraction of responses that ended by a stop token",
         "sum",
         healthy="near 1",
         outside="low: --max_new_tokens is short, or the model never learned to end (warm start with sft)",
@@ -76,7 +76,7 @@ GROUPS = {
     ),
     "groups/trained": Metric(
         "groups",
-        "of these trained on: with drop and refill those with a signal",
+        "prompts drawn that are trained on: with drop and refill those with a signal",
         "sum",
         healthy="near prompts_per_step",
         outside="far fewer: as frac_reward_zero_std",
@@ -122,8 +122,8 @@ EVALUATION = {
     "eval/mean_length": Metric(
         "tokens", "length of the sampled responses", "sum", outside="as completions/mean_length"
     ),
-    "eval/mean_length_solved": Metric("tokens", "of those that solve their problem; not there without any", "moments"),
-    "eval/mean_length_unsolved": Metric("tokens", "of the others; not there without any", "moments"),
+    "eval/mean_length_solved": Metric("tokens", "length of sampled right responses; absent without any", "moments"),
+    "eval/mean_length_unsolved": Metric("tokens", "length of sampled wrong responses; absent without any", "moments"),
     "eval/clipped_ratio": Metric(
         "1",
         "fraction of the sampled responses cut at max_new_tokens",
@@ -176,8 +176,8 @@ SCORERS = {
     "verifier/{name}/restarts": Metric(
         "1", "processes that died of something else; scored again", "sum", **NONE_STRUCK
     ),
-    "eval/verifier/{name}/timeouts": Metric("samples", "the same in the evaluation", "sum", **NONE_STRUCK),
-    "eval/verifier/{name}/restarts": Metric("1", "the same in the evaluation", "sum", **NONE_STRUCK),
+    "eval/verifier/{name}/timeouts": Metric("samples", "broke a limit in the evaluation", "sum", **NONE_STRUCK),
+    "eval/verifier/{name}/restarts": Metric("1", "processes that died in the evaluation", "sum", **NONE_STRUCK),
 }
 # k is 1, 2, 4, … below eval_samples, and eval_samples.
 PASSES = {
@@ -201,12 +201,12 @@ SAMPLER = {
     ),
     "rollout/logprob_diff_abs": Metric(
         "nats",
-        "the same, without its sign",
+        "rollout/logprob_diff_mean without the sign of each token's",
         "sum",
         healthy="rounding: 1e-5 in fp32, some hundredths in bfloat16",
         outside=ANOTHER_MODEL,
     ),
-    "rollout/logprob_diff_max": Metric("nats", "the largest of these", "max", outside=ANOTHER_MODEL),
+    "rollout/logprob_diff_max": Metric("nats", "the largest of rollout/logprob_diff_abs", "max", outside=ANOTHER_MODEL),
     "rollout/kl_k3": Metric(
         "nats",
         "KL of the sampler to the policy, by the estimator k3",

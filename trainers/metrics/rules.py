@@ -130,11 +130,11 @@ class Watch:
 
 
 def examine(trainer: str, config: Mapping[str, object], history: Iterable[Mapping[str, object]]) -> Watch:
-    """What the whole of a run shows; of a trainer without rules nothing."""
+    """What the whole of a run shows, by the step in which it began; of a trainer without rules nothing."""
     watch = Watch(trainer, config)
     for entry in history if trainer in KEYS else ():
         watch.see(entry)
-    watch.found.sort(key=lambda finding: finding.step)
+    watch.found.sort(key=lambda finding: (finding.step, RULES.index(finding.rule)))
     return watch
 
 
@@ -159,11 +159,13 @@ def band(edge: str, above: Callable[["Watch"], float] | None = None):
         if measured is None or math.isnan(now) or (above is not None and now <= above(watch)):
             return None
         value = now if math.isinf(now) else in_unit(key, watch.values)
-        low, high, unit = measured.low / MARGIN, measured.high * MARGIN, UNITS[key].words
+        low, high = measured.low / MARGIN, measured.high * MARGIN
         if value is None or (value >= low if edge == "low" else value <= high):
             return None
-        allowed = f"at least {low:.2g}" if edge == "low" else f"at most {high:.2g}"
-        return f"{allowed} {unit} (it is {value:.2g})" if unit else allowed
+        one = now / value if value and math.isfinite(now) else 1.0
+        least, limit = ("at least", low) if edge == "low" else ("at most", high)
+        of_band = f"{limit:.2g} {UNITS[key].words}".rstrip()
+        return f"{least} {of_band}" if one == 1 else f"{least} {limit * one:.4g} ({of_band})"
 
     return left
 
@@ -296,9 +298,9 @@ def no_learning_rate(watch: Watch, key: str) -> str | None:
 
 def outwitted(watch: Watch, key: str) -> str | None:
     """Since an evaluation scores and lengths have risen, and held-out accuracy is not above its median so far."""
-    measured = widest("completions/mean_length")
-    lengths, scores = "completions/mean_length", "objective/scores"
-    if measured is None or math.isnan(watch.value(key)) or len(watch.values.get(scores, [])) < 2 * WINDOW:
+    measured, lengths, scores = widest("completions/mean_length"), "completions/mean_length", "objective/scores"
+    seen = lengths in watch.values and len(watch.values.get(scores, [])) >= 2 * WINDOW
+    if measured is None or math.isnan(watch.value(key)) or not seen:
         return None
     now, before = watch.now["step"], watch.values[key][:-1]
     if not before or watch.value(key) > median(before):
@@ -309,6 +311,20 @@ def outwitted(watch: Watch, key: str) -> str | None:
         if longer and paid and watch.value(key) <= accuracy:
             return f"above {accuracy:.4g}, of step {step}, while scores and lengths rise"
     return None
+
+
+def accuracy_lost(watch: Watch, key: str) -> str | None:
+    """Below its highest by more than chance among so many problems, sampled by half of it, while a score rises."""
+    held_out = ("eval/score", "eval/accuracy_greedy", "eval/accuracy_sampled")
+    problems, values = watch.option("eval_size"), [watch.values.get(name, []) for name in held_out]
+    if math.isnan(watch.value(key)) or len({len(each) for each in values}) > 1:
+        return None
+    best = values[1].index(max(values[1]))
+    then, allowed = watch.steps[key][best], max(0.1, 1.5 / math.sqrt(problems if problems > 1 else 100))
+    score, greedy, sampled = (each[-1] - each[best] for each in values)
+    paid = [median(watch.upto("objective/scores", step) or [0.0]) for step in (then, watch.now["step"])]
+    lost = greedy < -allowed and sampled < -allowed / 2 and (score > 0 or paid[1] > paid[0])
+    return f"at least {values[1][best] - allowed:.3g} (it was {values[1][best]:.3g} in step {then})" if lost else None
 
 
 def one_score(watch: Watch, key: str) -> str | None:
@@ -326,28 +342,8 @@ def never_above_chance(watch: Watch, key: str) -> str | None:
     return "above 0.5, which is chance" if step and below else None
 
 
-RULES = (
+RULES = (  # of those that begin together the cause stands before what it brings about
     # What is trained on.
-    Rule(
-        "no-signal",
-        ("grpo",),
-        ("frac_reward_zero_std",),
-        no_signal,
-        f"for {WINDOW} steps all rewards of every group were equal, so that nothing is learnt: prompts too hard or too "
-        "easy, or a scorer that judges all alike",
-        "read the responses in samples.jsonl, and look at what judges them, at temperature, top_k and group_size; "
-        "where no response is right, warm start with sft",
-        WINDOW,
-    ),
-    Rule(
-        "silent-scorer",
-        POLICIES,
-        ("rewards/{name}/none",),
-        unless(lambda value: value == 1, "below 1"),
-        f"the scorer returned None for every response of {WINDOW} steps: it judges nothing",
-        "look at the columns that it reads and at the form of the answers, or choose another one: --verifiers",
-        WINDOW,
-    ),
     Rule(
         "nothing-trained",
         POLICIES,
@@ -364,6 +360,27 @@ RULES = (
         f"for {WINDOW} steps most responses were cut at max_new_tokens, before their answer",
         "raise --max_new_tokens, or warm start with sft so that responses end; see that --model has the EOS of its "
         "template",
+        WINDOW,
+    ),
+    Rule(
+        "silent-scorer",
+        POLICIES,
+        ("rewards/{name}/none",),
+        unless(lambda value: value == 1, "below 1"),
+        f"the scorer returned None for every response of {WINDOW} steps: it judges nothing",
+        "see that a function of your own ends in a `return` (without one Python returns None); look at the columns "
+        "that it reads and at the form of the answers, or choose another one: --verifiers",
+        WINDOW,
+    ),
+    Rule(
+        "no-signal",
+        ("grpo",),
+        ("frac_reward_zero_std",),
+        no_signal,
+        f"for {WINDOW} steps all rewards of every group were equal, so that nothing is learnt: prompts too hard or too "
+        "easy, or a scorer that judges all alike",
+        "read the responses in samples.jsonl, and look at what judges them, at temperature, top_k and group_size; "
+        "where no response is right, warm start with sft",
         WINDOW,
     ),
     Rule(
@@ -403,6 +420,16 @@ RULES = (
         f"for {WINDOW} steps the KL, or length, cost ten times what scorers ever paid: the task is not learnt",
         "lower --kl_coef, or --overlong_factor; see that the scores have the scale of 1",
         WINDOW,
+    ),
+    Rule(
+        "below-chance",
+        ("reward",),
+        ("eval/rm/accuracy",),
+        never_above_chance,
+        "twice held-out pairs were told apart no better than by chance: chosen and rejected swapped in one of the "
+        "files, or nothing is learned",
+        "read some rows of both; then raise --lr or --steps",
+        2,
     ),
     # The policy.
     Rule(
@@ -458,6 +485,14 @@ RULES = (
         "the scorer pays for length, and not for right answers",
         "judge what is right (--verifiers), with weight 0 to watch it alone; take length out of the score, or give "
         "--overlong_buffer; raise --kl_coef",
+    ),
+    Rule(
+        "accuracy-lost",
+        POLICIES,
+        ("eval/accuracy_greedy",),
+        accuracy_lost,
+        "scores rise while fewer held-out problems are solved: not what is right pays, or rows are learnt by heart",
+        "let right answers pay (--verifier_weights) or raise --kl_coef; where they do, give more rows or fewer --steps",
     ),
     # The critic.
     Rule(
@@ -543,15 +578,5 @@ RULES = (
         f"for {WINDOW} steps the model gave all responses one score: it tells nothing apart",
         "look for weights that have gone to 0 (--weight_decay, --lr), and begin again from --model",
         WINDOW,
-    ),
-    Rule(
-        "below-chance",
-        ("reward",),
-        ("eval/rm/accuracy",),
-        never_above_chance,
-        "twice held-out pairs were told apart no better than by chance: chosen and rejected swapped in one of the "
-        "files, or nothing is learned",
-        "read some rows of both; then raise --lr or --steps",
-        2,
     ),
 )

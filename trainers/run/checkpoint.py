@@ -121,9 +121,7 @@ class Checkpoints:
     # Deleting, on the first rank.
 
     def _steps(self) -> list[int]:
-        """The steps of which there are checkpoints, whole or damaged, in order."""
-        names = [path.name for path in self.folder.glob("step-*") if path.is_dir()]
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        return steps_in(self.folder)
 
     def _sweep(self) -> None:
         """Delete what a killed run had half written or half deleted."""
@@ -260,6 +258,12 @@ class Checkpoints:
                 tag = checkpoint.name
                 return f"; the newest whole checkpoint is {tag}: continue from it with --resume_from {tag}"
         return "; no other checkpoint is whole: start anew with --overwrite"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of which there are checkpoints in a folder of them, whole or damaged, in order."""
+    names = [path.name for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in names if name[5:].isdigit())
 
 
 def _seal(folder: Path) -> None:

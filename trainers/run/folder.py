@@ -18,7 +18,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.checkpoint import OF_A_RUN, Checkpoints
+from fused_rl.trainers.run.checkpoint import OF_A_RUN, Checkpoints, steps_in
 from fused_rl.trainers.run.doomed import refuse_if_inside, refuse_to_delete
 from fused_rl.trainers.run.logger import require_trackers
 
@@ -112,7 +112,8 @@ class Folder:
             )
         if config.resume and not self.checkpoints.folder.exists():
             done = f"; its trained model is {folder / 'model'}" if (folder / "model").exists() else ""
-            raise InputError(f"resume: there is no checkpoint in {self.checkpoints.folder}{done}")
+            anew = "replace the run with --overwrite" if written.there(folder) else "start without --resume"
+            raise InputError(f"resume: there is no checkpoint in {self.checkpoints.folder}{done}; {anew}")
 
         # The lock.
         release()  # of a run before this one in the process: releasing may remove the folder
@@ -129,10 +130,10 @@ class Folder:
             if written.has_list(folder):  # a run of an earlier version has none
                 written.check(folder, models, "move it elsewhere, or resume in a copy of the folder without it")
         elif found and not config.overwrite:
-            raise InputError(
-                f"output_dir={folder} already holds a run ({', '.join(found)}); continue it with --resume or replace "
-                "it: --overwrite"
-            )
+            ways = "it left no checkpoint to resume; replace it with --overwrite, or choose another folder"
+            if steps_in(self.checkpoints.folder):
+                ways = "continue it with --resume or replace it: --overwrite"
+            raise InputError(f"output_dir={folder} already holds a run ({', '.join(found)}); {ways}")
         else:
             self._check_overwrite(found)
 
