@@ -104,7 +104,8 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
         several += config.assistant_turns == "last" and encoder.turns(rows, i, config.prompt_column) > 1
         pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
-        if any(len(example.completion) == 1 for example in examples):
+        empty = rows.rows[i].get(config.completion_column) == ""  # a template may write more than EOS all the same
+        if empty or any(len(example.completion) == 1 for example in examples):
             raise InputError(f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row")
         lengths = [(len(example.prompt), example.tokens()) for example in examples]
         if all(prompt <= config.max_prompt_length and both <= config.max_length for prompt, both in lengths):
