@@ -96,6 +96,10 @@ class Example(NamedTuple):
         """Of both."""
         return len(self.prompt) + len(self.completion)
 
+    def asked(self) -> list[int]:
+        """The prompt; all of a row of text, which has none but its first token."""
+        return self.prompt if len(self.prompt) > 1 else self.prompt + self.completion
+
 
 def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
@@ -198,7 +202,7 @@ def train(config: SFTConfig) -> str:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))
-    run.has_read(tokenizer, rows=pairs, held_out=held_out)
+    run.has_read(tokenizer, Example.asked, rows=pairs, held_out=held_out)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
