@@ -243,7 +243,7 @@ def train(config: RewardConfig) -> str:
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
-    run.has_read(tokenizer, rows=pairs, held_out=held_out, reference_rows=reference)
+    run.has_read(tokenizer, Pair.asked, rows=pairs, held_out=held_out, reference_rows=reference)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         model = load_reward_model(config.model, config.revision, config, config, run.device)

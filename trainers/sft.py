@@ -96,6 +96,10 @@ class Example(NamedTuple):
         """Of both."""
         return len(self.prompt) + len(self.completion)
 
+    def asked(self) -> list[int]:
+        """The prompt; all of a row of text, which has none but its first token."""
+        return self.prompt if len(self.prompt) > 1 else self.prompt + self.completion
+
 
 def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
@@ -104,7 +108,8 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
         several += config.assistant_turns == "last" and encoder.turns(rows, i, config.prompt_column) > 1
         pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
-        if any(len(example.completion) == 1 for example in examples):
+        empty = rows.rows[i].get(config.completion_column) == ""  # a template may write more than EOS all the same
+        if empty or any(len(example.completion) == 1 for example in examples):
             raise InputError(f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row")
         lengths = [(len(example.prompt), example.tokens()) for example in examples]
         if all(prompt <= config.max_prompt_length and both <= config.max_length for prompt, both in lengths):
@@ -197,7 +202,7 @@ def train(config: SFTConfig) -> str:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))
-    run.has_read(tokenizer, rows=pairs, held_out=held_out)
+    run.has_read(tokenizer, Example.asked, rows=pairs, held_out=held_out)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)

@@ -63,10 +63,24 @@ def test_bytes_that_are_no_utf_8_name_file_and_line(tmp_path):
         load_rows(str(tmp_path / "d.jsonl"))
 
 
-def test_an_empty_prompt_is_refused():
-    rows = Rows([{"prompt": ""}], "x.parquet")
-    with pytest.raises(InputError, match="x.parquet, row 1: the prompt is empty"):
-        Encoder(tiny.tokenizer(chat=False)).prompt(rows, 0, "prompt")
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_empty_prompt_is_refused_and_an_empty_system_message_is_none(chat):
+    encoder, user = Encoder(tiny.tokenizer(chat=chat)), {"role": "user", "content": "a"}
+    said = [{"role": "assistant", "content": "b"}, {"role": "user", "content": ""}]
+    for prompt in ("", [{"role": "system", "content": "s"}, *said[1:]], [user, *said])[: 3 if chat else 1]:
+        with pytest.raises(InputError, match="x.parquet, row 1: the prompt is empty; mend or remove the row"):
+            encoder.prompt(Rows([{"prompt": prompt}], "x.parquet"), 0, "prompt")
+    if chat:
+        assert encoder.prompt(Rows([{"prompt": [{"role": "system", "content": ""}, user]}], "x"), 0, "prompt")
+
+
+def test_an_empty_completion_is_refused_whatever_the_template_makes_of_it():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "' ' + message['content']")
+    rows = Rows([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], "x.parquet")
+    config = sft.SFTConfig(model="m", dataset="d", output_dir="o")
+    with pytest.raises(InputError, match="x.parquet, row 2: a completion is empty"):
+        sft.encoded(config, rows, Encoder(tokenizer))
 
 
 def test_a_folder_of_several_configurations(tmp_path):

@@ -66,6 +66,25 @@ def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_p
     assert again == parse(config_class, command, "fused-rl") and again.steps is None
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--output_dir {}/taken", "output_dir=.*taken already holds a run"),
+        ("--output_dir {}/new --resume", "resume: there is no checkpoint"),
+        ("--model {}/taken", "model='.*taken': its tokenizer cannot be loaded"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses_before_its_model(words, said, files, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").touch()
+    command = ["--model", files[0], "--dataset", files[1], "--completion_column", "answer", "--eval_size", "4"]
+    command += ["--batch_size", "4", "--output_dir", str(tmp_path / "run")]
+    sft.main([*command, "--dry_run"])
+    with pytest.raises(SystemExit, match=f"fused-rl sft: error: .*{said}"):
+        sft.main([*command, *words.format(tmp_path).split(), "--dry_run"])
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 def test_a_dry_run_reads_no_hub_dataset():
     config = parsed(sft.SFTConfig, "--dataset", "org/name", "--num_train_epochs", "1")
     assert foresee(config, config) == (config, {})

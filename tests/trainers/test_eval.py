@@ -19,6 +19,11 @@ from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 EOS = 3
+SILENT = "tests.trainers.test_eval:silent"
+
+
+def silent(response, row):
+    """Forgets its `return`."""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +96,25 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     for line in ("solved                     60.0 ± 24.5 %", "pass@2", "cut at max_new_tokens"):
         assert line in printed
     assert "5 problems" in printed and str(out / "responses.jsonl") in printed
+
+
+@pytest.mark.parametrize(
+    ("judge", "why"),
+    [
+        ("length_limit:9", "no scorer here says what is solved; --sol"),
+        (SILENT, f"{SILENT} returned None for all 15 resp"),
+    ],
+)
+def test_where_nobody_says_what_is_solved_there_is_no_figure_of_it(judge, why, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "TransformersSampler", Scripted)
+    command.main(options(folder, verifiers=judge, samples=2, max_new_tokens=9, output_dir=tmp_path / "out"))
+    rows, summary = read(tmp_path / "out")
+    assert {row["solved"] for row in rows} == {None} and "mean_length" in summary["greedy"]
+    assert not [
+        name for name in (*summary, *summary["greedy"], *summary["sampled"]) if re.search("acc|pass|solv", name)
+    ]
+    printed = capsys.readouterr().out
+    assert f"\nsolved: {why}" in printed and "pass@" not in printed and " %\n" in printed
 
 
 def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_path):

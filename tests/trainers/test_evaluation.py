@@ -42,7 +42,7 @@ class Judge:
         return [1.0 if right else 0.25 for right in self.rights.pop(0)]
 
 
-def test_every_metric_is_its_definition(monkeypatch):
+def test_every_metric_is_its_definition(monkeypatch, capsys):
     tokenizer, device, judge = tiny.tokenizer(), torch.device("cpu"), Judge()
     config = SimpleNamespace(eval_samples=4, seed=1, micro_batch_size=5, show_samples=2)
 
@@ -56,7 +56,7 @@ def test_every_metric_is_its_definition(monkeypatch):
     monkeypatch.setattr(evaluate, "measure", measure)
     trained = [Shown(Sample({}, [1, 60], Response([71, EOS], "stop"), ""), 0.25)]
     policy = SimpleNamespace(config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, shown=trained)
-    policy.tokenizer, policy.has_reference = tokenizer, True
+    policy.tokenizer, policy.has_reference, policy.scorers = tokenizer, True, [judge]
     # The third problem is another rank's.
     held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
     metrics, shown = evaluate.evaluate(policy, held_out)
@@ -81,6 +81,15 @@ def test_every_metric_is_its_definition(monkeypatch):
     assert [row["of"] for row in shown] == ["held-out, greedy", "training"]
     assert shown[0]["reward"] in (0.5, 0.125) and shown[1]["reward"] == 0.25
     assert shown[1]["prompt"] == tokenizer.decode([1, 60]) and shown[1]["response"] == tokenizer.decode([71, EOS])
+    capsys.readouterr()
+
+    # Nobody says what is solved: no figure of it, and a line.
+    for judge.solved_at, why in ((None, "no scorer here says what"), (1.0, "judge returned None for all 10 responses")):
+        monkeypatch.setattr(Judge, "__call__", lambda self, samples: [None] * len(samples))
+        found, _ = evaluate.evaluate(policy, held_out)
+        gone = {name for name in metrics if name not in found}
+        assert gone == {name for name in metrics if re.search("accuracy|pass_at|solved", name)}
+        assert capsys.readouterr().out.startswith(f"solved: {why}")
 
 
 def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():

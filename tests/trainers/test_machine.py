@@ -60,8 +60,8 @@ def test_a_whole_machine_is_told_and_nothing_is_wrong(without, capsys):
     ("missing", "status", "line", "hint"),
     [
         ({"names": ["triton", "pytorch-triton-rocm"]}, 0, "triton         missing", "for a GPU: pip install triton"),
-        ({"names": ["deepspeed"]}, 0, "missing: deepspeed", "-> pip install 'fused-rl[train]'"),
-        ({"names": ["reasoning-gym"]}, 0, "[demo]         missing: reasoning-gym", "-> pip install 'fused-rl[demo]'"),
+        ({"names": ["deepspeed"]}, 0, "missing: deepspeed", "-> pip install '.[train]'"),
+        ({"names": ["reasoning-gym"]}, 0, "[demo]         missing: reasoning-gym", "-> pip install '.[demo]'"),
         (
             {"compiler": False},
             0,

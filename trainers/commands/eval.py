@@ -38,6 +38,7 @@ from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.solved import judged, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
 from fused_rl.trainers.run import command, there
 from fused_rl.trainers.run.doomed import refuse_to_delete
@@ -260,8 +261,11 @@ class Responses:
     seconds: float = 0.0
     incidents: dict[str, float] = field(default_factory=dict)
 
-    def add(self, rollout: Rollout, problems: list[int], copies: int) -> None:
-        """The responses to the problems of these numbers, `copies` each; later ones in the rollout do not count."""
+    def add(self, rollout: Rollout, problems: list[int], copies: int, known: torch.Tensor) -> None:
+        """The responses to the problems of these numbers, `copies` each; later ones in the rollout do not count.
+
+        `known` (B,) bool: of which somebody says whether they solve their problem.
+        """
         self.seconds += rollout.seconds["time/rollout"]
         for key, count in rollout.incidents.items():
             self.incidents[key] = self.incidents.get(key, 0.0) + count
@@ -273,7 +277,7 @@ class Responses:
                 "response": sample.text,
                 "score": rollout.rewards[i].item(),
                 "scores": {name: None if math.isnan(score) else score for name, score in scores.items()},
-                "solved": rollout.solved[i].item(),
+                "solved": rollout.solved[i].item() if known[i] else None,
                 "finish": sample.response.finish,
                 "tokens": len(sample.response.ids),
             }
@@ -292,9 +296,9 @@ def respond(subject: Subject, sampling: Sampling, copies: int) -> Responses:
     with _progress(f"{what} responses", len(share.prompts)) as advance:
         for start in range(0, len(share.prompts), at_once):
             part = slice(start, start + at_once)
-            chunk, judged = share.prompts[part], (subject.tokenizer, subject.device)
-            rollout = roll_out(subject.sampler, subject.scorers, chunk, sampling, *judged, copies=copies)
-            found.add(rollout, own[part], copies)
+            chunk, read_by = share.prompts[part], (subject.tokenizer, subject.device)
+            rollout = roll_out(subject.sampler, subject.scorers, chunk, sampling, *read_by, copies=copies)
+            found.add(rollout, own[part], copies, judged(subject.scorers, rollout))
             advance(len(chunk))
     return found
 
@@ -347,6 +351,8 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     figures |= {key: greedy.incidents[key] + sampled.incidents.get(key, 0.0) for key in greedy.incidents}
     if ranks.rank() == 0:
         tell(table(figures, config.samples))
+        if "accuracy_greedy" not in figures:
+            tell(why_unknown(subject.scorers, len(drawn["greedy"] + drawn["sampled"])))
     _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
     if config.output_dir is not None:
         described = dataclasses.asdict(subject.config) | {"max_new_tokens": sampling.max_new_tokens}

@@ -25,14 +25,21 @@ def summarize(greedy: list[dict], sampled: list[dict], k: int | None = None) -> 
     Args:
         greedy: one response per problem, as `responses.jsonl` has them.
         sampled: n per problem, those to one problem adjacent; may be empty.
-        k: of pass@k; None takes the usual ones.
+        k: of pass@k; None takes the usual ones. Of what is solved nothing is told where nobody says it.
     """
-    figures = {"problems": len(greedy), "accuracy_greedy": _over_problems([float(row["solved"]) for row in greedy])}
-    if sampled:
-        right = torch.tensor([row["solved"] for row in sampled]).view(len(greedy), -1)
+    figures: dict[str, object] = {"problems": len(greedy)}
+    if _is_known(greedy + sampled):
+        figures["accuracy_greedy"] = _over_problems([float(row["solved"] or 0) for row in greedy])
+    if sampled and "accuracy_greedy" in figures:
+        right = torch.tensor([bool(row["solved"]) for row in sampled]).view(len(greedy), -1)
         figures |= {name: _over_problems(of_problems.tolist()) for name, of_problems in pass_at(right, k).items()}
     drawn = {"greedy": greedy, "sampled": sampled}
     return figures | {name: _described(rows) for name, rows in drawn.items() if rows}
+
+
+def _is_known(rows: list[dict]) -> bool:
+    """Whether anybody said of any of them whether it solves its problem."""
+    return any(row["solved"] is not None for row in rows)
 
 
 def _over_problems(values: list[float]) -> dict[str, float]:
@@ -44,7 +51,7 @@ def _over_problems(values: list[float]) -> dict[str, float]:
 
 def _described(rows: list[dict]) -> dict[str, object]:
     """Scores, lengths and truncation of responses."""
-    solved = torch.tensor([row["solved"] for row in rows])
+    solved = torch.tensor([bool(row["solved"]) for row in rows])
     lengths = torch.tensor([row["tokens"] for row in rows])
     stopped = torch.tensor([row["finish"] == "stop" for row in rows])
     sums = {name: value.item() for name, value in outcome_sums(solved, lengths, stopped).items()}
@@ -53,13 +60,14 @@ def _described(rows: list[dict]) -> dict[str, object]:
         scores = [row["scores"][name] for row in rows]
         applying = [score for score in scores if score is not None]
         found["scores"][name] = sum(applying) / len(applying) if applying else None
-    return found | outcomes(sums)
+    return found | outcomes(sums, _is_known(rows))
 
 
 def table(figures: dict[str, object], samples: int) -> str:
     """The figures in columns, of the greedy response to a problem and of the `samples` sampled ones."""
     lines = [("", "greedy", f"{samples} samples" if samples else "")]
-    lines.append(("solved", _percent(figures["accuracy_greedy"]), ""))
+    if "accuracy_greedy" in figures:
+        lines.append(("solved", _percent(figures["accuracy_greedy"]), ""))
     for key, value in figures.items():
         if key.startswith("pass_at_"):
             lines.append((f"pass@{key.removeprefix('pass_at_')}", "", _percent(value)))

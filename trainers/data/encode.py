@@ -189,6 +189,8 @@ class Encoder:
         return [{key: cell for key, cell in one.items() if cell is not None or key == "content"} for one in prompt]
 
     def _encode_prompt(self, messages: list[dict], tools: list | None, where: str) -> list[int]:
+        if messages[-1]["role"] == "user" and not messages[-1]["content"]:  # a template may write a token all the same
+            raise InputError(f"{where}: the prompt is empty; mend or remove the row")
         if self.chat:
             ids = self._template(messages, tools, where, add_generation_prompt=True)
             self._check_said(messages, tools, where, ids)

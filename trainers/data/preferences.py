@@ -38,6 +38,10 @@ class Pair:
         """Of both sequences."""
         return sum(map(len, (*self.chosen, *self.rejected)))
 
+    def asked(self) -> list[int]:
+        """The prompt; of a conversation spelled out as text all of it."""
+        return self.chosen[0] or self.chosen[1]
+
 
 class PairEncoder:
     """Preference rows in the Hub's forms to token ids."""

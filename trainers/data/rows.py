@@ -167,6 +167,8 @@ def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
     held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
     if len(held_out) < config.eval_size and rank() == 0:
         tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
+    if len(held_out) > config.eval_size and rank() == 0:
+        tell(f"{held_out.source}: evaluated on {config.eval_size} of {len(held_out)} held-out rows (--eval_size)")
     return train, dataclasses.replace(held_out, rows=held_out.rows[: config.eval_size])
 
 

@@ -144,7 +144,7 @@ def _extras() -> Iterator[Found]:
         there = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
         missing = [package for package, found in versions.items() if found is None]
         told = "; ".join(part for part in (there, "missing: " + ", ".join(missing) if missing else "") if part)
-        yield Found(f"[{extra}]", told, f"pip install 'fused-rl[{extra}]'" if missing else None)
+        yield Found(f"[{extra}]", told, f"pip install '.[{extra}]'" if missing else None)
 
 
 def errors(device: str) -> tuple[float, float]:

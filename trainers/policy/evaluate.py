@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.seeds import Seeds
 from fused_rl.trainers.rollouts.shown import as_rows, drawn_from
-from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at
+from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run.logger import evaluation
 
@@ -57,11 +58,18 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
     own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}
     own |= outcome_sums(sampled.solved[: count * k], sampled.lengths[: count * k], sampled.stopped[: count * k])
+    own["judged"] = torch.cat(
+        [judged(policy.scorers, greedy)[:count], judged(policy.scorers, sampled)[: count * k]]
+    ).sum()
     totals = ranks.global_sums(sums | own)
 
-    metrics = {name: totals[name] / totals["problems"] for name in sums}
+    metrics, known = {name: totals[name] / totals["problems"] for name in sums}, totals["judged"] > 0
+    if not known:  # no figure is better than a 0 that nobody measured
+        metrics = {name: value for name, value in metrics.items() if name in ("eval/score", "eval/kl_exact")}
+        if ranks.rank() == 0:
+            tell(why_unknown(policy.scorers, round(totals["problems"] + totals["responses"])))
     metrics["eval/entropy"] = totals["entropy"] / max(totals["tokens"], 1)
-    metrics |= {f"eval/{name}": value for name, value in outcomes(totals).items()}
+    metrics |= {f"eval/{name}": value for name, value in outcomes(totals, known).items()}
     for key, struck in greedy.incidents.items():
         metrics[f"eval/{key}"] = struck + sampled.incidents[key]
 

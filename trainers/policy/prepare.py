@@ -81,7 +81,7 @@ def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callabl
         run.config = config  # with the scorers that were chosen, whose fingerprints are taken
         prompts, held_out = load_prompts(config, tokenizer, scorers, rows)
         check_own(config)
-    run.has_read(tokenizer, rows=prompts, held_out=held_out)
+    run.has_read(tokenizer, lambda prompt: prompt.ids, rows=prompts, held_out=held_out)
     return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device, sampler)
 
 

@@ -4,10 +4,12 @@ Sums that add up over ranks come first, what they mean is computed from the tota
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.rollouts.types import Rollout, Scorer
 
 
 def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
@@ -49,9 +51,23 @@ def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Ten
     }
 
 
-def outcomes(sums: dict[str, float]) -> dict[str, float]:
+def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
+    """(B,) bool: whether a scorer that tells right from wrong applies; of the others nobody knows who solves."""
+    applies = [~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None]
+    return torch.stack([torch.zeros(len(rollout.samples), dtype=torch.bool), *applies]).any(0)
+
+
+def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
+    """Why there is no figure of what is solved, where none of `count` responses was judged."""
+    judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
+    if not judges:
+        return "solved: no scorer here says what is solved; --solved_at says from which score on"
+    return f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)"
+
+
+def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
     """Mean lengths, and the fraction that was cut; without the length of solved responses where there is none, or of
-    unsolved ones."""
+    unsolved ones, and without both where it is not `known` which are."""
     unsolved, tokens_unsolved = sums["responses"] - sums["solved"], sums["tokens"] - sums["tokens_solved"]
     found = {
         "mean_length": sums["tokens"] / sums["responses"],
@@ -59,7 +75,7 @@ def outcomes(sums: dict[str, float]) -> dict[str, float]:
     }
     if sums["solved"]:
         found["mean_length_solved"] = sums["tokens_solved"] / sums["solved"]
-    if unsolved:
+    if unsolved and known:
         found["mean_length_unsolved"] = tokens_unsolved / unsolved
     return found
 

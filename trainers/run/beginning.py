@@ -2,12 +2,12 @@
 
 run = begin(config, arithmetic)
 …                                   # read tokenizer and rows
-run.has_read(tokenizer, rows=…, held_out=…)
+run.has_read(tokenizer, asked, rows=…, held_out=…)
 …                                   # load models
 loop = Loop(config, run, …)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,11 +40,11 @@ class Run:
     made_of: Fingerprints = field(default_factory=dict)
     """Of all that it reads; empty until it was compared."""
 
-    def has_read(self, tokenizer, **rows: Iterable) -> None:
+    def has_read(self, tokenizer, asked: Callable[[object], list[int]], **rows: Sequence) -> None:
         """Compare what was read, with what the other processes read and with what a resumed run was made of.
 
-        `rows` are as the trainer keeps them, by their name in `fingerprints.NAMES`. What differs is refused on all
-        ranks.
+        `rows` are as the trainer keeps them, by their name in `fingerprints.NAMES`; `asked` has the token ids of a
+        row's prompt. What differs is refused on all ranks; held-out prompts that are trained on are told.
         """
         with phase("took the fingerprints of models and functions"), ranks.together():
             made_of = fingerprints.of_sources(sources.of_run(self.config))
@@ -59,6 +59,11 @@ class Run:
                 if ranks.rank() == 0:
                     tell(f"resume: {line}")
         self.made_of = made_of
+        trained, held_out = {tuple(asked(row)) for row in rows["rows"]}, rows["held_out"]
+        known = sum(tuple(asked(row)) in trained for row in held_out)
+        if known and ranks.rank() == 0:
+            what = f"{known} of {len(held_out)} held-out prompts are also among the rows to train on"
+            tell(f"{what}: what is measured there is no measure of new ones")
 
 
 def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:

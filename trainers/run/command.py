@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fused_rl.trainers.base import ending, engine, launch, ranks
 from fused_rl.trainers.base.screen import kept_up, tell
+from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.options.config import InputError, Options, RunConfig, to_yaml
 from fused_rl.trainers.options.parse import Config, Refused, config_files, parse
@@ -33,6 +34,8 @@ def run(
             counted, steps = foresee(config, config)
             tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
             there.check(config.reads())
+            Folder(config).foresee()
+            load_tokenizer(config.model, config.revision)  # a folder may be there, and be no model's
             return
         try:
             arithmetic(config, launch.processes())

@@ -103,7 +103,25 @@ class Folder:
         return self.path
 
     def _check(self) -> None:
-        # What is asked for is there.
+        self._check_asked()
+
+        # The lock.
+        folder = self.path
+        release()  # of a run before this one in the process: releasing may remove the folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            take(folder)
+        except OSError as error:
+            raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
+        self._check_left()
+
+    def foresee(self) -> None:
+        """Of what `open` refuses that which can be known without a lock; makes no folder."""
+        self._check_asked()
+        self._check_left()
+
+    def _check_asked(self) -> None:
+        """What is asked for is there."""
         folder, config = self.path, self.config
         if config.resume and config.overwrite:
             raise InputError(
@@ -115,15 +133,9 @@ class Folder:
             anew = "replace the run with --overwrite" if written.there(folder) else "start without --resume"
             raise InputError(f"resume: there is no checkpoint in {self.checkpoints.folder}{done}; {anew}")
 
-        # The lock.
-        release()  # of a run before this one in the process: releasing may remove the folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            take(folder)
-        except OSError as error:
-            raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
-
-        # What the run will delete, or put others in the place of.
+    def _check_left(self) -> None:
+        """What the run will delete, or put others in the place of."""
+        folder, config = self.path, self.config
         found = written.there(folder)
         if config.resume:
             models = [name for name in ("model", "critic") if name in found]
