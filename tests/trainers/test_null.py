@@ -222,6 +222,7 @@ UNCLEAR = {
     "--preset=ppo --zero_variance drop": r"fit neither .*\(grpo has no preset=ppo; ppo has no zero_variance\)",
 }
 REFUSED = {
+    "--config sft.yaml": "these are the options of a run of sft; --null is of grpo and ppo",
     "--typo 1": "unknown option --typo",
     "--typo 3 --config c.yaml": "unknown option --typo",
     "--config t.yaml": "t.yaml, line 2: unknown option --typo",
@@ -245,6 +246,7 @@ def test_what_is_refused_is_one_line_that_names_it_and_status_2(line, said, tmp_
     """Status 1 is noise that was found."""
     monkeypatch.chdir(tmp_path)
     written = {"c": "gae_lambda: 0.9\n", "t": "lr: 1\ntypo: 3\n", "bad": "[a\n", "list": "- a\n", "empty": ""}
+    written["sft"] = "lr: 1\ncompletion_column: reply\n"
     for name, text in written.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(SystemExit) as ended:

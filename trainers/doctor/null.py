@@ -122,6 +122,9 @@ def trainer_of(argv: list[str]) -> tuple[str, list[str]]:
 
     # A file that cannot be read, or what neither of them takes: the parser of the nearer one says which.
     foreign = {name: sorted(set(given).difference(names_of(config_of(name))), key=str) for name in TRAINERS}
+    for name, kind in (("sft", "SFTConfig"), ("reward", "RewardConfig")):
+        if not unread and all(foreign.values()) and set(given) <= set(names_of(getattr(algorithm(name), kind))):
+            raise InputError(f"these are the options of a run of {name}; --null is of grpo and ppo, which sample")
     if unread or set.intersection(*map(set, foreign.values())) or not all(word.startswith("-") for word in argv[:1]):
         parse(config_of(min(foreign, key=lambda name: len(foreign[name]))), argv, PROG)
 

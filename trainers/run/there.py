@@ -33,7 +33,13 @@ def check(sources: Iterable[Source]) -> None:
             continue
         if source.kind == "rows" and Path(source.name).suffix in FILES:
             raise InputError(f"dataset file {source.name} does not exist, or is a folder")
-        _ask_hub(source)
+        beside = [source.name + suffix for suffix in FILES if Path(source.name + suffix).is_file()]
+        try:
+            _ask_hub(source)
+        except InputError as error:
+            if source.kind == "rows" and beside:
+                raise InputError(f"{source.said} is neither there nor on the Hub; did you mean {beside[0]}?") from error
+            raise
 
 
 def _check_no_run(source: Source) -> None:

@@ -137,6 +137,12 @@ VERIFIERS = [
     *verifiers("judges:example", r"must take .*\(response, row\) .* by these names, .*it takes \(response, example\)$"),
     *verifiers("judges:other_text", r"must take .*\(response, row\) .* it takes \(text, row\)$"),
     *verifiers("judges:swapped", r"must take .*\(response, row\) .* it takes \(row, response\)$"),
+    *verifiers("judges.py:even", "verifier 'judges.py:even': a module is named as in import, 'judges:even'$"),
+    *verifiers("jugdes:even", "No module named 'jugdes'; looked for in .*, the current folder, and among"),
+    *verifiers(
+        "math", "--verifiers: several are one word, a list: --verifiers '[[]math, judges:even[]]'$", "judges:even"
+    ),
+    *verifiers("math", "column 'anwser' is missing; the row has .*: --answer_column$", "--answer_column", "anwser"),
     *verifiers("judges:keywords", r"'judges:keywords' must take \(responses, rows\)"),
     *verifiers("judges:Called", r"'judges:Called' must take \(responses, rows\)"),
     *verifiers("judges:three_is", "int is not a function"),
