@@ -89,10 +89,15 @@ class Options:
                 raise InputError(f"{cls.__name__}: {unknown(name, known, cls.command)}")
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value):
+        """Options keep to their ranges when they are set later, too; `train` checks what they are together."""
+        known = names_of(type(self))
+        if name not in known:
+            raise AttributeError(f"{type(self).__name__}: {unknown(name, known, self.command)}")
+        super().__setattr__(name, _checked(name, value, _kinds(type(self))[name]))
+
     def __post_init__(self):
-        kinds = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, _checked(field.name, getattr(self, field.name), kinds[field.name]))
+        """Check the options together; once more does no harm."""
 
     def reads(self) -> list[Source]:
         """What these options name that is read."""
@@ -102,6 +107,11 @@ class Options:
 def names_of(config_class: type[Options]) -> list[str]:
     """The names of its options."""
     return [field.name for field in dataclasses.fields(config_class)]
+
+
+@functools.cache
+def _kinds(config_class: type[Options]) -> dict[str, object]:
+    return typing.get_type_hints(config_class)
 
 
 def _without_none(kind):
