@@ -72,6 +72,9 @@ RANGES = {
 }
 
 
+_kinds = functools.cache(typing.get_type_hints)
+
+
 @dataclass(kw_only=True)
 class Options:
     """A group of options that keeps to its ranges, however it is made."""
@@ -107,11 +110,6 @@ class Options:
 def names_of(config_class: type[Options]) -> list[str]:
     """The names of its options."""
     return [field.name for field in dataclasses.fields(config_class)]
-
-
-@functools.cache
-def _kinds(config_class: type[Options]) -> dict[str, object]:
-    return typing.get_type_hints(config_class)
 
 
 def _without_none(kind):
@@ -395,10 +393,3 @@ def to_yaml(config: Options) -> str:
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def divide_over(name: str, count: int, world: int) -> int:
-    """Each process's share of `count`, which the option `name` gives; refuses what does not divide."""
-    if count % world:
-        raise InputError(f"{name}={count} does not divide over {world} processes")
-    return count // world

@@ -94,8 +94,7 @@ def _listed(option: str, given) -> list[dict]:
     what = "a path, the name of a Hub dataset, a datasets.Dataset or a list of dictionaries whose keys are texts"
     came = "a list of other things" if isinstance(given, list) else f"{type(given).__name__}"
     ways = {"DataFrame": "datasets.Dataset.from_pandas(rows)", "tuple": "list(rows)"}
-    ways["dict"] = "datasets.Dataset.from_dict(rows), where its values are columns"
-    way = ways.get(type(given).__name__)
+    way = (ways | {"dict": "datasets.Dataset.from_dict(rows)"}).get(type(given).__name__)
     raise InputError(f"{option}: expected {what}, got {came}{f'; give {way}' if way else ''}")
 
 
