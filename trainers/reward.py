@@ -18,6 +18,7 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
+from fused_rl.trainers.base.launch import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
@@ -33,7 +34,7 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing, divide_over
+from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.run import command

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.launch import divide_over
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
@@ -25,7 +26,7 @@ from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import EngineConfig, InputError, PositiveInt, RunConfig, divide_over
+from fused_rl.trainers.options.config import EngineConfig, InputError, PositiveInt, RunConfig
 from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin

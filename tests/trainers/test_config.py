@@ -358,3 +358,14 @@ def test_a_path_from_home_is_that_of_a_shell_and_an_empty_text_is_refused(tmp_pa
     for name in ("output_dir", "model", "prompt_column", "eval_dataset"):
         with pytest.raises(InputError, match=f"{name}='' is empty; give it a value, or leave it out"):
             grpo.arithmetic(made(f"--{name}="), 1)
+
+
+def test_what_is_set_later_is_checked_as_what_is_given(tmp_path):
+    config = grpo.GRPOConfig(model="m", dataset="d.jsonl", output_dir=str(tmp_path / "o"))
+    with pytest.raises(AttributeError, match="GRPOConfig: unknown option --stpes; did you mean --steps"):
+        config.stpes = 3
+    with pytest.raises(InputError, match="lr='fast': expected a finite number"):
+        config.lr = "fast"
+    config.steps, config.num_train_epochs = 3, 2
+    with pytest.raises(InputError, match="num_train_epochs=2.0 and steps=3 are both given"):
+        grpo.train(config)

@@ -126,7 +126,9 @@ def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     with pytest.raises(InputError, match="^verifier 'my:f' takes the column 'answers'; the row has .'ans"):
         scorer.check({"answer": 1})
     FunctionScorer("my:f", batch).check({})
-    with pytest.raises(InputError, match="'my:f' must take .responses, rows.: missing .*'level'; or .response, row."):
+    with pytest.raises(
+        InputError, match="'my:f' must take .responses, rows. .*; it takes .response, row, level.: missing .*'level'"
+    ):
         FunctionScorer("my:f", lambda response, row, level: 1.0)
 
 

@@ -98,6 +98,9 @@ def test_rows_are_known_by_their_contents_and_are_read_as_they_were_given():
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"several splits \(train\).*dataset\['train'\]"),
         (["a", "b"], "expected a path.*, got a list of other things"),
         (5, "expected a path.*, got int"),
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r"got DataFrame; give datasets.Dataset.from_pandas\(rows\)$"),
+        (tuple(ROWS), r"got tuple; give list\(rows\)$"),
+        ({"question": ["a"]}, r"got dict; give datasets.Dataset.from_dict\(rows\)"),
         ([{1: "a", "question": "b"}], "whose keys are texts, got a list of other things"),
         (datasets.Dataset.from_list(ROWS).with_transform(dict), r"before a transform .*; map\(\) it"),
         (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), "expected a path.*, got IterableDataset"),
@@ -226,3 +229,10 @@ def test_a_script_with_functions_and_rows_of_its_own_is_resumed_and_another_func
     assert steps == [0, 1, 2]
     third = script(tmp_path, steps=3, resume=True, changed="  # another")
     assert "scorers (source files of the functions that score: __main__:shorter)" in third.stderr
+
+
+def test_a_mapping_in_place_of_a_list_or_a_config_is_told_the_way():
+    with pytest.raises(InputError, match=r"verifiers: got a dict; give a list of names and functions: \['math', f\]"):
+        config(verifiers={"a": len})
+    with pytest.raises(InputError, match=r"train\(\) takes a GRPOConfig, got a dict; give GRPOConfig\(\*\*it\)"):
+        grpo.train({"model": "m"})

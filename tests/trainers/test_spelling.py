@@ -103,7 +103,7 @@ REFUSED = {
 OF_BEFORE = {
     "0.5*math": r"weights are a list of their own \(verifier_weights: .1, 0.2.\)$",
     "0*reward_model:a": "'0.reward_model:a': .*weights are a list",
-    "math, my_module:f": r"several verifiers are a list \(verifiers: .math, my_module:f.\)$",
+    "math, my_module:f": r"are a list \(verifiers: .math, my_module:f.; --verifiers '.math, my_module:f.'\)$",
     "my_module:f>=0.5": r"thresholds are a list of their own \(solved_at: .null, 0.5.\)$",
     "regex('a: b')": r"follows a colon \(regex:<pattern>, length:<tokens>, exact_match:ignore_case\)$",
     "length(target=100)": "follows a colon",

@@ -365,7 +365,7 @@ def test_a_weight_or_threshold_that_is_not_finite_is_refused_before_anything_sta
 
 
 def test_what_is_no_verifier_is_refused_before_the_run(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="other_arguments' must take [(]responses, rows[)]: missing .*'answers'"):
+    with pytest.raises(InputError, match="other_arguments' must take [(]responses, rows[)].*: missing .*'answers'"):
         load_scorers(f"{HERE}:other_arguments")
     with pytest.raises(InputError, match="int is not a function"):
         load_scorers(f"{HERE}:NO_FUNCTION")

@@ -103,6 +103,8 @@ def load_function(name: str, what: str):
             elsewhere = (
                 "; it was in the program that began the run: put it into a module" if module == "__main__" else ""
             )
+            if isinstance(error, ModuleNotFoundError) and error.name == module != "__main__":
+                elsewhere = f"; looked for in {folder}, the current folder, and among what is installed (PYTHONPATH)"
             raise InputError(f"{what} {name!r}: {in_a_line(error)}{elsewhere}") from error
     if not callable(found):
         raise InputError(f"{what} {name!r}: {type(found).__name__} is not a function")

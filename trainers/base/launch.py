@@ -79,3 +79,10 @@ def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
+
+
+def divide_over(name: str, count: int, world: int) -> int:
+    """Each process's share of `count`, which the option `name` gives; refuses what does not divide."""
+    if count % world:
+        raise InputError(f"{name}={count} does not divide over {world} processes")
+    return count // world

@@ -29,6 +29,8 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     try:
         if is_saved(name):
             saved = datasets.load_from_disk(name)
+            if isinstance(saved, datasets.DatasetDict) and split not in saved:
+                raise InputError(f"dataset={name!r} has no split {split!r}; it has {', '.join(saved)}")
             return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved).to_list()
         config_name = config_name or _only_configuration(name, datasets.get_dataset_config_names(name))
         builder = datasets.load_dataset_builder(name, config_name) if Path(name).is_dir() else None

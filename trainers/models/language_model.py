@@ -216,12 +216,11 @@ def _read_lm(name: str, revision: str | None, what: str, device: torch.device, *
     reading = {"output_loading_info": True, "trust_remote_code": False, **options}
     with readable(what, options["attn_implementation"]):
         lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[kind]:
-            keys = sorted(map(str, report[kind]))
+    hint = "; it is a reward model: a causal LM is needed" if "score.weight" in report["unexpected_keys"] else ""
+    for kind in ("missing", "unexpected", "mismatched"):
+        if keys := sorted(map(str, report[f"{kind}_keys"])):
             shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
-            described = f"{len(keys)} {kind.removesuffix('_keys')} weights for {type(lm).__name__}"
-            raise InputError(f"{what} has {described}: {shown}")
+            raise InputError(f"{what} has {len(keys)} {kind} weights for {type(lm).__name__}: {shown}{hint}")
     check_weights(lm, what)
     if "quantization_config" in options:
         four_bit.keep_trainable(lm)

@@ -72,6 +72,9 @@ RANGES = {
 }
 
 
+_kinds = functools.cache(typing.get_type_hints)
+
+
 @dataclass(kw_only=True)
 class Options:
     """A group of options that keeps to its ranges, however it is made."""
@@ -89,10 +92,15 @@ class Options:
                 raise InputError(f"{cls.__name__}: {unknown(name, known, cls.command)}")
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value):
+        """Options keep to their ranges when they are set later, too; `train` checks what they are together."""
+        known = names_of(type(self))
+        if name not in known:
+            raise AttributeError(f"{type(self).__name__}: {unknown(name, known, self.command)}")
+        super().__setattr__(name, _checked(name, value, _kinds(type(self))[name]))
+
     def __post_init__(self):
-        kinds = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, _checked(field.name, getattr(self, field.name), kinds[field.name]))
+        """Check the options together; once more does no harm."""
 
     def reads(self) -> list[Source]:
         """What these options name that is read."""
@@ -385,10 +393,3 @@ def to_yaml(config: Options) -> str:
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def divide_over(name: str, count: int, world: int) -> int:
-    """Each process's share of `count`, which the option `name` gives; refuses what does not divide."""
-    if count % world:
-        raise InputError(f"{name}={count} does not divide over {world} processes")
-    return count // world

@@ -46,6 +46,8 @@ def _name_of_function(option: str, given):
     """`module:name`, by which it is found: no lambda, no method, none inside of another."""
     if isinstance(given, list):
         return [_name_of_function(option, one) for one in given]
+    if option == "verifiers" and isinstance(given, (dict, tuple, set)):
+        raise InputError(f"{option}: got a {type(given).__name__}; give a list of names and functions: ['math', f]")
     if isinstance(given, str) or not callable(given):
         return given
     shown = given.__qualname__ if inspect.isroutine(given) else f"an object of type {type(given).__name__}"
@@ -91,7 +93,9 @@ def _listed(option: str, given) -> list[dict]:
         return copy.deepcopy(given)
     what = "a path, the name of a Hub dataset, a datasets.Dataset or a list of dictionaries whose keys are texts"
     came = "a list of other things" if isinstance(given, list) else f"{type(given).__name__}"
-    raise InputError(f"{option}: expected {what}, got {came}")
+    ways = {"DataFrame": "datasets.Dataset.from_pandas(rows)", "tuple": "list(rows)"}
+    way = (ways | {"dict": "datasets.Dataset.from_dict(rows)"}).get(type(given).__name__)
+    raise InputError(f"{option}: expected {what}, got {came}{f'; give {way}' if way else ''}")
 
 
 def is_function(name: str) -> bool:

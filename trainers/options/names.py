@@ -5,6 +5,10 @@ from collections.abc import Collection
 
 from fused_rl.trainers.options.trl import NAMES, Here, of_trl
 
+# What is the same thing in another command, and what that one has none of.
+SAME = {"answer_column": "completion_column", "completion_column": "answer_column", "epochs": "num_train_epochs"}
+NONE = {("eval", "eval_size"): "all rows of --dataset are evaluated: give a file of fewer"}
+
 
 def unknown(name: str, known: Collection[str], command: str | None = None) -> str:
     """What is said of an option that is none of those known, with the one that is meant where that can be told.
@@ -14,7 +18,11 @@ def unknown(name: str, known: Collection[str], command: str | None = None) -> st
     meant = name.replace("-", "_")
     near = difflib.get_close_matches(meant, known, n=1) + difflib.get_close_matches(meant, NAMES, n=1, cutoff=0.8)
     nearest = meant if meant in NAMES else next(iter(difflib.get_close_matches(meant, near, n=1)), None)
-    if nearest is None:
+    if (command, meant) in NONE:
+        told = NONE[command, meant]
+    elif SAME.get(meant) in known:
+        told = f"did you mean --{SAME[meant]}?"
+    elif nearest is None:
         told = "--help lists the options"
     elif nearest in known:
         told = f"did you mean --{nearest}?"

@@ -4,6 +4,7 @@ Left out: subcommands inside YAML, environment variables, configs that include c
 """
 
 import dataclasses
+import itertools
 import re
 import sys
 import typing
@@ -100,6 +101,11 @@ def _check_names(config_class: type[Options], argv: list[str]) -> None:
         if not word.startswith("--") or not name or name in known:
             continue
         raise InputError(unknown(name, known, config_class.command))
+    kinds = {f"--{name}": str(kind) for name, kind in typing.get_type_hints(config_class).items()}
+    for i, option in enumerate(argv):
+        words = itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :])
+        if "list[" in kinds.get(option, "") and len(listed := list(words)) > 1:
+            raise InputError(f"{option}: several are one word, a list: {option} '[{', '.join(listed)}]'")
 
 
 def config_files(argv: list[str]) -> list[Path]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.launch import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import in_run, in_steps
 from fused_rl.trainers.data.rows import Rows, load_train_eval
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import InputError, divide_over
+from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.policy.policy import Policy, load_policy
 from fused_rl.trainers.rollouts.prompts import prompts_of

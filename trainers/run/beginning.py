@@ -70,11 +70,14 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
     """Meet the other processes, refuse what all or any of them cannot do, open the folder, look for what is read."""
     expected = arithmetic.__annotations__["config"]
     if not isinstance(config, expected):
+        if isinstance(config, dict):
+            raise InputError(f"train() takes a {expected.__qualname__}, got a dict; give {expected.__qualname__}(**it)")
         came = f"{type(config).__module__}.{type(config).__qualname__}"
         raise InputError(
             f"train() takes a {expected.__module__}.{expected.__qualname__}, got a {came}; of TRL's configs "
             "docs/from_trl.md says what each option is called here"
         )
+    config.__post_init__()  # what was set since it was made
     if config.dry_run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from fused_rl.trainers.data.sources import FUNCTIONS
+from fused_rl.trainers.data.sources import FUNCTIONS, MODELS
 from fused_rl.trainers.options import handed
 from fused_rl.trainers.options.config import FILES, InputError
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 
+OF_A_MODEL = ("config.json", "adapter_config.json")  # the folder of a run has neither
 PATIENCE = 5.0  # seconds, of one question to the Hub
 
 
@@ -26,11 +27,32 @@ def check(sources: Iterable[Source]) -> None:
         if source.kind == "rows" and handed.are_rows(source.name):
             handed.rows_of(source.name)
             continue
+        if source.kind in MODELS:
+            _check_no_run(source)
         if source.kind in FUNCTIONS or Path(source.name).exists():
             continue
         if source.kind == "rows" and Path(source.name).suffix in FILES:
             raise InputError(f"dataset file {source.name} does not exist, or is a folder")
-        _ask_hub(source)
+        beside = [source.name + suffix for suffix in FILES if Path(source.name + suffix).is_file()]
+        try:
+            _ask_hub(source)
+        except InputError as error:
+            if source.kind == "rows" and beside:
+                raise InputError(f"{source.said} is neither there nor on the Hub; did you mean {beside[0]}?") from error
+            raise
+
+
+def _check_no_run(source: Source) -> None:
+    """Refuse the folder of a run, and say where its model is."""
+    folder = Path(source.name)
+    if not (folder / "config.yaml").is_file() or any((folder / name).is_file() for name in OF_A_MODEL):
+        return
+    if (folder / "model").is_dir():
+        raise InputError(f"{source.said} is the folder of a run, whose model is in it: give {folder / 'model'}")
+    raise InputError(
+        f"{source.said} is the folder of a run that has not ended, so there is no model in it yet: go on with that run "
+        "(--resume), and give the model/ that it saves at its end"
+    )
 
 
 def _ask_hub(source: Source) -> None:

@@ -9,18 +9,22 @@ ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 
 def answer_of(row: dict, column: str | None) -> str:
     """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    columns = ANSWER_COLUMNS if column is None else (column,)
+    columns, named = ANSWER_COLUMNS if column is None else (column,), column is not None
     column = next((c for c in columns if row.get(c) is not None), columns[0])
     value = row.get(column)
     if value is None:
         empty = [c for c in columns if c in row]
         if empty:
-            raise InputError(f"column {empty[0]!r} is null; mend or remove the row, or use --answer_column")
-        raise InputError(f"column {column!r} is missing; the row has {sorted(row)}; use --answer_column")
+            raise InputError(
+                f"column {empty[0]!r} is null; mend or remove the row{'' if named else ', or use --answer_column'}"
+            )
+        raise InputError(
+            f"column {column!r} is missing; the row has {sorted(row)}; name the right one: --answer_column"
+        )
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
         shown = repr(value) if len(repr(value)) <= 80 else f"{value!r:.80}…"
         came = f"{shown} ({type(value).__name__})"
-        remedy = "expected the answer as text or a number; use --answer_column"
+        remedy = "expected the answer as text or a number; write it so" + ("" if named else ", or use --answer_column")
         raise InputError(f"column {column!r} is {came}; {remedy}")
     answer = str(value).rsplit("####", 1)[-1].strip()
     if column == "solution" and "solution" in columns[1:]:

@@ -36,7 +36,7 @@ def choose(rows: Sequence[Rows], answer_column: str | None) -> tuple[str, str]:
     metadata = first.get("metadata")
     if isinstance(metadata, dict) and metadata.get("source_dataset"):
         return "reasoning_gym", "since the rows name their dataset in metadata.source_dataset"
-    if all(first.get(column) is None for column in (answer_column, *ANSWER_COLUMNS) if column):
+    if answer_column is None and all(first.get(column) is None for column in ANSWER_COLUMNS):
         remedy = "name scorers with --verifiers, or the column of the answers with --answer_column"
         raise InputError(f"{place}: nothing to judge responses by; the row has {sorted(first)}; {remedy}")
 

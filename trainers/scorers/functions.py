@@ -24,6 +24,8 @@ FUNCTION_TIMEOUT = 600.0  # seconds for one call of a user's function, or for th
 AWAIT_TIMEOUT = 120.0  # seconds for one response that an async function of one response is given
 SEARCH_TIMEOUT = 30.0  # seconds to find the row that a function of many raises on
 CONCURRENCY = 64  # responses that an async function of one response works on at once
+# By the first two parameters; none are those of a wrapper, (*args), of a function that it does not tell.
+FORMS = {("responses", "rows"): "batch", ("response", "row"): "single", (): "batch"}
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
 OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")  # what TRL gives besides, and there is none here
 
@@ -155,12 +157,17 @@ def form_of(name: str, function: Callable) -> str:
         return "batch"
     if "completions" in signature.parameters:
         return "columns"
+    taken = ", ".join(str(p.replace(annotation=p.empty)) for p in _parameters(function))
+    forms = "(responses, rows) and return a list, or (response, row) and return a number, by these names"
+    told = f"verifier {name!r} must take {forms}, or (completions, **columns) as in TRL; it takes ({taken})"
     try:
         signature.bind([], [])
     except TypeError as error:
-        others = "or (response, row), or (completions, **columns)"
-        raise InputError(f"verifier {name!r} must take (responses, rows): {error}; {others}") from error
-    return "single" if list(signature.parameters)[:2] == ["response", "row"] else "batch"
+        raise InputError(f"{told}: {error}") from error
+    first = tuple(p.name for p in _parameters(function) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    if first[:2] not in FORMS:
+        raise InputError(told)
+    return FORMS[first[:2]]
 
 
 def columns_of(function: Callable) -> tuple[str, ...]:

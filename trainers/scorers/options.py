@@ -47,7 +47,7 @@ OF_BEFORE = {
     "(": "what a scorer is told follows a colon (regex:<pattern>, length:<tokens>, exact_match:ignore_case)",
     "*": "weights are a list of their own (verifier_weights: [1, 0.2])",
     ">=": "thresholds are a list of their own (solved_at: [null, 0.5])",
-    ",": "several verifiers are a list (verifiers: [math, my_module:f])",
+    ",": "several verifiers are a list (verifiers: [math, my_module:f]; --verifiers '[math, my_module:f]')",
 }
 
 
@@ -164,6 +164,8 @@ def _kind_of(text: str) -> tuple[str, str]:
             raise InputError(f"verifiers: {text} is also a verifier of ours; rename the module of your function")
         of_home = name == "reward_model" and detail.startswith("~/")
         return name, str(Path(detail).expanduser()) if of_home else detail
+    if re.fullmatch(r".*\.py:\w+", text):
+        raise InputError(f"verifier {text!r}: a module is named as in import, {text.replace('.py:', ':')!r}")
     if re.fullmatch(r"[\w.]+:\w+", text):
         return FUNCTION, text
     if re.fullmatch(r"[\w.]+\.\w+", text):

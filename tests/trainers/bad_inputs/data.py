@@ -77,7 +77,24 @@ def a_folder(folder: Path, **names: str) -> None:
 
 TEXT_OR_MESSAGES = "column 'question' must be text or a list of messages"
 LONG = json.dumps({"question": "9" * 20_000, "answer": "2"}) + "\n"
+
+
+def saved_in_splits(folder: Path) -> None:
+    import datasets
+
+    part = datasets.Dataset.from_list([{"question": "1+1=", "answer": "2"}])
+    datasets.DatasetDict(train=part, test=part).save_to_disk(folder / "saved")
+
+
 DATA = [
+    *words("sft", "--dataset rows", "dataset=rows is neither there nor on the Hub; did you mean rows.jsonl[?]"),
+    *of(
+        "sft",
+        "a split that is not there",
+        "dataset='saved' has no split 'trian'; it has train, test$",
+        *("--dataset", "saved", "--dataset_split", "trian"),
+        spoil=saved_in_splits,
+    ),
     *data(ALL, "an empty file", "", "data.jsonl has no rows"),
     *data("sft", "nothing but newlines", "\n\r\n\n", "data.jsonl has no rows"),
     *data("sft", "spaces", "   \n", "data.jsonl has no rows"),

@@ -208,7 +208,35 @@ def that_is_a_reward_model(folder):
     another(folder, "Qwen2-ForSequenceClassification", num_labels=1, num_key_value_heads=1, **SMALL)
 
 
+def in_the_folder_of_a_run(folder):
+    run = folder.parent / "its"
+    run.mkdir()
+    shutil.copytree(folder, run / "model")
+    (run / "config.yaml").write_text("steps: 3")
+
+
+def of_a_run_that_has_not_ended(folder):
+    in_the_folder_of_a_run(folder)
+    shutil.rmtree(folder.parent / "its" / "model")
+
+
+def runs(option: str, commands: str, ended: bool = True) -> list[Case]:
+    """The folder of a run in place of a model."""
+    name, *before = option.split()
+    value = "".join([*before, "its"])
+    said = f"{name.lstrip('-')}.*its is the folder of a run"
+    message = f"{said}, whose model is in it: give its/model$" if ended else f"{said} that has not ended"
+    spoil = in_the_folder_of_a_run if ended else of_a_run_that_has_not_ended
+    title = f"{option} of a run {'' if ended else 'that has not ended'}"
+    return of(commands, title, message, name, value, spoil=lambda folder: spoil(folder / "model"))
+
+
 MODELS = [
+    *runs("--model", TRAINERS),
+    *runs("--model", "sft grpo eval", ended=False),
+    *runs("--verifiers reward_model:", "grpo eval"),
+    *runs("--verifiers reward_model:", "grpo", ended=False),
+    *runs("--reference", "kl-report"),
     *model(ALL, is_not_there, "model"),
     *model(ALL, is_an_empty_folder, "model"),
     *model("sft", is_a_file, "model"),
@@ -244,7 +272,7 @@ MODELS = [
     *model(ALL, that_is_t5, "t5|T5"),
     *model(ALL, that_is_bart, "(?i)bart"),
     *model("sft reward", that_is_a_vision_model, "(?i)vit"),
-    *model("sft grpo", that_is_a_reward_model, r"(missing|unexpected) weights for Qwen2ForCausalLM"),
+    *model("sft grpo", that_is_a_reward_model, "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM"),
     *model("reward", that_is_a_classifier_of_three, "3 labels|num_labels"),
     *words(TRAINERS, "--model Qwen/Qwen2.5-0.5B-Instrukt", "model=Qwen/Qwen2.5-0.5B-Instrukt is neither there"),
     *words("sft", "--model ./nobody/here", "nobody/here"),

@@ -51,6 +51,9 @@ def loss_sum(log_ratio, advantages, logprobs, sequences, options): return (-log_
 def loss_raises(log_ratio, advantages, logprobs, sequences, options): raise ValueError("m" * 100_000)
 def three(texts, rows, answers): return [1.0]
 def none(): return []
+def example(response, example): return 1.0
+def other_text(text, row): return 1.0
+def swapped(row, response): return 1.0
 def keywords(*, responses, rows): return []
 class Called: pass
 three_is = 3
@@ -131,6 +134,15 @@ VERIFIERS = [
     *verifiers("exact_macth", "verifier 'exact_macth': expected .*; did you mean 'exact_match'"),
     *verifiers("judges:three", r"'judges:three' must take \(responses, rows\)"),
     *verifiers("judges:none", r"'judges:none' must take \(responses, rows\)"),
+    *verifiers("judges:example", r"must take .*\(response, row\) .* by these names, .*it takes \(response, example\)$"),
+    *verifiers("judges:other_text", r"must take .*\(response, row\) .* it takes \(text, row\)$"),
+    *verifiers("judges:swapped", r"must take .*\(response, row\) .* it takes \(row, response\)$"),
+    *verifiers("judges.py:even", "verifier 'judges.py:even': a module is named as in import, 'judges:even'$"),
+    *verifiers("jugdes:even", "No module named 'jugdes'; looked for in .*, the current folder, and among"),
+    *verifiers(
+        "math", "--verifiers: several are one word, a list: --verifiers '[[]math, judges:even[]]'$", "judges:even"
+    ),
+    *verifiers("math", "column 'anwser' is missing; the row has .*: --answer_column$", "--answer_column", "anwser"),
     *verifiers("judges:keywords", r"'judges:keywords' must take \(responses, rows\)"),
     *verifiers("judges:Called", r"'judges:Called' must take \(responses, rows\)"),
     *verifiers("judges:three_is", "int is not a function"),
