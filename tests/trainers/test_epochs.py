@@ -71,7 +71,7 @@ def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_p
     [
         ("--output_dir {}/taken", "output_dir=.*taken already holds a run"),
         ("--output_dir {}/new --resume", "resume: there is no checkpoint"),
-        ("--model {}/taken", "model='.*taken': its tokenizer cannot be loaded"),
+        ("--model {}/taken", "model=.*taken is the folder of a run that has not ended"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_refuses_before_its_model(words, said, files, tmp_path):
