@@ -126,7 +126,7 @@ def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None
 
 def _exp(x):
     """exp, from 20 nats on its tangent."""
-    return x.clamp(max=20).exp() * (1 + (x - 20).clamp(min=0))
+    return x.clamp(max=20).exp() * (1 + torch.relu(x - 20))  # whose slope at 0 is 0, as clamp's is not
 
 
 def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
