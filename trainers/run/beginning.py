@@ -59,8 +59,10 @@ class Run:
                 if ranks.rank() == 0:
                     tell(f"resume: {line}")
         self.made_of = made_of
-        trained, held_out = {tuple(asked(row)) for row in rows["rows"]}, rows["held_out"]
-        known = sum(tuple(asked(row)) in trained for row in held_out)
+        held_out = [tuple(asked(row)) for row in rows["held_out"]]
+        wanted = set(held_out)  # of the other rows, which may be millions, only these are kept
+        trained = {ids for ids in map(tuple, map(asked, rows["rows"])) if ids in wanted}
+        known = sum(ids in trained for ids in held_out)
         if known and ranks.rank() == 0:
             what = f"{known} of {len(held_out)} held-out prompts are also among the rows to train on"
             tell(f"{what}: what is measured there is no measure of new ones")
