@@ -5,7 +5,8 @@
 
 Runs start from the command line, as a user starts them. On the CPU path where the file was written the results are
 equal. Elsewhere a GEMM rounds otherwise, and they agree within 1e-6; with bfloat16 weights an argmax may flip, and they
-agree within 0.05. Adam's epsilon is large, so that a gradient of rounding size moves no weight by a whole learning rate.
+agree within 0.05. Adam's epsilon is large, so that a gradient of rounding size moves no weight by a whole
+learning rate.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def words_of(command: str, options: dict, folder: Path, output_dir: Path) -> lis
     model, rows = ("pairs/model", "pairs/pairs.jsonl") if command == "reward" else ("model", "rows.jsonl")
     given = {"model": folder / model, "dataset": folder / rows, "output_dir": output_dir}
     given |= {"steps": 10, "eval_size": 4, "eval_every": 5, "save_every": 0, "dtype": "float32"}
-    given |= {"lr": 0.01 if command in ("sft", "grpo") else 0.002, "adam_eps": 1e-3, "micro_batch_size": 8}
+    given |= {"lr": 0.01 if command in ("sft", "grpo") else 0.001, "adam_eps": 1e-3, "micro_batch_size": 8}
     if command == "ppo":
         given |= {"verifiers": f"[reward_model:{folder / 'reward'}, {SCORER}]", "verifier_weights": "[1, 0]"}
         given |= {"critic": folder / "reward"}
