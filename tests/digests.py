@@ -1,0 +1,199 @@
+"""Ten-step runs of every trainer, and what pins their behaviour: a hash of the weights, and each metric's sum.
+
+    python -m tests.digests            # compare with tests/digests.json
+    python -m tests.digests --write    # after a change that was meant to change numbers
+
+Runs start from the command line, as a user starts them. On the CPU path where the file was written the results are
+equal. Elsewhere a GEMM rounds otherwise, and they agree within 1e-6; with bfloat16 weights an argmax may flip, and they
+agree within 0.05. Adam's epsilon is large, so that a gradient of rounding size moves no weight by a whole
+learning rate.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.distributed import run_distributed
+from tests.trainers import figures, reward_runs, tiny
+
+STORED = Path(__file__).with_suffix(".json")
+SCORER = "tests.digests:odd_characters"
+SAMPLED = {"verifiers": SCORER, "max_new_tokens": 6, "eval_samples": 2}
+GRPO = SAMPLED | {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "kl_coef": 0.05}
+PPO = {"max_new_tokens": 6, "eval_samples": 2, "prompts_per_step": 8, "minibatches": 2, "epochs": 2}
+PPO |= {"missing_eos_penalty": 0.5, "kl_coef": 0.05}
+SFT = {"completion_column": "answer", "batch_size": 8, "weight_decay": 0.1}
+REWARD = {"batch_size": 8, "centering": 0.01, "label_smoothing": 0.05, "normalize_pairs": 6}
+PARTITIONED = {"zero_stage": 3, "stage3_param_persistence_threshold": 0}
+LORA = {"lora_rank": 4}
+KEPT = {"top_p": 0.8, "top_k": 20, "temperature": 0.7}
+
+# Name -> (command, options beside those that all have, processes).
+CASES = {
+    "sft-zero0": ("sft", SFT | {"zero_stage": 0}, 1),
+    "sft-zero1": ("sft", SFT | {"zero_stage": 1, "micro_batch_size": 3}, 1),
+    "sft-zero2": ("sft", SFT | {"zero_stage": 2, "dtype": "bfloat16"}, 1),
+    "sft-zero3": ("sft", SFT | PARTITIONED, 1),
+    "sft-packed": ("sft", SFT | {"zero_stage": 2, "packing": True}, 1),
+    "sft-lora": ("sft", SFT | LORA | {"zero_stage": 2}, 1),
+    "sft-ranks": ("sft", SFT | {"zero_stage": 2}, 2),
+    "reward-zero0": ("reward", REWARD | {"zero_stage": 0}, 1),
+    "reward-zero2": ("reward", REWARD | {"zero_stage": 2, "micro_batch_size": 3}, 1),
+    "reward-zero3": ("reward", REWARD | PARTITIONED, 1),
+    "grpo-zero0": ("grpo", GRPO | {"zero_stage": 0, "epochs": 2}, 1),
+    "grpo-zero1": ("grpo", GRPO | {"zero_stage": 1, "preset": "dapo", "zero_variance": "refill"}, 1),
+    "grpo-zero2": ("grpo", GRPO | {"zero_stage": 2, "preset": "gspo", "loss_from": "logits"}, 1),
+    "grpo-zero3": ("grpo", GRPO | PARTITIONED, 1),
+    "grpo-lag1": ("grpo", GRPO | {"zero_stage": 2, "lag": 1}, 1),
+    "grpo-lag2": ("grpo", GRPO | {"zero_stage": 0, "lag": 2, "preset": "rloo"}, 1),
+    "grpo-lora": ("grpo", GRPO | LORA | {"zero_stage": 2}, 1),
+    "grpo-padded": ("grpo", GRPO | {"zero_stage": 2, "share_prompts": False}, 1),
+    "grpo-kept-sets": ("grpo", GRPO | KEPT | {"zero_stage": 2}, 1),
+    "grpo-ranks": ("grpo", GRPO | {"zero_stage": 2, "kl_in": "reward"}, 2),
+    "ppo-zero0": ("ppo", PPO | {"zero_stage": 0}, 1),
+    "ppo-zero2": ("ppo", PPO | KEPT | {"zero_stage": 2}, 1),
+    "ppo-zero3": ("ppo", PPO | PARTITIONED | {"epochs": 1}, 1),
+    "ppo-lora": ("ppo", PPO | LORA | {"zero_stage": 2, "lag": 1}, 1),
+}
+
+
+def odd_characters(completions, **columns) -> list[float]:
+    """The fraction of characters with odd codes, which random weights vary."""
+    return [sum(ord(c) % 2 for c in text) / max(len(text), 1) for text in completions]
+
+
+def make_files(folder: Path) -> None:
+    """The models and rows that all cases read."""
+    model = tiny.model_folder(folder / "model", pad_is_eos=True)
+    tiny.reward_folder(folder / "reward", model)
+    tiny.jsonl(folder / "rows.jsonl", tiny.sums(40))
+    (folder / "pairs").mkdir()
+    reward_runs.make_model(folder / "pairs" / "model")
+    reward_runs.write_pairs(folder / "pairs" / "pairs.jsonl", 40)
+
+
+def words_of(command: str, options: dict, folder: Path, output_dir: Path) -> list[str]:
+    """The command line of a case."""
+    model, rows = ("pairs/model", "pairs/pairs.jsonl") if command == "reward" else ("model", "rows.jsonl")
+    given = {"model": folder / model, "dataset": folder / rows, "output_dir": output_dir}
+    given |= {"steps": 10, "eval_size": 4, "eval_every": 5, "save_every": 0, "dtype": "float32"}
+    given |= {"lr": 0.01 if command in ("sft", "grpo") else 0.001, "adam_eps": 1e-3, "micro_batch_size": 8}
+    if command == "ppo":
+        given |= {"verifiers": f"[reward_model:{folder / 'reward'}, {SCORER}]", "verifier_weights": "[1, 0]"}
+        given |= {"critic": folder / "reward"}
+    given |= options
+    words = []
+    for name, value in given.items():
+        words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def train(rank: int, world: int, command: str, words: list[str]) -> None:
+    """One rank's part of a case."""
+    figures.leave_out()
+    with contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module(f"fused_rl.trainers.{command}").main(words)
+
+
+def digest(output_dir: Path) -> dict:
+    """The saved weights as a hash and a norm, and the sum of each metric over all lines."""
+    sha, squares = hashlib.sha256(), 0.0
+    for file in sorted(output_dir.glob("*/*.safetensors")):
+        tensors = tiny.weights(file.parent) if file.name == "model.safetensors" else load(file)
+        for name in sorted(tensors):
+            sha.update(f"{file.parent.name}/{name}".encode())
+            sha.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+            squares += tensors[name].double().square().sum().item()
+    sums = {}
+    for line in tiny.untimed(tiny.read_metrics(output_dir)):
+        for key, value in line.items():
+            if isinstance(value, (int, float)):
+                sums[key] = sums.get(key, 0.0) + value
+    return {"weights": sha.hexdigest()[:16], "norm": math.sqrt(squares), "metrics": dict(sorted(sums.items()))}
+
+
+def load(file: Path) -> dict:
+    """The tensors of adapters."""
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def of_case(name: str, folder: Path) -> dict:
+    """Train a case; `folder` has what `make_files` made."""
+    command, options, world = CASES[name]
+    words = words_of(command, options, folder, folder / "runs" / name)
+    if world == 1:
+        train(0, 1, command, words)
+    else:
+        run_distributed(train, world, command, words, timeout=500)
+    return digest(folder / "runs" / name)
+
+
+def code_path() -> str:
+    """What decides how a GEMM on this CPU rounds."""
+    cpu = Path("/proc/cpuinfo")
+    names = [line for line in cpu.read_text().splitlines() if "model name" in line] if cpu.exists() else []
+    model = names[0].split(":")[1].strip() if names else platform.machine()
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__.split('+')[0]}"
+
+
+def tolerance(name: str) -> float:
+    """The error that another CPU's rounding may cause."""
+    return 0.05 if CASES[name][1].get("dtype") == "bfloat16" else 1e-6
+
+
+def differences(expected: dict, found: dict, *, exact: bool, tolerance: float) -> Iterator[str]:
+    """Name each hash, norm and sum that is not as it was."""
+    if exact and expected["weights"] != found["weights"]:
+        yield f"weights {expected['weights']} -> {found['weights']}"
+    before, after = ({"norm": case["norm"], **case["metrics"]} for case in (expected, found))
+    for key in sorted(before.keys() | after.keys()):
+        a, b = before.get(key), after.get(key)
+        if a is None or b is None:
+            yield f"{key}: {a} -> {b}"
+        elif not (a == b or (not exact and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance))):
+            yield f"{key}: {a!r} -> {b!r}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), help="names of cases; all if none is given")
+    parser.add_argument("--check", action="store_true", help="compare, which is what it does without options too")
+    parser.add_argument("--write", action="store_true", help="store what is found")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["TRITON_INTERPRET"] = "0"
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {"cases": {}}
+    exact, wrong = stored.get("code_path") == code_path(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stderr(io.StringIO()):
+            make_files(Path(folder))
+        for name in options.cases:
+            found = of_case(name, Path(folder))
+            if options.write:
+                stored["cases"][name] = found
+                print(f"{name}: {found['weights']}", flush=True)
+                continue
+            lines = list(differences(stored["cases"][name], found, exact=exact, tolerance=tolerance(name)))
+            wrong += bool(lines)
+            print(f"{name}: {'; '.join(lines) or ('equal' if exact else f'within {tolerance(name):g}')}", flush=True)
+    if options.write:
+        STORED.write_text(json.dumps(stored | {"code_path": code_path()}, indent=1) + "\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
