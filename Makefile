@@ -132,14 +132,6 @@ $(VENV)-vllm/installed: tests/server/requirements.txt
 	$(VENV)-vllm/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
 	@touch $@
 
-# A real browser, and not in CI. Other systems' names of it: make test-browser BROWSER=google-chrome
-BROWSER ?= chromium
-.PHONY: test-browser
-test-browser: $(VENV)/installed  ## a report in a browser without a screen: what it shows, and that no text in it runs
-	@command -v $(BROWSER) >/dev/null || { echo "no $(BROWSER) here (on Debian: apt install chromium)"; exit 1; }
-	BROWSER=$(BROWSER) $(BIN)/python -m pytest -q tests/browser/report_in_browser.py
-	@echo "look at runs/report.png"
-
 # An environment of its own: no test needs it. mkdocstrings reads sources, and takes a folder for a package only where
 # there is an __init__.py: so it reads a copy, in which there are some.
 .PHONY: docs

@@ -12,7 +12,6 @@ setup(
     package_data={
         "fused_rl": ["py.typed"],
         "fused_rl.cpu": ["*.c"],
-        "fused_rl.trainers.metrics": ["*.json"],
         "fused_rl.recipes": ["*.yaml"],  # `fused-rl demo` finds them beside the trainers, here and installed
     },
 )

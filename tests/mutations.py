@@ -637,8 +637,8 @@ MUTATIONS = {
     ),
     "a finding is told at every step": Mutation(
         "trainers/metrics/rules.py",
-        "count + 1 == rule.patience and not known",
-        "count + 1 >= rule.patience",
+        "None if rule in self.found else condition(self)",
+        "condition(self)",
         "tests/trainers/test_rules.py",
     ),
     "a resumed run forgets what it has told": Mutation(

@@ -59,8 +59,6 @@ USE = """
     assert (RECIPES / "demo_grpo.yaml").is_file(), RECIPES
     from pathlib import Path
     assert (Path(fused_rl.__file__).parent / "cpu" / "rows.c").is_file()
-    from fused_rl.trainers.metrics.bands import BANDS
-    assert BANDS
     print(fused_rl.__file__, logprob.__file__, cli.__file__, sep="\\n")
 """
 

@@ -124,7 +124,7 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_pa
 
     monkeypatch.setattr(language_model.LanguageModel, "forward", noisy)
     trained(folder, rows, tmp_path / "noisy", **options)
-    assert "warning: since step 1 val/first_ratio is " in capsys.readouterr().out
+    assert "warning: step 1: val/first_ratio is 1" in capsys.readouterr().out
 
 
 def train_and_resume(rank, world, folder, rows, output, stages):

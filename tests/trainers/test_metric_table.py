@@ -41,10 +41,13 @@ def test_tensorboard_shows_what_the_table_says(files, tmp_path):
         logger.log(step, {"train/loss": loss, "lr": 0.5})
     with pytest.raises(KeyError, match="train/lss"):
         logger.log(3, {"train/lss": 1.0})
+    logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])
     logger.file.close()
     logger.board.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]
+    (sample,) = read.Tensors("samples/0/text_summary")
+    assert sample.tensor_proto.string_val[0].decode() == "prompt:\n\n    1+1\n\nresponse:\n\n    a\n    <b>2</b>"
     assert read.SummaryMetadata("train/loss").summary_description == description("sft", "train/loss")
 
 

@@ -1,6 +1,6 @@
 """What is wrong with a run, or with this machine, and what to change.
 
-    fused-rl doctor runs/demo/grpo              what its metrics show: exit status 0 healthy, 1 findings, 2 no run
+    fused-rl doctor runs/demo/grpo              what its metrics show: exit status 0 no finding, 1 findings, 2 no run
     fused-rl doctor                             what this machine lacks
     fused-rl doctor --null --config x.yaml      how much of a config's ratio, clipping, KL and mismatch is noise
 
@@ -8,41 +8,69 @@ Nothing is imported here: the doctor of the machine must begin where packages ar
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 
-def of_runs(folders: list[Path]) -> int:
-    """Tell of each run what was read and what is wrong, in the order in which it began; 1 where anything is."""
-    from fused_rl.trainers.base.screen import tell
-    from fused_rl.trainers.commands.report import read_run
-    from fused_rl.trainers.options.errors import InputError
+def of_run(folder: Path) -> bool:
+    """Print what was examined, held-out accuracy at the start and now, and the findings; return True without any."""
+    import yaml
 
-    runs = [read_run(folder) for folder in folders]
-    for run in runs:
-        if run.healthy is None:
-            raise InputError(f"{run.name}: {run.verdict[0]}")
-    for run in runs:
-        made = run.history[-1]["step"] if run.history else 0
-        tell(f"{run.name}: {run.command}, {made} of {run.config.get('steps') or '?'} steps")
-        for line in run.verdict:
-            tell(f"  {line}")
-    return int(not all(run.healthy for run in runs))
+    from fused_rl.trainers.base.screen import tell
+    from fused_rl.trainers.metrics.rules import RULES, Watch
+    from fused_rl.trainers.metrics.table import KEYS
+    from fused_rl.trainers.options.errors import InputError
+    from fused_rl.trainers.run.logger import read_metrics
+
+    if not (folder / "metrics.jsonl").is_file():
+        raise InputError(f"{folder} is no run: it holds no metrics.jsonl; give the output_dir of a run")
+    path = folder / "config.yaml"
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    command = re.match(r"# fused-rl (\S+)", text)
+    if command is None or command[1] not in KEYS or not isinstance(config, dict):
+        raise InputError(f"{path} is no config of a run of {', '.join(KEYS)}")
+    if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
+        config["dtype"] = precision[1]
+
+    history = read_metrics(folder / "metrics.jsonl")
+    watch = Watch(config)
+    for entry in history:
+        watch.see(entry)
+    steps = history[-1]["step"] if history else 0
+    tell(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
+    tell(f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)")
+    if len(watch.held_out) > 1:
+        (first, key, start), (last, _, now) = watch.held_out[0], watch.held_out[-1]
+        tell(f"  held-out: {key} {start:.3g} at step {first}, {now:.3g} at step {last}")
+    else:
+        tell("  held-out: no two evaluations of accuracy, so nothing here shows whether the run learned")
+    if not (folder / "model").exists():
+        tell("  unfinished: there is no model/ yet; a run that was stopped continues with --resume")
+    for finding in watch.found.values():
+        tell(f"  finding: {finding}")
+    if not watch.found:
+        tell("  no condition holds; whether it learned its task is what the held-out figures say")
+    return not watch.found and (folder / "model").exists()
 
 
 def look(argv: list[str]) -> int:
-    """The exit status of what is asked for."""
+    """Return the exit status of what is asked for."""
     parser = argparse.ArgumentParser(
         prog="fused-rl doctor",
         description=__doc__.split("\n", 1)[0],
         epilog="Without a run it looks at this machine; fused-rl doctor --null --help tells of the noise floor. The "
-        "exit status is 0 where nothing is wrong, 1 with findings or unfinished, 2 for what is no run.",
+        "exit status is 0 without findings, 1 with findings or unfinished, 2 for what is no run.",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the output_dir of a run")
     parser.add_argument("--null", action="store_true", help="train at learning rate 0, with the options that follow")
     folders = parser.parse_args(argv).runs
     if folders:
-        return of_runs(folders)
+        return int(False in [of_run(folder) for folder in folders])
     from fused_rl.trainers.doctor import machine
 
     return machine.look()

@@ -6,10 +6,8 @@ log-probability, entropy and KL, the exact one too, is over what its token was d
 """
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from fused_rl.trainers.metrics import bands
 from fused_rl.trainers.metrics.metric import Metric
 from fused_rl.trainers.metrics.responses import EVALUATION, GROUPS, PASSES, ROLLOUT, SAMPLER, SCORERS
 from fused_rl.trainers.metrics.updates import CRITIC, DEMONSTRATIONS, LOSS, REWARD, RUN
@@ -64,11 +62,10 @@ def row_of(trainer: str, key: str) -> str | None:
     return None
 
 
-def sentences(key: str, metric: Metric, trainers: Sequence[str]) -> list[str]:
-    """What a metric is, which values are healthy, those of the demos, and what others mean, in Markdown."""
+def sentences(metric: Metric) -> list[str]:
+    """What a metric is, which values are healthy, and what others mean, in Markdown."""
     said = [f"{in_markdown(metric.definition)} ({metric.unit})"]
     said += [f"Healthy: {in_markdown(metric.healthy)}"] if metric.healthy else []
-    said += bands.told(key, trainers)
     said += [f"Otherwise: {in_markdown(metric.outside)}"] if metric.outside else []
     return said
 
@@ -83,7 +80,7 @@ def description(trainer: str, key: str) -> str:
     metric = (KEYS[trainer] | _of(trainer, NAMED)).get(row_of(trainer, key))
     if metric is None:
         return ""
-    return ". ".join(sentences(key, metric, [trainer]))
+    return ". ".join(sentences(metric))
 
 
 def keyed(table: dict[str, Metric], sums: dict[str, float], prefix: str = "") -> dict[str, float]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 
 from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, write_atomically
@@ -36,7 +37,7 @@ class Logger:
         self.history = _kept(self.folder / "metrics.jsonl", start)
         _kept(self.folder / "samples.jsonl", start)
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what auto is here
-        self.watch = Watch(config.command, asdict(config) | {"dtype": dtype})
+        self.watch = Watch(asdict(config) | {"dtype": dtype})
         for entry in self.history:  # told when they were made
             self.watch.see(entry)
         self.file = (self.folder / "metrics.jsonl").open("a")
@@ -60,7 +61,7 @@ class Logger:
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
         for finding in self.watch.see(entry):
-            tell(f"warning: {finding.told()}")
+            tell(f"warning: {finding}")
         self.last.update(metrics)
         told = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
         if self.progress is not None:
@@ -90,6 +91,9 @@ class Logger:
 
         with (self.folder / "samples.jsonl").open("a") as file:
             file.write("".join(as_json({"step": step, **row}) + "\n" for row in rows))
+        for i, row in enumerate(rows):
+            text = "\n\n".join(f"{name}:\n\n{indent(str(value), '    ')}" for name, value in row.items())
+            self.board.add_text(f"samples/{i}", text, step)
         table = rich.table.Table(*map(shown, rows[0]), title=f"samples at step {step}", title_justify="left")
         for row in rows:
             table.add_row(*(Text(shown(_short(value), keep="\n\t")) for value in row.values()))
