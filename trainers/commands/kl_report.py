@@ -24,7 +24,6 @@ from fused_rl.trainers.models.language_model import LanguageModel, load_to_sampl
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed, Temperature, names_of
 from fused_rl.trainers.options.needs import TEMPLATE_NEEDS, Needs, check_needs, without
-from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import table
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.run import command, there
@@ -81,12 +80,6 @@ class KLReportConfig(Options):
         if missing and len(missing) < len(PAIR):
             raise InputError(f"two models need --model, --reference and --prompts; missing: {', '.join(missing)}")
         check_needs(self, NEEDS)
-
-    def reads(self) -> list[Source]:
-        """The models and the prompts."""
-        models = [name for name in ("model", "reference", "behaviour") if getattr(self, name) is not None]
-        found = [Source("model", f"{name}={getattr(self, name)}", getattr(self, name)) for name in models]
-        return found if self.prompts is None else [*found, Source("rows", f"prompts={self.prompts}", self.prompts)]
 
 
 OF_MODELS = [name for name in names_of(KLReportConfig) if name not in PAIR]
@@ -209,7 +202,8 @@ def main(argv: list[str] | None = None) -> None:
     with command.around("fused-rl kl-report"):
         config = command.options(KLReportConfig, sys.argv[1:] if argv is None else argv)
         engine.quiet()
-        there.check(config.reads())
+        for model in [name for name in (config.model, config.reference, config.behaviour) if name is not None]:
+            there.check(model, None, [config.prompts])
         tell(example() if config.model is None else report(config))
 
 
