@@ -6,7 +6,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.commands import eval, kl_report
+from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.run import folder as run_folder
@@ -97,5 +97,3 @@ def test_every_command_looks_before_it_reads(hub, files, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit, match=f"fused-rl eval: error: model={away}"):
         eval.main([*common])
-    with pytest.raises(SystemExit, match=f"fused-rl kl-report: error: reference={away}"):
-        kl_report.main(["--model", model, "--reference", "org/m", "--prompts", dataset])
