@@ -69,7 +69,7 @@ def look(argv: list[str]) -> int:
     folders = parser.parse_args(argv).runs
     if folders:
         return int(False in [of_run(folder) for folder in folders])
-    from fused_rl.trainers.doctor import machine
+    from fused_rl.trainers.commands import machine
 
     return machine.look()
 
