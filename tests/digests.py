@@ -1,4 +1,4 @@
-"""Ten-step runs of every trainer, and what pins their behaviour: a hash of the weights, and each metric's sum.
+"""Ten-step runs of every trainer, and what pins their behaviour: a hash of the weights, and each metric's mean.
 
     python -m tests.digests            # compare with tests/digests.json
     python -m tests.digests --write    # after a change that was meant to change numbers
@@ -108,7 +108,7 @@ def train(rank: int, world: int, command: str, words: list[str]) -> None:
 
 
 def digest(output_dir: Path) -> dict:
-    """The saved weights as a hash and a norm, and the sum of each metric over all lines."""
+    """Return a hash and the norm of the saved weights, and the mean of each metric over its lines."""
     sha, squares = hashlib.sha256(), 0.0
     for file in sorted(output_dir.glob("*/*.safetensors")):
         tensors = tiny.weights(file.parent) if file.name == "model.safetensors" else load(file)
@@ -116,12 +116,13 @@ def digest(output_dir: Path) -> dict:
             sha.update(f"{file.parent.name}/{name}".encode())
             sha.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
             squares += tensors[name].double().square().sum().item()
-    sums = {}
+    series = {}
     for line in tiny.untimed(tiny.read_metrics(output_dir)):
         for key, value in line.items():
             if isinstance(value, (int, float)):
-                sums[key] = sums.get(key, 0.0) + value
-    return {"weights": sha.hexdigest()[:16], "norm": math.sqrt(squares), "metrics": dict(sorted(sums.items()))}
+                series.setdefault(key, []).append(value)
+    means = {key: sum(series[key]) / len(series[key]) for key in sorted(series)}
+    return {"weights": sha.hexdigest()[:16], "norm": math.sqrt(squares), "metrics": means}
 
 
 def load(file: Path) -> dict:
@@ -156,7 +157,7 @@ def tolerance(name: str) -> float:
 
 
 def differences(expected: dict, found: dict, *, exact: bool, tolerance: float) -> Iterator[str]:
-    """Name each hash, norm and sum that is not as it was."""
+    """Name each hash, norm and mean that is not as it was."""
     if exact and expected["weights"] != found["weights"]:
         yield f"weights {expected['weights']} -> {found['weights']}"
     before, after = ({"norm": case["norm"], **case["metrics"]} for case in (expected, found))

@@ -32,7 +32,7 @@ from fused_rl.trainers.options.config import InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, check_needs
 from fused_rl.trainers.policy import credit, prepare
 from fused_rl.trainers.policy.credit import CREDIT_NEEDS, CreditConfig, Experience
-from fused_rl.trainers.policy.critic import CRITIC_NEEDS, CriticConfig, check_critic, load_critic, planned
+from fused_rl.trainers.policy.critic import CRITIC_NEEDS, SHARED, CriticConfig, check_critic, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
@@ -247,7 +247,8 @@ def train(config: PPOConfig, sampler: Make | None = None) -> str:
     # What is read: tokenizer, scorers, rows, models.
     config = planned(config)
     run = begin(config, arithmetic)
-    read = prepare.read(config, run, load_chosen, Reader.beside, sampler)
+    critic = None if config.critic == SHARED else config.critic
+    read = prepare.read(config, run, load_chosen, Reader.beside, sampler, critic)
     config = read.config
     with phase("loaded the models"):
         critic = load_critic(config, read.tokenizer, run.device, read.updates)

@@ -36,7 +36,6 @@ from fused_rl.trainers.models.reward_model import (
 )
 from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing
 from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
-from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
@@ -92,11 +91,6 @@ class RewardConfig(RunConfig):
     """The scores of this many reference pairs get mean 0 and std 1, before training and again after; 0 for neither."""
     reference_dataset: str | None = None
     """File or Hub name of the reference pairs; None takes the first training pairs."""
-
-    def reads(self) -> list[Source]:
-        """The reference pairs."""
-        name = self.reference_dataset
-        return super().reads() + ([] if name is None else [Source("rows", f"reference_dataset={name}", name)])
 
 
 MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"
@@ -244,7 +238,7 @@ def train(config: RewardConfig) -> str:
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
-    run.has_read(tokenizer, Pair.asked, rows=pairs, held_out=held_out, reference_rows=reference)
+    run.has_read(tokenizer, Pair.asked, {}, rows=pairs, held_out=held_out, reference_rows=reference)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         model = load_reward_model(config.model, config.revision, config, config, run.device)

@@ -203,7 +203,7 @@ def train(config: SFTConfig) -> str:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))
-    run.has_read(tokenizer, Example.asked, rows=pairs, held_out=held_out)
+    run.has_read(tokenizer, Example.asked, {}, rows=pairs, held_out=held_out)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)

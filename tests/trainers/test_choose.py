@@ -249,7 +249,7 @@ def test_a_run_keeps_what_was_chosen_and_goes_on_with_it(files, tmp_path, capsys
 
     # Other rows, of which another would be chosen: who judges stays.
     tiny.jsonl(tmp_path / "words.jsonl", tiny.sums(20))
-    more = {"verifiers": None, "steps": 2, "save_every": 1, "resume": True, "accept_changes": "rows"}
+    more = {"verifiers": None, "steps": 2, "save_every": 1, "resume": True, "accept_changes": True}
     grpo.train(runs.grpo_config((model, words), tmp_path / "run", **more))
     assert "verifiers: exact_match, as in the run that is resumed" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["verifiers"] == ["exact_match"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo, reward, sft
-from fused_rl.trainers.data import sources
+from fused_rl.trainers.data import adapters
 from fused_rl.trainers.options.config import InputError
 from tests.trainers import tiny
 
@@ -99,7 +99,7 @@ def test_a_run_in_4_bits_resumes_bit_for_bit_and_saves_adapters(options, files, 
     folder = sft.train(config)
     metrics = tiny.read_metrics(tmp_path / "whole")
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
-    assert sources.base_of(folder) == (files[0], None)
+    assert adapters.base_of(folder) == (files[0], None)
 
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     resumed = sft.train(sft_config(files, tmp_path / "resumed", resume_from="step-2", **options))

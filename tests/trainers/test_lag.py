@@ -506,7 +506,7 @@ def test_rows_that_were_accepted_to_be_others_are_drawn_again(files, tmp_path, c
     grpo_run(changing, tmp_path / "run", lag=2, **KEPT)
     forget_after(tmp_path / "run", tmp_path / "stopped", 2)
     rows.write_text(rows.read_text().replace("+", "&"))
-    grpo_run(changing, tmp_path / "stopped", lag=2, resume=True, accept_changes=["rows", "held_out"], **KEPT)
+    grpo_run(changing, tmp_path / "stopped", lag=2, resume=True, accept_changes=True, **KEPT)
     assert "drawn again, as their prompts have changed: the rollouts of steps 3, 4" in capsys.readouterr().out
     versions = [m.get("rollout/weight_version") for m in tiny.read_metrics(tmp_path / "stopped")]
     assert versions == [None, 0, 0, 2, 2]  # at step 4 lag 2 would have had those after step 1

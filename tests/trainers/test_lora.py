@@ -9,7 +9,8 @@ import torch
 
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import encode, sources
+from fused_rl.trainers.data import adapters as saved_adapters
+from fused_rl.trainers.data import encode
 from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import folder as run_folder
@@ -194,7 +195,7 @@ def test_a_reference_that_moves_cannot_be_the_weights_below_adapters(files, adap
 
 
 def test_the_weights_below_are_found_for_what_reads_the_policys_config(files, adapters):
-    assert sources.base_of(adapters) == (files[0], None)
-    assert sources.base_of(files[0]) == (files[0], None)
+    assert saved_adapters.base_of(adapters) == (files[0], None)
+    assert saved_adapters.base_of(files[0]) == (files[0], None)
     model, tokenizer = RewardModel.from_pretrained(files[0]), encode.load_tokenizer(adapters)
     check_reads_policy("reward model", files[0], model, tokenizer, adapters)

@@ -79,7 +79,7 @@ POLICY = f"{TRAIN} --verifiers=length:3"
 NO_EVAL = "--eval_size=0"
 REFUSED = {
     "sft": {
-        "--accept_changes=rows": "add --resume",
+        "--accept_changes=true": "add --resume",
         "--dataset_config=c": "has no meaning for a file",
         "--dataset_split=c": "has no meaning for a file",
         "--system_prompt=c --raw_prompt": "needs the chat template, which raw_prompt=true leaves out",

@@ -3,14 +3,10 @@
 import importlib.util
 import json
 import shutil
-from pathlib import Path
-
-import pytest
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import written
-from tests.trainers import tiny
-from tests.trainers.runs import contents, names, refused, run_config
+from tests.trainers.runs import contents, refused, run_config
 
 # Overwriting.
 
@@ -48,27 +44,6 @@ def test_overwrite_deletes_nothing_before_all_input_is_read(files, run, monkeypa
     assert contents(run) == before
 
 
-def test_overwrite_never_deletes_what_the_run_reads(files, run, monkeypatch):
-    shutil.copy(files[1], run / "checkpoints" / "rows.jsonl")
-    rows = str(run / "checkpoints" / "rows.jsonl")
-    before = contents(run)
-    monkeypatch.chdir(run.parent)
-    for config in (
-        run_config((str(run / "model"), files[1]), run, overwrite=True),
-        run_config(("run/model", files[1]), run, overwrite=True),
-        run_config((files[0], rows), run, overwrite=True),
-        run_config(files, run, overwrite=True, eval_dataset=rows),
-    ):
-        refused(config, "overwrite would delete .*(model=|dataset=|eval_dataset=).*lies there")
-    assert contents(run) == before
-    refused(run_config(files, run, overwrite=True, resume=True), "give one of them")
-    refused(run_config(files, run, overwrite=True), "no run wrote checkpoints/rows.jsonl")
-    assert contents(run) == before
-    Path(rows).unlink()
-    assert sft.train(run_config(files, run, overwrite=True, steps=1)) == str(run / "model")
-    assert names(run) == ["latest", "step-1"]
-
-
 def test_a_folder_with_anything_that_a_run_would_delete_holds_a_run(files, tmp_path):
     shutil.copytree(files[0], tmp_path / "run" / "model")
     before = contents(tmp_path)
@@ -83,25 +58,6 @@ def test_only_ways_on_that_there_are_are_named(files, run, tmp_path):
     refused(run_config(files, run, resume=True), "there is no checkpoint in .*; replace the run with --overwrite$")
     refused(run_config(files, tmp_path / "new", resume=True), "no checkpoint in .*new/checkpoints; start without --res")
     sft.train(run_config(files, run, overwrite=True, steps=1))
-
-
-def test_a_run_in_the_folder_of_its_model_starts_anew_and_leaves_the_model(files, run):
-    model, dataset = files
-    shutil.copytree(model, run, dirs_exist_ok=True)
-    for _ in range(2):
-        sft.train(run_config((str(run), dataset), run, steps=1, overwrite=True))
-    assert (run / "model.safetensors").read_bytes() == (Path(model) / "model.safetensors").read_bytes()
-    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1]
-
-
-def test_a_run_starts_anew_from_its_own_config_and_from_no_other_in_its_folder(files, run):
-    own, options = run / "config.yaml", ["--overwrite", "--steps", "1"]
-    for _ in range(2):
-        sft.main(["--config", str(own), "--output_dir", str(run), *options])
-    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1]
-    kept = run / "checkpoints" / "step-1" / "config.yaml"
-    with pytest.raises(SystemExit, match="overwrite would delete .*--config .*step-1"):
-        sft.main(["--config", str(kept), "--output_dir", str(run), *options])
 
 
 def test_a_dry_run_is_the_commands_and_no_training(files, tmp_path):

@@ -25,14 +25,13 @@ import yaml
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
-from fused_rl.trainers.data import encode, fingerprints, sources
+from fused_rl.trainers.data import encode, fingerprints
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, NonNegativeInt, PositiveInt, Seed, check_revision, names_of
 from fused_rl.trainers.options.handed import HERE
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
-from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.rollouts.prompts import prompts_of
@@ -41,7 +40,6 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.solved import judged, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
 from fused_rl.trainers.run import command, there
-from fused_rl.trainers.run.doomed import refuse_to_delete
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.samplers.options import SamplingConfig
@@ -124,11 +122,6 @@ class EvalConfig(ScorerConfig, SamplingConfig):
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
         check_revision(self.model, self.revision)
 
-    def reads(self) -> list[Source]:
-        """The model, the rows, and what the scorers are made of."""
-        model = Source("model", f"model={self.model}", self.model, self.revision)
-        return [model, Source("rows", f"dataset={self.dataset}", self.dataset), *super().reads()]
-
 
 NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
 NEEDS = (
@@ -189,8 +182,6 @@ def _check_folder(config: EvalConfig) -> None:
     if found and not config.overwrite:
         names = ", ".join(path.name for path in found)
         raise InputError(f"output_dir={folder} already holds {names}; replace them with --overwrite")
-    if found:
-        refuse_to_delete(config, found)
     for path in found:
         if not is_of_an_evaluation(path):
             raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
@@ -223,10 +214,7 @@ def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
         encoder = encode.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encoder, scorers, **chosen)
-        made_of = {"held_out": fingerprints.of_rows(problems)} | fingerprints.of_tokenizer(tokenizer)
-        if ranks.world_size() > 1:
-            made_of |= fingerprints.of_sources(sources.of_run(config))
-    fingerprints.check_ranks(made_of)
+    fingerprints.check_ranks({"rows": fingerprints.of_rows(problems)})
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": attention}
         lm = language_model.load_to_sample(config.model, device=device, dtype=dtype, **options)
@@ -330,10 +318,10 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     """Run the whole evaluation; returns the figures, the same on every rank."""
     check_needs(config, NEEDS)
     device = engine.setup(config.seed, trains=False)
-    fingerprints.check_options(config)
+    fingerprints.check_ranks(dataclasses.asdict(config))
     with ranks.together():
         config = as_its_run(config)
-        there.check(config.reads())
+        there.check(config.model, config.revision, [config.dataset])
     if config.output_dir is not None:
         ranks.on_first_rank(lambda: _check_folder(config))
     subject, sampling = load(config, device)

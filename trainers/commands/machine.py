@@ -1,4 +1,4 @@
-"""`fused-rl doctor` without a run: versions, device, compiler, a kernel against its definition, and what is missing. It needs torch alone."""
+"""`fused-rl doctor` alone: versions, device, compiler, a kernel against its definition, and what is missing."""
 
 import importlib.metadata
 import os

@@ -17,8 +17,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import tiny
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, Seed
-from fused_rl.trainers.options.source import Source
-from fused_rl.trainers.run import command, there
+from fused_rl.trainers.run import command
 
 
 @dataclass(kw_only=True)
@@ -54,10 +53,6 @@ class TinyModelConfig(Options):
         if self.hidden_size % 32:
             raise InputError(f"hidden_size={self.hidden_size} is no multiple of 32, which a head of attention has")
 
-    def reads(self) -> list[Source]:
-        """The rows."""
-        return [Source("rows", f"dataset={self.dataset}", self.dataset)]
-
 
 def texts_of(value: object) -> Iterator[str]:
     """Every text in a row, those of its messages too."""
@@ -73,7 +68,6 @@ def make(config: TinyModelConfig) -> str:
     folder = Path(config.output_dir)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise InputError(f"output_dir={folder} is there and not empty; delete it yourself, or choose another folder")
-    there.check(config.reads())
     texts = list(texts_of(load_rows(config.dataset).rows))
     if not texts:
         raise InputError(f"dataset={config.dataset}: there is no text in its rows to learn a tokenizer from")

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fused_rl.trainers.data.sources import Adapters
+from fused_rl.trainers.data.adapters import Adapters
 from fused_rl.trainers.options.config import InputError, ModelConfig
 from fused_rl.trainers.options.text import in_a_line
 

@@ -28,7 +28,6 @@ from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.handed import named
 from fused_rl.trainers.options.names import unknown
-from fused_rl.trainers.options.source import Source
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
 
@@ -101,10 +100,6 @@ class Options:
 
     def __post_init__(self):
         """Check the options together; once more does no harm."""
-
-    def reads(self) -> list[Source]:
-        """What these options name that is read."""
-        return []
 
 
 def names_of(config_class: type[Options]) -> list[str]:
@@ -221,10 +216,6 @@ class ModelConfig(Options):
                 "rounded as its weights are; leave it out, or choose --loss_from linear"
             )
 
-    def reads(self) -> list[Source]:
-        """The model."""
-        return [*super().reads(), Source("model", f"model={self.model}", self.model, self.revision)]
-
 
 @dataclass(kw_only=True)
 class DataConfig(Options):
@@ -254,12 +245,6 @@ class DataConfig(Options):
     """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
-
-    def reads(self) -> list[Source]:
-        """The rows."""
-        named = {"dataset": self.dataset, "eval_dataset": self.eval_dataset}
-        rows = [Source("rows", f"{option}={name}", name) for option, name in named.items() if name is not None]
-        return super().reads() + rows
 
 
 @dataclass(kw_only=True)
@@ -319,8 +304,8 @@ class OutputConfig(Options):
     change that docs/training.md lists."""
     resume_from: str | None = None
     """Continue from this checkpoint instead, step-4 for example; those after it, and their metrics, are deleted."""
-    accept_changes: str | list[str] | None = None
-    """With resume: go on though these are not what they were: rows, model, scorers, … as the error names them."""
+    accept_changes: bool = False
+    """With resume: continue although rows, models or the chat template have changed since."""
     overwrite: bool = False
     """Start anew in an `output_dir` that already holds a run, deleting what that run wrote."""
     wandb_project: str | None = None
@@ -337,8 +322,6 @@ class OutputConfig(Options):
     def __post_init__(self):
         super().__post_init__()
         self.resume = self.resume or self.resume_from is not None
-        if isinstance(self.accept_changes, str):
-            self.accept_changes = [name.strip() for name in self.accept_changes.split(",")]
 
 
 @dataclass(kw_only=True)

@@ -84,7 +84,7 @@ RUN_NEEDS = (
         lambda config: config.save_every > 0,
         "has no meaning with save_every=0, which keeps no checkpoint but the last; leave it out, or give --save_every",
     ),
-    Needs("accept_changes", lambda config: config.resume, "says what of a resumed run may differ; add --resume"),
+    Needs("accept_changes", lambda config: config.resume, "lets a resumed run have other inputs; add --resume"),
     Needs("hub_model_id", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
     Needs("hub_private_repo", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
 )

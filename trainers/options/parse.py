@@ -77,14 +77,14 @@ def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
 def _spell_out_flags(config_class: type[Options], argv: list[str]) -> list[str]:
     """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead.
 
-    After `--accept_changes` and `--server` there may be several words.
+    After `--server` there may be several words.
     """
     flags = {f"--{f.name}" for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}
     spelled = []
     for i, word in enumerate(argv):
         if word.startswith("--local_rank"):
             continue
-        if spelled[-2:-1] in (["--accept_changes"], ["--server"]) and not word.startswith("--"):
+        if spelled[-2:-1] == ["--server"] and not word.startswith("--"):
             spelled[-1] += f",{word}"
             continue
         spelled.append(word)

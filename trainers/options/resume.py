@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from fused_rl.trainers.options.config import ACTIONS, InputError, Options
-from fused_rl.trainers.options.handed import are_rows
 
 MAY_CHANGE = frozenset(
     (
@@ -21,6 +20,10 @@ MAY_CHANGE = frozenset(
         # Speed and memory: the same sums, rounded in another order; the same distribution, drawn in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         "server",  # where it answers
+        "model",
+        "critic",
+        "dataset",
+        "reference_dataset",  # where they are: hashes say whether they are the same
         # What is measured, kept and shown. Rows held out of the dataset are missed in training: `Loop` counts those.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
         *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
@@ -31,35 +34,25 @@ CHOSEN = ("verifiers",)  # by the rows where it is None: then what was chosen be
 SAME_FILES = {"zero_stage": {1, 2}}  # values between which a checkpoint is the same: both partition the optimizer alone
 
 
-def changes(
-    config: Options, facts: dict[str, object], recorded: dict[str, object], where: Path, *, summed: bool = False
-) -> list[str]:
+def changes(config: Options, facts: dict[str, object], recorded: dict[str, object], where: Path) -> list[str]:
     """What differs between a run and the checkpoint that it continues, one `option old -> new` each.
 
     Args:
         config, facts: of the run: its options, and what else must be as it was (command, processes, precision).
         recorded: both, of the checkpoint `where`.
-        summed: the checkpoint has the fingerprints of rows and models, so that their files may lie elsewhere now.
 
     Raises:
         InputError: something differs that must not; names every such option with both values.
     """
     current = {**dataclasses.asdict(config), **facts}
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    may_move = {source.said for source in config.reads() if summed and source.kind in ("model", "critic", "rows")}
     taken, refused = [], []
     for name, new in current.items():
         old = recorded.get(name, defaults.get(name))  # an option that is younger than the checkpoint had its default
         if name in ACTIONS or _same(old, new) or (name in CHOSEN and new is None):
             continue
-        if isinstance(new, list) and isinstance(recorded.get(name), str):
-            raise InputError(
-                f"resume: {where} was made by an earlier version, which spelled {name} as {old!r}; this one takes a "
-                "list and cannot go on with that run: start another, with --overwrite or another output_dir"
-            )
-        moved = f"{name}={new}" in may_move and (os.path.exists(new) or are_rows(new))
         same_files = name in SAME_FILES and {old, new} <= SAME_FILES[name]
-        (taken if moved or same_files or name in MAY_CHANGE else refused).append(f"{name} {old} -> {new}")
+        (taken if same_files or name in MAY_CHANGE else refused).append(f"{name} {old} -> {new}")
     if refused:
         raise InputError(
             f"resume: {where} was made with other options: {', '.join(refused)}; give the first value of each again "

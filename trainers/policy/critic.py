@@ -27,7 +27,6 @@ from fused_rl.trainers.options.config import (
 )
 from fused_rl.trainers.options.derived import as_options
 from fused_rl.trainers.options.needs import Needs
-from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.policy.policy import Passed, Policy
 
 SHARED = "shared"  # as `critic`: the policy's own backbone
@@ -50,11 +49,6 @@ class CriticConfig(as_options(OptimConfig, APART, "critic_", "Of the critic; Non
     """Weight of the value loss beside the policy's, where the backbone is shared."""
     critic_only: NonNegativeInt = 0
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
-
-    def reads(self) -> list[Source]:
-        """What the critic starts from."""
-        apart = self.critic not in (None, SHARED)
-        return super().reads() + ([Source("critic", f"critic={self.critic}", self.critic)] if apart else [])
 
 
 def optim_of(config: CriticConfig) -> OptimConfig:

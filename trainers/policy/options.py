@@ -8,7 +8,6 @@ from fused_rl.presets import PolicyLossOptions, resolve_options
 from fused_rl.trainers.options.config import InputError, Options, PositiveInt, RunConfig, names_of
 from fused_rl.trainers.options.derived import as_options
 from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
-from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.policy.own_surrogate import load_surrogate
 from fused_rl.trainers.samplers.options import SAMPLER_NEEDS, SamplerConfig
 
@@ -46,12 +45,6 @@ class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WE
     """Optimizer updates per pass over a rollout."""
     epochs: PositiveInt = 1
     """Passes over a rollout."""
-
-    def reads(self) -> list[Source]:
-        """The user's surrogate."""
-        of_user = self.surrogate is not None and ":" in self.surrogate
-        found = [Source("surrogate", f"surrogate={self.surrogate}", self.surrogate)] if of_user else []
-        return super().reads() + found
 
 
 @dataclass(kw_only=True)

@@ -73,16 +73,23 @@ class Read:
         return [self.prompts[i] for i in indices[ranks.rank() :: ranks.world_size()]]
 
 
-def read(config: PolicyConfig, run: Run, load_scorers: Callable, reader: Callable, sampler: Make | None = None) -> Read:
-    """All but the models, compared with what the other processes and a resumed run have read."""
+def read(
+    config: PolicyConfig,
+    run: Run,
+    load_scorers: Callable,
+    reader: Callable,
+    sampler: Make | None = None,
+    critic: str | None = None,
+) -> Read:
+    """Read all but the models, and compare it with what the other processes and a resumed run have read."""
     with phase("read tokenizer, scorers and rows"), ranks.together():
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows, judges = load_train_eval(config), reader(config, config, tokenizer, run.device, config.rollout_batch_size)
         config, scorers = load_scorers(config, rows, judges, run.recorded)
-        run.config = config  # with the scorers that were chosen, whose fingerprints are taken
         prompts, held_out = load_prompts(config, tokenizer, scorers, rows)
         check_own(config)
-    run.has_read(tokenizer, lambda prompt: prompt.ids, rows=prompts, held_out=held_out)
+    models = config.reward_models() | ({} if critic is None else {"critic": critic})
+    run.has_read(tokenizer, lambda prompt: prompt.ids, models, rows=prompts, held_out=held_out)
     return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device, sampler)
 
 

@@ -7,7 +7,8 @@ run.has_read(tokenizer, asked, rows=…, held_out=…)
 loop = Loop(config, run, …)
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +16,7 @@ import torch
 
 from fused_rl.trainers.base import ending, engine, ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data import fingerprints, sources
-from fused_rl.trainers.data.fingerprints import Fingerprints
+from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import there
 from fused_rl.trainers.run.checkpoint import Checkpoints
@@ -37,28 +37,32 @@ class Run:
     """Where it writes, opened."""
     recorded: dict[str, object] = field(default_factory=dict)
     """The options in the checkpoint that it goes on from; empty where it begins."""
-    made_of: Fingerprints = field(default_factory=dict)
-    """Of all that it reads; empty until it was compared."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """The hash of each input; empty until they were compared."""
 
-    def has_read(self, tokenizer, asked: Callable[[object], list[int]], **rows: Sequence) -> None:
-        """Compare what was read, with what the other processes read and with what a resumed run was made of.
+    def has_read(
+        self, tokenizer, asked: Callable[[object], list[int]], models: Mapping[str, str], **rows: Sequence
+    ) -> None:
+        """Refuse inputs that are not those of the other processes, or not those of the run that is resumed.
 
-        `rows` are as the trainer keeps them, by their name in `fingerprints.NAMES`; `asked` has the token ids of a
-        row's prompt. What differs is refused on all ranks; held-out prompts that are trained on are told.
+        Args:
+            tokenizer: of the run, whose chat template is compared.
+            asked: returns the token ids of a row's prompt.
+            models: folders or Hub names that are read beside `config.model`, by option.
+            rows: as the trainer keeps them, by name.
         """
-        with phase("took the fingerprints of models and functions"), ranks.together():
-            made_of = fingerprints.of_sources(sources.of_run(self.config))
-        for name in fingerprints.without_source(made_of):
-            if ranks.rank() == 0:
-                tell(f"{name}: its source cannot be read, so that resuming cannot tell whether it is the same")
-        made_of |= fingerprints.of_tokenizer(tokenizer)
-        made_of |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
-        fingerprints.check_ranks(made_of)
+        with phase("hashed models and rows"):
+            inputs = {"model": fingerprints.of_model(self.config.model, self.config.revision)}
+            inputs |= {option: fingerprints.of_model(name) for option, name in models.items()}
+            inputs |= {name: fingerprints.of_rows(of_name) for name, of_name in rows.items()}
+            inputs["chat_template"] = fingerprints.of_text(tokenizer.chat_template)
+        fingerprints.check_ranks(inputs)
+        del inputs["held_out"]  # may change: it is measured, not trained on
         if self.config.resume:
-            for line in Checkpoints(self.config).check_made_of(made_of):
-                if ranks.rank() == 0:
-                    tell(f"resume: {line}")
-        self.made_of = made_of
+            changed = Checkpoints(self.config).check_inputs(inputs)
+            if changed and ranks.rank() == 0:
+                tell(f"resume: continues with other inputs: {', '.join(changed)}")
+        self.inputs = inputs
         held_out = [tuple(asked(row)) for row in rows["held_out"]]
         wanted = set(held_out)  # of the other rows, which may be millions, only these are kept
         trained = {ids for ids in map(tuple, map(asked, rows["rows"])) if ids in wanted}
@@ -86,11 +90,11 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
         )
     ending.begin()
     device = engine.setup(config.seed)
-    fingerprints.check_options(config)
+    fingerprints.check_ranks({"command": config.command, **dataclasses.asdict(config)})
     with ranks.together():
         arithmetic(config, ranks.world_size())
     folder = Folder(config).open()
     with ranks.together():
-        there.check(config.reads())
+        there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
         recorded = Checkpoints(config).recorded() if config.resume else {}
     return Run(config, device, folder, recorded)

@@ -36,7 +36,6 @@ from fused_rl.trainers.base.files import (
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
-from fused_rl.trainers.data.fingerprints import Fingerprints
 from fused_rl.trainers.options import resume
 from fused_rl.trainers.options.config import InputError, RunConfig, to_yaml
 
@@ -179,7 +178,7 @@ class Checkpoints:
             raise InputError(f"resume: {problem}{self._offer(besides=chosen)}")
         state = json.loads((chosen / "state.json").read_text())
         recorded = self.recorded() | state["facts"]
-        changed = resume.changes(self.config, self._facts(), recorded, chosen, summed="made_of" in state)
+        changed = resume.changes(self.config, self._facts(), recorded, chosen)
         if self.config.steps is not None:
             self._refuse_fewer_steps(state["step"])
         if rank() == 0:
@@ -189,17 +188,11 @@ class Checkpoints:
         """The options of the run that wrote the checkpoint."""
         return yaml.safe_load((self._chosen() / "config.yaml").read_text(encoding="utf-8"))
 
-    def check_made_of(self, made_of: Fingerprints) -> list[str]:
-        """What the run is made of that the checkpoint's was not, as far as that was accepted; lines to tell."""
-        chosen, accepted = self._chosen(), self.config.accept_changes or []
-        recorded, rows = json.loads((chosen / "state.json").read_text()), int(made_of["rows"]["count"])
-        if "rows" not in accepted and rows != recorded["rows"]:
-            raise InputError(
-                f"resume: there are {rows} rows to train on, and the checkpoint's run had {recorded['rows']}: dataset "
-                "was edited, or eval_size and eval_dataset leave other rows of it; give the same again, go on with "
-                "these (--accept_changes rows), or start anew with --overwrite"
-            )
-        return fingerprints.check_resumed(made_of, recorded.get("made_of"), accepted, chosen)
+    def check_inputs(self, inputs: Mapping[str, str]) -> list[str]:
+        """Return the inputs that are not those of the checkpoint, if the run accepts such changes."""
+        chosen = self._chosen()
+        recorded = json.loads((chosen / "state.json").read_text())["inputs"]
+        return fingerprints.check_resumed(inputs, recorded, self.config.accept_changes, chosen)
 
     def load(self, engines: dict[str, object], own: Mapping[str, Kept] = NOTHING) -> dict:
         """Restore the checkpoint into `engines`, this rank's generators and its `own`; returns the saved state.

@@ -9,7 +9,7 @@ from fused_rl.trainers.base.screen import kept_up, tell
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.options.config import InputError, Options, RunConfig, to_yaml
-from fused_rl.trainers.options.parse import Config, Refused, config_files, parse
+from fused_rl.trainers.options.parse import Config, Refused, parse
 from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run import there
 from fused_rl.trainers.run.beginning import Arithmetic
@@ -33,13 +33,12 @@ def run(
         if config.dry_run:
             counted, steps = foresee(config, config)
             tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
-            there.check(config.reads())
+            there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
             Folder(config).foresee()
             load_tokenizer(config.model, config.revision)  # a folder may be there, and be no model's
             return
         try:
             arithmetic(config, launch.processes())
-            Folder(config).check_config_files(config_files(argv))
         except InputError as error:
             ranks.refused(error)
             raise

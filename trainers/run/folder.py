@@ -15,11 +15,9 @@ import filelock
 from fused_rl.trainers.base import ranks, written
 from fused_rl.trainers.base.files import storing, write_atomically
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.checkpoint import OF_A_RUN, Checkpoints, steps_in
-from fused_rl.trainers.run.doomed import refuse_if_inside, refuse_to_delete
+from fused_rl.trainers.run.checkpoint import Checkpoints, steps_in
 from fused_rl.trainers.run.logger import require_trackers
 
 LOCK = ".lock"
@@ -87,13 +85,10 @@ class Folder:
         """Lock it for this run, and find it fit for that; nothing in it has changed yet. Returns where it is.
 
         Raises:
-            InputError: accept_changes names nothing, the folder cannot be written, another run lives in it or has left
+            InputError: the folder cannot be written, another run lives in it or has left
                 files, the run would delete what it reads, there is nothing whole to resume from, or what the run will
                 tell of itself has nowhere to go.
         """
-        unknown = [name for name in self.config.accept_changes or [] if name not in fingerprints.NAMES]
-        if unknown:
-            raise InputError(f"accept_changes: {', '.join(unknown)!r} is none of {', '.join(fingerprints.NAMES)}")
         require_trackers(self.config)
         if self.config.push_to_hub:
             ranks.on_first_rank(lambda: hub.check(self.config))
@@ -153,16 +148,7 @@ class Folder:
         """Refuse to delete what stands under `names` where the run reads of it, or where no run wrote it."""
         if not names:  # no question to the Hub about what the run reads
             return
-        refuse_to_delete(self.config, [self.path / name for name in names])
         written.check(self.path, names, "move it elsewhere or delete it yourself, or choose another folder")
-
-    def check_config_files(self, files: list[Path]) -> None:
-        """Refuse to overwrite a run in whose folder the config file lies that says so; its own is written anew."""
-        for path in files if self.config.overwrite else []:
-            own = path.resolve() == (self.path / "config.yaml").resolve()
-            if not own or not path.read_bytes().startswith(OF_A_RUN.encode()):
-                doomed = [self.path / name for name in written.there(self.path)]
-                refuse_if_inside(path, f"--config {path}", doomed)
 
     def claim(self, step: int) -> None:
         """Make it this run's: what lies beyond `step` goes, and all of another run; the config is kept."""

@@ -98,9 +98,7 @@ class Loop:
         state: Callable[[], dict] = dict,
         own: Mapping[str, Kept] = NOTHING,
     ):
-        if not run.made_of:
-            raise RuntimeError("call run.has_read(tokenizer, rows=…) before the loop: else nothing compares them")
-        self.config, self.folder, self.engines, self.made_of = config, run.folder, engines, run.made_of
+        self.config, self.folder, self.engines, self.inputs = config, run.folder, engines, run.inputs
         output = Folder(config)
         self.checkpoints = output.checkpoints
         self.order, self.curves, self.state, self.own = order, curves, state, own
@@ -157,8 +155,7 @@ class Loop:
         every = self.config.save_every
         if stop or self.last or (every and self.step % every == 0):
             began = time.monotonic()
-            told = {"rows": self.order.size, "made_of": self.made_of}
-            state = {"position": self.order.position, **told, **self.state()}
+            state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
             self.checkpoints.save(self.engines, self.step, state, self.own)
             self.save_seconds = time.monotonic() - began
         if stop:

@@ -14,7 +14,6 @@ from fused_rl.trainers.options.config import (
     Temperature,
 )
 from fused_rl.trainers.options.needs import Needs
-from fused_rl.trainers.options.source import Source
 from fused_rl.trainers.rollouts.sampling import Sampling
 
 
@@ -63,11 +62,6 @@ class SamplerConfig(SamplingConfig):
             self.server = [url.strip() for url in self.server.split(",")]
         if self.server is not None and not all(self.server):
             raise InputError(f"server={self.server!r}: expected URLs, such as http://127.0.0.1:8000")
-
-    def reads(self) -> list[Source]:
-        """The user's sampler."""
-        found = [] if self.sampler is None else [Source("sampler", f"sampler={self.sampler}", self.sampler)]
-        return super().reads() + found
 
 
 SAMPLER_NEEDS = (

@@ -18,7 +18,6 @@ import yaml
 from fused_rl.trainers.options.config import Finite, InputError, Options
 from fused_rl.trainers.options.handed import is_function
 from fused_rl.trainers.options.needs import Needs
-from fused_rl.trainers.options.source import Source
 
 
 class Kind(NamedTuple):
@@ -75,11 +74,9 @@ class ScorerConfig(Options):
         if isinstance(self.verifiers, str):
             self.verifiers = _as_list(self.verifiers)
 
-    def reads(self) -> list[Source]:
-        """The reward models and functions that the scorers are made of."""
-        kinds = {"reward_model": "reward_model", FUNCTION: "scorer"}
-        named = [part for part in read(self) if part.kind in kinds]
-        return super().reads() + [Source(kinds[part.kind], f"verifiers: {part.text}", part.detail) for part in named]
+    def reward_models(self) -> dict[str, str]:
+        """The folders of the reward models that score, by the verifier that names them."""
+        return {part.text: part.detail for part in read(self) if part.kind == "reward_model"}
 
 
 def _as_list(text: str) -> list[str]:

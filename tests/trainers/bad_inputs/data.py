@@ -85,7 +85,7 @@ def saved_in_splits(folder: Path) -> None:
 
 
 DATA = [
-    *words("sft", "--dataset rows", "dataset=rows is neither there nor on the Hub; did you mean rows.jsonl[?]"),
+    *words("sft", "--dataset rows", "dataset=rows does not exist here or on the Hub"),
     *of(
         "sft",
         "a split that is not there",

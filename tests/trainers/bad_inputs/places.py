@@ -1,6 +1,5 @@
 """Output folders that a command must refuse."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,47 +24,6 @@ def be_a_broken_link(folder: Path) -> None:
 
 def lose_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder / "run" / "checkpoints")
-
-
-def hold_the_model(folder: Path) -> None:
-    shutil.rmtree(folder / "run" / "model")
-    shutil.copytree(folder / "model", folder / "run" / "model")
-
-
-def hold_the_rows(folder: Path) -> None:
-    shutil.copy(folder / "rows.jsonl", folder / "run" / "checkpoints" / "rows.jsonl")
-
-
-def hold_the_base(folder: Path) -> None:
-    """The run's `model` is what adapters elsewhere belong to, by a path that is not the shortest."""
-    hold_the_model(folder)
-    hold_adapters(folder / "adapters", "./run/../run/model")
-
-
-def hold_adapters(adapters: Path, base: str) -> None:
-    """Adapters to a base, which must not be read before it is found to be in the way."""
-    adapters.mkdir()
-    told = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 2, "target_modules": ["q_proj"]}
-    (adapters / "adapter_config.json").write_text(json.dumps(told))
-
-
-def link_to_the_model(folder: Path) -> None:
-    hold_the_model(folder)
-    (folder / "linked").symlink_to(folder / "run" / "model")
-
-
-def be_linked(folder: Path) -> None:
-    """The run's `model` is a link to what the run reads."""
-    shutil.rmtree(folder / "run" / "model")
-    (folder / "run" / "model").symlink_to(folder / "model")
-
-
-def hold_a_function(folder: Path) -> None:
-    shutil.copy(folder / "judges.py", folder / "run" / "model" / "judge_in_run.py")
-
-
-def hold_a_config(folder: Path) -> None:
-    (folder / "run" / "config.yaml").write_text("seed: 3\n")
 
 
 def hold_notes(folder: Path) -> None:
@@ -103,59 +61,17 @@ PLACES = [
     *place("has too long a name", unchanged, "cannot be used: File name too long", "--output_dir", "x" * 300),
     *place("holds a run", unchanged, r"run already holds a run \(checkpoints, .*--overwrite", *OVER, commands=TRAINERS),
     *place(
-        "holds the model", hold_the_model, "overwrite would delete .*model=", "--model", "run/model", commands=TRAINERS
-    ),
-    *place(
-        "holds the rows", hold_the_rows, "overwrite would delete .*dataset=", "--dataset", "run/checkpoints/rows.jsonl"
-    ),
-    *place("holds the base", hold_the_base, "overwrite would delete .*adapters to .*lies there", "--model", "adapters"),
-    *place(
-        "holds a linked model", link_to_the_model, "overwrite would delete run/model, .*model=", "--model", "linked"
-    ),
-    *place("holds a link", be_linked, "overwrite would delete run/model, and model=model lies there"),
-    *place(
-        "holds a reward model",
-        hold_the_model,
-        "overwrite would delete run/model, and verifiers: reward_model:run/model lies",
-        *("--verifiers", "reward_model:run/model"),
-        commands="grpo",
-    ),
-    *place(
-        "holds a critic",
-        hold_the_model,
-        "overwrite would delete run/model, and critic=run/model lies there",
-        *("--critic", "run/model"),
-        commands="ppo",
-    ),
-    *place(
-        "holds a function",
-        hold_a_function,
-        "overwrite would delete run/model, and verifiers: run.model.judge_in_run:even lies there",
-        *("--verifiers", "run.model.judge_in_run:even"),
-        commands="grpo",
-    ),
-    *place(
-        "holds reference rows",
-        hold_the_rows,
-        "overwrite would delete .*reference_dataset=",
-        *("--reference_dataset", "run/checkpoints/rows.jsonl"),
-        commands="reward",
-    ),
-    *place("holds the config", hold_a_config, "overwrite would delete .*--config run/c", "--config", "run/config.yaml"),
-    *place(
         "is a model's and holds others'",
         be_in_a_model,
         "no run wrote checkpoints/notes.txt",
         *("--model", "run"),
         commands=TRAINERS,
     ),
-    *place("is read", unchanged, "overwrite would delete .*which lies in dataset=run;", "--dataset", "run"),
     *place("holds notes", hold_notes, "no run wrote model/notes.txt", commands=TRAINERS),
     *place("holds a link of others", hold_a_link, "no run wrote checkpoints/linked"),
     *place("was no run", be_no_run, "holds checkpoints, .*no written.json that says what", commands=TRAINERS),
     *place("has a damaged list", be_told_of_wrongly, "written.json is not what was written"),
-    *place("accepts", unchanged, "accept_changes=.* add --resume", "--accept_changes", "rows"),
-    *place("accepts nonsense", unchanged, "'ros, modl' is none of rows,", *GO_ON, "--accept_changes", "ros", "modl"),
+    *place("accepts", unchanged, "accept_changes=.* add --resume", "--accept_changes"),
     *place("has no checkpoint", lose_checkpoints, "resume: there is no checkpoint in", *GO_ON, commands=TRAINERS),
     *place("is new to resume", unchanged, "resume: there is no checkpoint in", *GO_ON, "--output_dir", "new"),
     *place("has another step", unchanged, "resume_from='step-9' is not in", *OVER, "--resume_from", "step-9"),

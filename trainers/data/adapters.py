@@ -1,65 +1,9 @@
-"""What a run reads, directly and through what it reads: adapters name the model that they belong to.
+"""Adapters that were saved apart from the weights that they belong to."""
 
-Groups of options say what they name (`Options.reads`).
-"""
-
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from fused_rl.trainers.options.config import InputError, Options
-from fused_rl.trainers.options.source import Source
+from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line
-
-MODELS = ("model", "critic", "reward_model")
-FUNCTIONS = ("scorer", "surrogate", "sampler")
-
-
-def of_run(config: Options) -> list[Source]:
-    """All that a run of this config reads."""
-    found = []
-    for source in config.reads():
-        found += _with_base(source) if source.kind in MODELS else [source]
-    return found
-
-
-def _with_base(source: Source) -> Iterator[Source]:
-    """A model; of adapters also what they belong to."""
-    adapters = find_adapters(source.name, source.revision)
-    if adapters is None:
-        yield source
-        return
-    yield source._replace(kind="adapters") if source.kind == "model" else source
-    base, of_base = adapters.base
-    if base != source.name:
-        yield from _with_base(Source(source.kind, f"{source.said}, adapters to {base}", base, of_base))
-
-
-def path_of(source: Source) -> Path | None:
-    """Where it lies on this machine; None for what lies on the Hub, or nowhere."""
-    if source.kind in FUNCTIONS:
-        return module_file(source.name)
-    path = Path(source.name).expanduser()
-    return path if path.exists() else None
-
-
-def module_file(function: str) -> Path | None:
-    """The file of the module in `module:function`; None where there is none that is read."""
-    name = function.partition(":")[0]
-    loaded = getattr(sys.modules.get(name), "__file__", None)
-    if loaded is not None:
-        return Path(loaded)
-    try:
-        spec = importlib.util.find_spec(name)
-    except (Exception, SystemExit):  # of a package around it, or a name that is none: loading it says so
-        return None
-    if spec is not None:
-        return None if spec.origin is None else Path(spec.origin)
-    here = Path.cwd() / Path(*name.split("."))  # `load_function` looks there last
-    places = [path for path in (here.with_suffix(".py"), here / "__init__.py") if path.is_file()]
-    return places[0] if places else None
 
 
 class Adapters(NamedTuple):
