@@ -40,8 +40,7 @@ ROOMS = {
     "policy": UPPER,
     "workers": set(),
     "scorers": UPPER | {"workers"},
-    "doctor": UPPER | {"policy", "scorers"},
-    "commands": UPPER | {"policy", "scorers", "doctor"},
+    "commands": UPPER | {"policy", "scorers"},
 }
 # Every file of trainers/ that has a command of its own to train with.
 ALGORITHMS = {path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()}

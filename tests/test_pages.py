@@ -11,7 +11,7 @@ import pytest
 
 import fused_rl
 from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.commands import eval, tiny_model
+from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.logger import read_metrics
 
@@ -53,7 +53,7 @@ def commands(source):
 COMMANDS = [words for kind, source in BLOCKS if kind == "bash" for words in commands(source)]
 
 
-CONFIGS = {"tiny-model": tiny_model.TinyModelConfig, "sft": sft.SFTConfig, "eval": eval.EvalConfig}
+CONFIGS = {"sft": sft.SFTConfig, "eval": eval.EvalConfig}
 CONFIGS |= {"grpo": grpo.GRPOConfig}
 
 

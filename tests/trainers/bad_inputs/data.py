@@ -18,11 +18,10 @@ def columns_of(command: str) -> dict:
 
 def data(commands: str, title: str, content: str | bytes, message: str, name="data.jsonl", **fields) -> list[Case]:
     """A dataset with this content."""
-    which = {"kl-report": "--prompts"}
     made, more = [], fields.pop("options", ())
     for command in commands.split():
         write = _writer(name, content)
-        made += of(command, title, message, which.get(command, "--dataset"), name, *more, spoil=write, **fields)
+        made += of(command, title, message, "--dataset", name, *more, spoil=write, **fields)
     return made
 
 
@@ -51,8 +50,7 @@ def cell(commands: str, column: str, value, message: str, **fields) -> list[Case
 
 def files(commands: str, title: str, spoil: Callable[[Path], None], name: str, message: str, *more: str) -> list[Case]:
     """A dataset that `spoil` makes."""
-    which = {"kl-report": "--prompts"}
-    return [Case(c, title, message, (which.get(c, "--dataset"), name, *more), spoil) for c in commands.split()]
+    return [Case(c, title, message, ("--dataset", name, *more), spoil) for c in commands.split()]
 
 
 def a_table(folder: Path, rows: list[dict], name: str = "data.parquet") -> None:
