@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from fused_rl.recipes import tiny_model
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
-from fused_rl.trainers.models import tiny
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
@@ -49,8 +49,8 @@ def careless_answer(entry: dict, rng: random.Random) -> str:
 
 def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> str:
     """A small Llama with random weights and a tokenizer of the problems' digits and letters; returns its folder."""
-    tokenizer = tiny.learn_tokenizer(texts, 192, chat=False)
-    tiny.save_llama(folder, tokenizer, seed, layers=layers, hidden_size=128, positions=64)
+    tokenizer = tiny_model.learn_tokenizer(texts, 192, chat=False)
+    tiny_model.save_llama(folder, tokenizer, seed, layers=layers, hidden_size=128, positions=64)
     return str(folder)
 
 

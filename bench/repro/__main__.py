@@ -41,6 +41,7 @@ REPROS = {
     "head_precision": Repro("logprobs-differ-in-bf16", draws=False),
     "topk_divergence": Repro("negative-top-k-kl"),
     "sequence_weights": Repro("long-responses-dropped"),
+    "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1")), draws=False),
     "accumulation": Repro("gradient-depends-on-accumulation", draws=False),
 }
 LEFT_OUT = {

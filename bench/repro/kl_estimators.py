@@ -4,7 +4,7 @@
     python -m bench.repro.kl_estimators --draw        table and figure from the results that are there, in seconds
 
 The demo's task, model and recipe. Four updates per rollout: the first is on-policy, the later ones are not, and there
-k1's gradient points away from the KL's (`fused-rl kl-report` prints the expectations). A control takes one update per
+k1's gradient points away from the KL's (docs/losses.md has the expectations). A control takes one update per
 rollout, where k1's expected gradient is zero. What counts is the exact KL to the starting model, from the logits of
 both; it steers nothing. Runs follow one another in one process on one core; finished ones are kept, so that the same
 command goes on after an interruption.

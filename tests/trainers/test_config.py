@@ -8,7 +8,7 @@ import pytest
 
 import fused_rl
 from fused_rl.trainers import cli, grpo, ppo, sft
-from fused_rl.trainers.commands import eval, kl_report
+from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import help
 from fused_rl.trainers.options.config import InputError, in_words, names_of, to_yaml
 from fused_rl.trainers.options.parse import parse
@@ -217,7 +217,7 @@ def test_help_is_in_sections_and_tells_types_in_words(monkeypatch, capsys):
 
 
 def test_every_option_of_every_command_stands_in_one_section():
-    configs = [eval.EvalConfig, kl_report.KLReportConfig, *trainers()]
+    configs = [eval.EvalConfig, *trainers()]
     for config_class in configs:
         found = help.sections(config_class)
         assert sorted(sum(found.values(), [])) == sorted(names_of(config_class))

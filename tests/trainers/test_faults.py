@@ -37,7 +37,6 @@ GOOD = {
         *shlex.split("--max_new_tokens 4"),
     ],
     "eval": shlex.split("--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"),
-    "kl-report": shlex.split("--model model --reference model --prompts rows.jsonl --samples 1 --max_new_tokens 4"),
 }
 
 

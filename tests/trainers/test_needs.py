@@ -6,14 +6,14 @@ import re
 import pytest
 
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
-from fused_rl.trainers.commands import eval, kl_report
+from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options.config import InputError, names_of
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy.credit import adapted, check_credit
 from fused_rl.trainers.policy.options import POLICY_NEEDS
 
 TRAINERS = {"sft": sft.SFTConfig, "reward": reward.RewardConfig, "grpo": grpo.GRPOConfig, "ppo": ppo.PPOConfig}
-COMMANDS = TRAINERS | {"eval": eval.EvalConfig, "kl-report": kl_report.KLReportConfig}
+COMMANDS = TRAINERS | {"eval": eval.EvalConfig}
 
 # Options that mean something whatever the others are.
 ALWAYS = {
@@ -135,16 +135,8 @@ REFUSED = {
         **dict.fromkeys(("--verifier_weights=[1]", "--solved_at=[1]"), "without --verifiers"),
         "--overwrite": "without --output_dir",
     },
-    "kl-report": dict.fromkeys(
-        (
-            *("--behaviour=m", "--prompt_column=q", "--raw_prompt", "--chat_template_kwargs={a: 1}", "--num_prompts=3"),
-            *("--samples=3", "--max_new_tokens=3", "--temperature=2", "--batch_size=3", "--seed=3"),
-        ),
-        r"has no meaning without two models .--model.",
-    ),
 }
 GIVEN = dict.fromkeys(COMMANDS, TRAIN) | {"grpo": POLICY, "ppo": POLICY, "eval": "--model=m --dataset=d.jsonl"}
-GIVEN["kl-report"] = ""
 CASES = sum(([(command, words) for words in refused] for command, refused in REFUSED.items()), [])
 
 

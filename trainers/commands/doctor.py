@@ -2,7 +2,6 @@
 
     fused-rl doctor runs/demo/grpo              what its metrics show: exit status 0 no finding, 1 findings, 2 no run
     fused-rl doctor                             what this machine lacks
-    fused-rl doctor --null --config x.yaml      how much of a config's ratio, clipping, KL and mismatch is noise
 
 Nothing is imported here: the doctor of the machine must begin where packages are missing.
 """
@@ -63,33 +62,26 @@ def look(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fused-rl doctor",
         description=__doc__.split("\n", 1)[0],
-        epilog="Without a run it looks at this machine; fused-rl doctor --null --help tells of the noise floor. The "
-        "exit status is 0 without findings, 1 with findings or unfinished, 2 for what is no run.",
+        epilog="Without a run it looks at this machine. The exit status is 0 without findings, 1 with findings or "
+        "unfinished, 2 for what is no run.",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the output_dir of a run")
-    parser.add_argument("--null", action="store_true", help="train at learning rate 0, with the options that follow")
     folders = parser.parse_args(argv).runs
     if folders:
         return int(False in [of_run(folder) for folder in folders])
-    from fused_rl.trainers.doctor import machine
+    from fused_rl.trainers.commands import machine
 
     return machine.look()
 
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--null" in argv:
-        from fused_rl.trainers.doctor import null
-
-        null.main([word for word in argv if word != "--null"])
-        return
     from fused_rl.trainers.base.screen import kept_up, tell
     from fused_rl.trainers.options.errors import InputError
 
     with kept_up():
         try:
-            status = look(argv)
+            status = look(sys.argv[1:] if argv is None else argv)
         except InputError as error:
             tell(f"fused-rl doctor: error: {error}", to_errors=True)
             status = 2

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-ALL, TRAINERS, READERS = "sft grpo reward kl-report eval", "sft grpo reward", "sft grpo kl-report eval"
+ALL, TRAINERS, READERS = "sft grpo reward eval", "sft grpo reward", "sft grpo eval"
 
 
 class Case(NamedTuple):

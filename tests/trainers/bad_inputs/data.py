@@ -1,6 +1,5 @@
 """Rows and files of rows that a command must refuse."""
 
-import codecs
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,10 @@ def columns_of(command: str) -> dict:
 
 def data(commands: str, title: str, content: str | bytes, message: str, name="data.jsonl", **fields) -> list[Case]:
     """A dataset with this content."""
-    which = {"kl-report": "--prompts"}
     made, more = [], fields.pop("options", ())
     for command in commands.split():
         write = _writer(name, content)
-        made += of(command, title, message, which.get(command, "--dataset"), name, *more, spoil=write, **fields)
+        made += of(command, title, message, "--dataset", name, *more, spoil=write, **fields)
     return made
 
 
@@ -52,8 +50,7 @@ def cell(commands: str, column: str, value, message: str, **fields) -> list[Case
 
 def files(commands: str, title: str, spoil: Callable[[Path], None], name: str, message: str, *more: str) -> list[Case]:
     """A dataset that `spoil` makes."""
-    which = {"kl-report": "--prompts"}
-    return [Case(c, title, message, (which.get(c, "--dataset"), name, *more), spoil) for c in commands.split()]
+    return [Case(c, title, message, ("--dataset", name, *more), spoil) for c in commands.split()]
 
 
 def a_table(folder: Path, rows: list[dict], name: str = "data.parquet") -> None:
@@ -96,45 +93,22 @@ DATA = [
         spoil=saved_in_splits,
     ),
     *data(ALL, "an empty file", "", "data.jsonl has no rows"),
-    *data("sft", "nothing but newlines", "\n\r\n\n", "data.jsonl has no rows"),
-    *data("sft", "spaces", "   \n", "data.jsonl has no rows"),
-    *data("sft", "a BOM and nothing else", codecs.BOM_UTF8, "data.jsonl has no rows"),
     *data("sft", "UTF-16", '{"question": "a", "answer": "b"}\n'.encode("utf-16"), "line 1, byte 1: not UTF-8"),
-    *data("sft", "NULs", bytes(100), "line 1, character 1: not JSON"),
-    *data("sft", "random bytes", bytes(range(128, 256)), "line 1, byte 1: not UTF-8"),
     *data("sft", "a JSON list over lines", "[\n{}\n]\n", "line 1.*not JSON"),
     *data("sft", "a number", "3\n", "line 1: expected a JSON object, got int"),
-    *data("sft", "null", "null\n", "line 1: expected a JSON object, got NoneType"),
     *data("sft", "CSV of ragged rows", "question,answer\n1,2,3\n", "line 2: 3 cells below 2 names", "data.csv"),
     *data("sft", "CSV with an open quote", 'question,answer\n"1,2\n', "data.csv, line 2: not CSV", "data.csv"),
-    *data("sft", "CSV with a column twice", "a,a\n1,2\n", "must name each column once", "data.csv"),
     *data("sft", "CSV of bytes", b"question,answer\n\xff,2\n", "data.csv, byte 17: not UTF-8", "data.csv"),
-    *data("sft", "CSV of conversations", "messages\n[]\n", "write conversations as .jsonl", "data.csv"),
     *data("sft", "an empty JSON list", "[]", "data.json has no rows", "data.json"),
     *data("sft", "half a JSON list", '[{"question": "a"},\n', "data.json, line 2, character 1: not JSON", "data.json"),
-    *data("sft", "a JSON list of numbers", "[1]", "data.json, row 1: expected a JSON object, got int", "data.json"),
-    *data(
-        "sft", "a JSON list under a name", '{"data": [{"question": "a"}]}', r"one JSON object, of \['data'\]", "d.json"
-    ),
-    *data(
-        "sft",
-        "columns as JSON",
-        '{\n "question": ["a"],\n "answer": ["b"]\n}',
-        "one JSON object, of .'answer'",
-        "d.json",
-    ),
-    *data("sft", "half a JSON object", '{"question": "a",\n', "d.json, line 1, character 18: not JSON", "d.json"),
+    *data("sft", "columns as JSON", '{\n "question": ["a"]\n}', "d.json, line 1, character 2: not JSON", "d.json"),
     *data("sft", "CSV with semicolons", "question;answer\n1;2,5\n", "'question;answer', has no commas", "data.csv"),
-    *data("sft", "CSV with tabs", "question\tanswer\n1\t2\n", "has no commas; save the file with commas", "data.csv"),
     *data(
         "sft",
         "CSV without names",
         "1+1?,2\n" + 5 * "2+2?,4\n",
         r"'prompt' is missing; the row has .'1\+1",
         "data.csv",
-    ),
-    *data(
-        "sft", "CSV that begins blank", "\nquestion,answer\n1,2\n", "must name each column once, got ..$", "data.csv"
     ),
     *data(
         "sft",
@@ -144,20 +118,9 @@ DATA = [
         "d.jsonl.gz",
     ),
     *data("sft", "a text file", "a", "only .jsonl, .json, .csv, .parquet files are read", "data.txt"),
-    *data("sft", "text as Parquet", "PAR1 no", "data.parquet cannot be read as Parquet", "data.parquet"),
-    *data("sft", "an empty Parquet file", "", "data.parquet cannot be read as Parquet", "data.parquet"),
     *data(READERS, "all prompts too long", LONG * 12, r"(all \d+ rows are longer|20\d+ tokens, but the model has 128)"),
-    *data("sft", "a huge line", "x" * 20_000_000, "data.jsonl, line 1, character 1: not JSON"),
-    *data("sft", "a huge line of other text", "[" + "1," * 10_000_000, "data.jsonl, line 1, character .*: not JSON"),
     *files("sft", "half a Parquet file", half_a_table, "data.parquet", "data.parquet cannot be read as Parquet"),
     *files(ALL, "no such file", lambda folder: None, "none.jsonl", "dataset file none.jsonl does not exist"),
-    *files(
-        "sft",
-        "a folder named as a file",
-        lambda f: (f / "d.jsonl").mkdir(),
-        "d.jsonl",
-        "not exist, or is a folder",
-    ),
     *files(ALL, "an empty folder", a_folder, "set", "dataset='set'"),
     *files(
         "sft", "a folder of broken rows", lambda f: a_folder(f, train="{"), "set", "train.jsonl, line 1, .*not JSON"
@@ -187,16 +150,7 @@ DATA = [
         "data.parquet",
         "data.parquet, row 1: " + TEXT_OR_MESSAGES,
     ),
-    *files(
-        "sft",
-        "bytes in Parquet",
-        lambda f: a_table(f, [{"question": b"\xff", "answer": b"2"}] * 5),
-        "data.parquet",
-        "data.parquet, row 1: " + TEXT_OR_MESSAGES,
-    ),
-    *files("sft", "Parquet without rows", lambda f: a_table(f, tiny.sums(1)[:0]), "data.parquet", "has no rows"),
-    *words("sft", "--dataset openai/gsm9k", "dataset=openai/gsm9k is neither there"),
-    *words("sft", "--dataset /", "overwrite would delete run/checkpoints, which lies in dataset=/"),
+    *words("sft", "--dataset openai/gsm9k", "dataset=openai/gsm9k does not exist here or on the Hub"),
     *of("sft", "a dataset whose name is empty", "dataset", "--dataset", ""),
     *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words("reward", "--reference_dataset none.jsonl", "dataset file none.jsonl does not exist"),
@@ -217,19 +171,9 @@ DATA = [
     *line(ALL, "{", "character 2: not JSON"),
     *line(ALL, b'{"question": "\xff"}', "not UTF-8"),
     *line(ALL, "[1]", "expected a JSON object, got list"),
-    *line("sft", '{"question": "a", "answer": "b"} {}', "not JSON: Extra data"),
     *line("sft", '{"question": "a", "answer": "b",}', "not JSON"),
     *line("sft", "{'question': 'a'}", "not JSON"),
-    *line("sft", '{"question": "a", "question": "b", "answer": "c"}', "key 'question' stands 2 times"),
-    *line("sft", '{"question": "a\tb", "answer": "c"}', "not JSON: Invalid control character"),
-    *cell(READERS, "question", "a\ud800", "half a surrogate"),
-    *cell("reward", "chosen", "\udfffa", "half a surrogate"),
-    *line("sft", '{"question": "a", "answer": "b\\udfff"}', "half a surrogate"),
-    *line(ALL, "[" * 100_000, "nested too deeply"),
-    *line("sft", '{"question": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-    *line("sft", '{"question": ' + "9" * 5000 + ', "answer": "b"}', "question.* must be text|too many digits|not JSON"),
     *line("sft", "{}", r"column '\w+' is missing"),
-    *cell(READERS, "question", None, "column 'question' is null; mend or remove the row"),
     *cell("sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"),
     *cell("reward", "chosen", "b<end>c", "the completion spells '<end>'"),
     *line("sft", json.dumps({"question": [USER, CALLS]}), "turn has tool_calls, but the chat template leaves it out"),
@@ -238,19 +182,11 @@ DATA = [
         "reward", json.dumps({"chosen": [USER, CALLS], "rejected": [USER, ASSISTANT]}), "but the chat template leaves"
     ),
     *cell(READERS, "tools", [{"name": "f"}], "the row has tools, but the chat template does not read them"),
-    *cell("sft grpo", "tools", "[]", "column 'tools' must be a list of functions as JSON objects"),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
-    *cell("sft", "question", True, TEXT_OR_MESSAGES),
-    *cell("sft", "question", float("nan"), TEXT_OR_MESSAGES),
-    *cell("sft", "question", {"role": "user"}, TEXT_OR_MESSAGES),
     *cell(READERS, "question", [], TEXT_OR_MESSAGES),
     *cell("sft", "question", ["a"], TEXT_OR_MESSAGES),
-    *cell("sft", "question", [USER, "a"], TEXT_OR_MESSAGES),
-    *cell("sft", "question", [{"role": "user"}], TEXT_OR_MESSAGES),
-    *cell("sft", "question", [{"content": "a"}], TEXT_OR_MESSAGES),
     *cell(READERS, "question", [{"role": "user", "content": None}], TEXT_OR_MESSAGES),
     *cell("sft", "question", [{"role": "user", "content": [{"type": "text", "text": "a"}]}], TEXT_OR_MESSAGES),
-    *cell("sft", "question", [{"role": 1, "content": "a"}], TEXT_OR_MESSAGES),
     *cell(READERS, "question", json.dumps([USER]), "column 'question' is a text that spells messages"),
     *cell(READERS, "question", str([USER, ASSISTANT]), "column 'question' is a text that spells messages"),
     *cell(READERS, "question", [{"from": "human", "value": "a"}], TEXT_OR_MESSAGES),
@@ -268,33 +204,14 @@ DATA = [
     *cell("sft", "answer", json.dumps([ASSISTANT]), "column 'answer' is a text that spells messages"),
     *cell(READERS, "question", [ASSISTANT], "the assistant's messages alone"),
     *cell("sft", "answer", 5, "column 'answer' must be text, or with a chat template"),
-    *cell("sft", "answer", None, "column 'answer' is null; mend or remove the row"),
-    *cell("sft", "answer", ["a"], "column 'answer' must be text, or with a chat template"),
-    *cell("sft", "answer", {"a": 1}, "column 'answer' must be text, or with a chat template"),
-    *cell("reward", "chosen", None, "column 'chosen' is null"),
     *cell("reward", "chosen", 3, "column 'chosen' must be text"),
-    *cell("reward", "chosen", ["a"], "column 'chosen' must be text or messages"),
-    *cell("reward", "chosen", [], "column 'chosen' must be text"),
-    *cell("reward", "chosen", {"role": "assistant"}, "column 'chosen' must be text"),
-    *cell("reward", "chosen", [{"role": "assistant"}], "column 'chosen' (must be text|is missing)"),
-    *cell("reward", "chosen", [{"role": "assistant", "content": 3}], "column 'chosen' must be text"),
-    *cell("reward", "chosen", [USER, {"role": "assistant", "content": None}], "column 'chosen' must be text"),
     *cell("reward", "rejected", [ASSISTANT, USER], "column 'rejected' must be text, or messages that end"),
-    *cell("reward", "rejected", [{"content": "a"}], "column 'rejected' must be text"),
     *cell("reward", "prompt", 3, "column 'prompt' must be text"),
-    *cell("reward", "prompt", ["a"], "column 'prompt' must be text or messages"),
-    *cell("reward", "prompt", [], "column 'prompt' must be text"),
     *cell("reward", "prompt", [USER, ASSISTANT], "column 'prompt' ends with the assistant's turn"),
     *cell("reward", "prompt", [{"role": "user", "content": None}], "column 'prompt' must be text"),
-    *cell("reward", "prompt", None, "column 'prompt' is null; mend or remove the row"),
     *cell("reward", "chosen", json.dumps([USER, ASSISTANT]), "column 'chosen' is a text that spells messages"),
     *cell("reward", "chosen", [USER, ASSISTANT], "column 'chosen' holds several messages, and the prompt is none of"),
     *cell("reward", "chosen", [ASSISTANT, USER, ASSISTANT], "holds several messages, and the prompt is none of them"),
     *cell("reward", "margin", float("nan"), "column 'margin' must be a number, got nan"),
-    *cell("reward", "margin", float("inf"), "column 'margin' must be a number, got inf"),
     *cell("reward", "margin", "much", "column 'margin' must be a number, got 'much'"),
-    *cell("reward", "margin", True, "column 'margin' must be a number, got True"),
-    *cell("reward", "margin", [1], r"column 'margin' must be a number, got \[1\]"),
-    *cell("reward", "margin", 10**400, "column 'margin' must be a number"),
-    *cell("reward", "margin", 1e300, "column 'margin' must be a number"),
 ]

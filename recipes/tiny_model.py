@@ -1,11 +1,18 @@
-"""Small Llamas with random weights, and tokenizers learnt from the data itself, as folders: nothing needs the Hub."""
+"""A small Llama with random weights and a tokenizer that is learned from your rows, as a folder: nothing needs the Hub.
 
-from collections.abc import Iterable
+    python -m fused_rl.recipes.tiny_model --dataset train.jsonl --output_dir tiny
+
+It has a chat template, and every trainer takes its folder. It knows nothing: begin with `fused-rl sft`.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from fused_rl.trainers.data.rows import load_rows
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT = (PAD, EOS, "<system>", "<user>", "<assistant>")
-SMALLEST_VOCABULARY = 256 + len(CHAT)  # every byte
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -65,3 +72,33 @@ def save_llama(folder: Path, tokenizer, seed: int, *, layers: int, hidden_size: 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """Every text in a row, those of its messages too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_of(part)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m fused_rl.recipes.tiny_model`."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--dataset", required=True, help="rows whose texts the tokenizer learns from")
+    parser.add_argument("--output_dir", required=True, type=Path, help="new folder of the model")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden_size", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--max_length", type=int, default=256, help="positions, in tokens")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights")
+    given = parser.parse_args(argv)
+    given.output_dir.mkdir(parents=True)
+    tokenizer = learn_tokenizer(texts_of(load_rows(given.dataset).rows), 512, chat=True)
+    sizes = {"layers": given.layers, "hidden_size": given.hidden_size, "positions": given.max_length}
+    weights = save_llama(given.output_dir, tokenizer, given.seed, **sizes)
+    print(f"{given.output_dir}: a Llama with {weights:,} random weights and {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""At learning rate 0 a run in this process has no noise at all: each ratio is exactly 1, whatever its batches are."""
+
+import pytest
+import torch
+import yaml
+
+from bench.repro import null_run
+from fused_rl.trainers.models.language_model import LanguageModel
+from tests.marks import slow
+from tests.trainers import fake_server, runs
+
+GRPO = {"verifiers": runs.VERIFIER, "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "max_new_tokens": 6}
+GRPO |= {"zero_stage": 0, "temperature": 0.8, "kl_coef": 0.01, "lr": 0.5, "warmup_steps": 2, "overwrite": True}
+PPO = GRPO | {"group_size": 2, "epochs": 2, "target_kl": 0.1, "critic_lr": 0.5}
+CASES = [
+    ("grpo", {"micro_batch_size": 3, "share_prompts": False}),  # which do not divide
+    ("grpo", {"micro_batch_size": 8, "share_prompts": True}),
+    ("ppo", {"micro_batch_size": 3}),
+    slow(("grpo", {"micro_batch_size": 1})),
+    slow(("grpo", {"loss_from": "logits"})),
+    slow(("grpo", {"top_p": 0.9})),
+    slow(("grpo", {"dtype": "bfloat16", "zero_stage": 1})),
+    slow(("grpo", {"preset": "gspo", "lora_rank": 2})),
+    slow(("grpo", {"lag": 1})),
+]
+
+
+def options_of(files, trainer, **options):
+    return {"model": files[0], "dataset": files[1]} | (GRPO if trainer == "grpo" else PPO) | options
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_process_there_is_no_noise_at_all(case, files):
+    trainer, options = case
+    history = null_run.measured(trainer, options_of(files, trainer, **options))
+    assert len(history) == null_run.STEPS and null_run.STILL.keys() <= history[0].keys()
+    assert null_run.noise(history) == {}
+
+
+def test_noise_is_found_and_is_status_1(files, tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(options_of(files, "grpo", output_dir=str(tmp_path / "run"))))
+    assert null_run.main(["grpo", "--config", str(config)]) == 0
+    assert "every value is exact" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    forward = LanguageModel.forward
+
+    def noisy(self, *args, **options):
+        scored = forward(self, *args, **options)
+        return scored._replace(logprobs=scored.logprobs + 1e-3 * torch.randn(scored.logprobs.shape))
+
+    monkeypatch.setattr(LanguageModel, "forward", noisy)
+    assert null_run.main(["grpo", "--config", str(config)]) == 1
+    assert "NOT exact" in capsys.readouterr().out
+
+
+def test_through_a_server_the_noise_is_the_servers(files, tmp_path):
+    with fake_server.serving("vllm", files[0]) as fake:
+        options = {"server": [fake.url], "max_prompt_length": 64, "output_dir": str(tmp_path / "run")}
+        history = null_run.measured("grpo", options_of(files, "grpo", **options))
+    assert null_run.noise(history) == {}  # the trainer measures the responses itself
+    assert history[-1]["rollout/logprob_diff_max"] < 1e-4 and not list(tmp_path.iterdir())
