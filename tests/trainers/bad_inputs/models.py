@@ -170,9 +170,7 @@ def run(folder):
 
 
 MODELS = [
-    *of(
-        TRAINERS, "the folder of a run", "model=its is the folder of a run: give its/model", "--model", "its", spoil=run
-    ),
+    *of(TRAINERS, "a run", "its is the folder of a run: give its/model", "--model", "its", spoil=run),
     *model(ALL, is_not_there, "model"),
     *model(ALL, is_an_empty_folder, "model"),
     *model(ALL, without_config, "model.* neither a local folder|comes without a tokenizer|cannot be loaded"),
@@ -203,7 +201,7 @@ MODELS = [
     *words(
         TRAINERS,
         "--model Qwen/Qwen2.5-0.5B-Instrukt",
-        "model=Qwen/Qwen2.5-0.5B-Instrukt does not exist here or on the Hub",
+        "0.5B-Instrukt does not exist here or on the Hub",
     ),
     *words("sft", "--model ./nobody/here", "nobody/here"),
     *words("sft", "--model a/b/c/d", "a/b/c/d"),
