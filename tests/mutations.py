@@ -421,19 +421,19 @@ MUTATIONS = {
         "tests/trainers/test_server_calls.py -k stop_token",
     ),
     "all responses are drawn with one seed": Mutation(
-        "trainers/samplers/server.py",
+        "trainers/servers/sampler.py",
         "None if seed is None else [seed]",
         "None if seed is None else [seeds[0]]",
         "tests/trainers/test_server.py -k turn",
     ),
     "a version is taken for the one that was published": Mutation(
-        "trainers/samplers/server.py",
+        "trainers/servers/sampler.py",
         "weight_version=versions.get(server, told.weight_version)",
         "weight_version=self.step",
         "tests/trainers/test_server.py -k versions",
     ),
     "the folder before goes when the next one is written": Mutation(
-        "trainers/samplers/server.py",
+        "trainers/servers/sampler.py",
         "            if other != folder:\n",
         "            if True:\n",
         "tests/trainers/test_server.py -k folder",

@@ -30,8 +30,8 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.http import connect
 from fused_rl.trainers.servers.digests import tensors_of
+from fused_rl.trainers.servers.kinds import connect
 from fused_rl.trainers.servers.verify import EXACT, Expected, Verifier, scored
 
 RESULTS = results.RESULTS / "repro" / "stale_server.json"

@@ -71,7 +71,7 @@ def fake(request, folder):
 
 @pytest.fixture
 def server(fake):
-    from fused_rl.trainers.samplers.http import connect
+    from fused_rl.trainers.servers.kinds import connect
     from tests.trainers.served import QUICK
 
     return connect(fake.url, **QUICK)

@@ -22,8 +22,8 @@ from fused_rl.trainers.rollouts.lag import Ahead
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import folder as run_folder
-from fused_rl.trainers.samplers import server
 from fused_rl.trainers.samplers.copied import CopySampler
+from fused_rl.trainers.servers import sampler as server
 from tests.marks import slow
 from tests.trainers import fake_server, killed, served, tiny
 from tests.trainers.killed import UNDISTURBED, Moment

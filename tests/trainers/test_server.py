@@ -16,9 +16,9 @@ from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.run import folder as run_folder
-from fused_rl.trainers.samplers import server
-from fused_rl.trainers.samplers.server import ServerSampler
 from fused_rl.trainers.servers import inference
+from fused_rl.trainers.servers import sampler as server
+from fused_rl.trainers.servers.sampler import ServerSampler
 from tests.marks import SLOW
 from tests.trainers import fake_server, killed, runs, served, tiny
 

@@ -24,9 +24,9 @@ from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response
-from fused_rl.trainers.samplers.http import connect
 from fused_rl.trainers.servers.digests import to_compare
 from fused_rl.trainers.servers.inference import Server
+from fused_rl.trainers.servers.kinds import connect
 from fused_rl.trainers.servers.verify import Expected, Probe, Verifier, scored
 
 PUBLISHED = "published"  # in the folder of a run
