@@ -13,8 +13,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import folder as run_folder
-from fused_rl.trainers.run import hub
+from fused_rl.trainers.run import hub, store
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -66,7 +65,7 @@ def refused(files, output_dir, message: str, **options) -> None:
     """Training is refused in one line that matches."""
     with pytest.raises(InputError, match=message) as error:
         sft.train(config_of(files, output_dir, push_to_hub=True, **options))
-    run_folder.release()
+    store.release()
     assert "\n" not in str(error.value)
 
 
@@ -122,8 +121,6 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_pa
     )
     refused(files, tmp_path / "run", words, save_every=0)
     assert tiny.weights(model) and not (tmp_path / "run" / "checkpoints").exists()
-    run_folder.take(tmp_path / "run")  # and the folder is free
-    run_folder.release()
 
 
 @pytest.mark.parametrize("options", [{"hub_model_id": "a"}, {"hub_private_repo": True}])

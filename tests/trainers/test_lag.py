@@ -21,7 +21,7 @@ from fused_rl.trainers.rollouts import lag
 from fused_rl.trainers.rollouts.lag import Ahead
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from fused_rl.trainers.samplers.copied import CopySampler
 from fused_rl.trainers.servers import sampler as server
 from tests.marks import slow
@@ -464,7 +464,7 @@ def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path)
     for other in (2, 0):
         with pytest.raises(InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"):
             grpo_run(files, stopped, lag=other, **KEPT, resume=True)
-        run_folder.release()  # as the command does when it ends
+        store.release()  # as the command does when it ends
 
 
 def test_corrections_are_for_lag_and_refused_without(files, tmp_path):
@@ -486,7 +486,7 @@ def test_an_error_in_the_thread_ends_the_run_with_its_own_line(files, tmp_path, 
     with pytest.raises(InputError, match="^the wire is cut$"):
         grpo_run(files, tmp_path / "run", lag=1, **KEPT)
     assert not all(threads)
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-1"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
     monkeypatch.undo()
 
 
@@ -534,7 +534,7 @@ class Silent(Told):
 def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
     with pytest.raises(InputError, match="lag=1 trains on responses of earlier weights.* or leave lag out$"):
         grpo.train(grpo_config(files, tmp_path / "run", lag=1), sampler=Silent)
-    run_folder.release()
+    store.release()
 
 
 SERVED = [("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2), slow("ppo", "sglang", 1)]
@@ -549,7 +549,7 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
         with fake_server.serving(kind, files[0]) as fake:
             options |= {"server": [fake.url], "lag": k, "steps": 3, "eval_size": 0, "max_prompt_length": 40, **KEPT}
             RUNS[trainer](files, tmp_path / name, **options)
-        run_folder.release()
+        store.release()
 
     run("thread")
     with monkeypatch.context() as patch:
@@ -569,9 +569,9 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
 
 
 KILLED = {
-    "as a checkpoint is begun": [Moment(1, "step-2.tmp")],
-    "as the rollouts are written": [Moment(2, "rng-0.pt", 0.002)],
-    "while a rollout is drawn": [Moment(3, "metrics.jsonl", 0.02), Moment(1, "latest", 0.03)],
+    "as a checkpoint is begun": [Moment(1, "unfinished-step-2")],
+    "as the rollouts are written": [Moment(2, "rank-0.pt", 0.002)],
+    "while a rollout is drawn": [Moment(3, "metrics.jsonl", 0.02), Moment(2, "unfinished-step-1", 0.03)],
     "before anything was saved": [Moment(2, "metrics.jsonl")],
     "as the model is saved": [Moment(1, "run/model", 0.01)],
 }
@@ -586,7 +586,7 @@ def test_a_killed_run_goes_on_bit_for_bit(kind, moments, made, files, tmp_path):
     (tmp_path / "config.yaml").write_text(argv)
     statuses = []
     for moment in [*moments, UNDISTURBED]:
-        resumes = ["--resume"] if (tmp_path / "run" / "checkpoints" / "latest").exists() else ["--overwrite"]
+        resumes = ["--resume"] if store.steps_in(tmp_path / "run" / "checkpoints") else ["--overwrite"]
         statuses += killed.run(kind, ["--config", "config.yaml", *resumes], tmp_path, moment)
     assert statuses[-1] == 0 and -signal.SIGKILL in statuses, (tmp_path / "log").read_text()
     assert_equal_runs(tmp_path / "run", whole)

@@ -17,7 +17,7 @@ from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.distributed import run_distributed
 from tests.trainers import figures
@@ -213,7 +213,7 @@ def test_a_model_whose_rows_hold_one_response_is_told_and_refused_where_they_mus
     assert told in capsys.readouterr().out
     with pytest.raises(InputError, match="share_prompts: sliding_window=4 is shorter .*; drop --share_prompts"):
         reward.train(make_config(folder, **options, share_prompts=True, overwrite=True))
-    run_folder.release()
+    store.release()
 
 
 def test_dry_run(folder, capsys):

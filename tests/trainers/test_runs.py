@@ -17,6 +17,7 @@ from fused_rl.trainers.models import language_model, packing
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import evaluate, policy, prepare
 from fused_rl.trainers.rollouts import roll_out
+from fused_rl.trainers.run import store
 from fused_rl.trainers.scorers.load import load_scorers
 from tests.distributed import run_distributed
 from tests.trainers import figures, runs, tiny
@@ -157,8 +158,12 @@ def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp
     stopped, options = tmp_path / "stopped", {"steps": 5, "eval_size": 0}
     runs.stopped_after(grpo, grpo_config(files, stopped, **options), 3)
     assert tiny.read_metrics(stopped)[-1]["step"] == 3
-    assert (stopped / "checkpoints" / "latest").read_text() == "step-3"
-    assert not list(stopped.rglob("*.tmp")) and not (stopped / "model").exists() and (stopped / "curves.png").exists()
+    assert store.steps_in(stopped / "checkpoints") == [3]
+    assert (
+        not list(stopped.rglob(".unfinished*"))
+        and not (stopped / "model").exists()
+        and (stopped / "curves.png").exists()
+    )
     grpo.train(grpo_config(files, tmp_path / "whole", **options))
     grpo.train(grpo_config(files, stopped, resume=True, **options))
     assert_same_weights(tmp_path / "whole", stopped)
@@ -171,8 +176,8 @@ def test_old_checkpoints_go_and_a_folder_is_not_overwritten_unasked(files, tmp_p
         sft.train(sft_config(files, tmp_path, resume=True))
     sft.train(config)
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert left == ["latest", "step-3", "step-4"]
-    with pytest.raises(InputError, match="already holds a run.*--resume.*--overwrite"):
+    assert left == ["step-3", "step-4"]
+    with pytest.raises(InputError, match="is not empty.*--resume.*--overwrite"):
         sft.train(config)
     sft.train(sft_config(files, tmp_path, overwrite=True, steps=1))
     assert [m["step"] for m in tiny.read_metrics(tmp_path)] == [0, 1]

@@ -18,12 +18,10 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.seeds import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
-from fused_rl.trainers.run import checkpoint
 from fused_rl.trainers.samplers import build
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 from tests.trainers.served import logprobs
-from tests.trainers.test_writing import Files
 
 CPU = torch.device("cpu")
 PROMPTS = [Prompt([1, 70], {}, f"d.jsonl, line {i}") for i in (1, 2)]
@@ -185,26 +183,6 @@ def test_seeds_draw_from_a_generator_of_their_own():
     assert torch.equal(torch.get_rng_state(), before) and first != then
     seeds.load_state_dict(state)
     assert seeds.draw(3) == then and Seeds(5).draw(4) == first != Seeds(6).draw(4)
-
-
-def test_a_checkpoint_of_before_there_were_seeds_leaves_those_that_a_run_begins_with(files, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    checkpoints = checkpoint.Checkpoints(grpo_config(files, tmp_path, save_every=1, resume=True))
-    drawn, fresh = Seeds(5), Seeds(5)
-    drawn.draw(9)
-
-    for step, own, expected in ((1, {"seeds": drawn}, drawn), (2, {}, fresh)):
-        checkpoints.save({"policy": Files()}, step, {"position": 0}, own)
-        if not own:  # as an earlier version wrote it
-            path = tmp_path / "checkpoints" / f"step-{step}" / "rng-0.pt"
-            kept = torch.load(path, weights_only=True)
-            assert kept.pop("own") == {}
-            torch.save(kept, path)
-        loaded = Seeds(5)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.engine, "load_engine", lambda *_: None)
-            checkpoints.load({"policy": Files()}, {"seeds": loaded})
-        assert torch.equal(loaded.generator.get_state(), expected.generator.get_state())
 
 
 # A sampler of the user's own.

@@ -58,7 +58,7 @@ def test_a_run_whose_screen_has_gone_goes_on_into_its_files(files, tmp_path, mon
     sft.main(argv(files, tmp_path / "run"))
     assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "run")] == [0, 1, 2]
     assert (tmp_path / "run" / "model" / "config.json").exists() and (tmp_path / "run" / "curves.png").exists()
-    with pytest.raises(SystemExit, match="already holds a run"):
+    with pytest.raises(SystemExit, match="is not empty"):
         sft.main(argv(files, tmp_path / "run"))
 
 

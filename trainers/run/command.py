@@ -13,8 +13,8 @@ from fused_rl.trainers.options.parse import Config, Refused, parse
 from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run import there
 from fused_rl.trainers.run.beginning import Arithmetic
-from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.loop import Stopped
+from fused_rl.trainers.run.store import RunFolder, release
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
@@ -34,7 +34,7 @@ def run(
             counted, steps = foresee(config, config)
             tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
             there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
-            Folder(config).foresee()
+            RunFolder(config).check()
             load_tokenizer(config.model, config.revision)  # a folder may be there, and be no model's
             return
         try:

@@ -5,7 +5,6 @@ Weights go through a folder on a disk that trainer and servers share: `published
 not there, and the one before it stays until all servers have taken it.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from queue import SimpleQueue
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ending, ranks, written
-from fused_rl.trainers.base.files import delete, storing, sync
+from fused_rl.trainers.base import ending, ranks
+from fused_rl.trainers.base.files import delete, storing
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -113,34 +112,20 @@ class ServerSampler:
             InputError: there is no room for the folder, a server did not take it, or a check failed; on every rank.
         """
         folder = self.folder / f"step-{step}"
-        unfinished = self.folder / "next.tmp"
         with storing("the weights for the servers", self.folder):
-            save(unfinished)
-
-        # The first rank alone asks; all of them hear what came of it.
+            if ranks.rank() == 0 and folder.exists():  # of the same step, before a resume
+                delete(folder)
+            save(folder)
+        # Only the first rank talks to the servers.
         probes: list[list[Probe]] = []
-
-        def push() -> None:
-            with storing("the weights for the servers", self.folder):
-                self._name(unfinished, folder)
-            probes.extend(self._push(folder, step))
-
-        ranks.on_first_rank_at_length(push)
+        ranks.on_first_rank_at_length(lambda: probes.extend(self._push(folder, step)))
         self.step = step
         self._verify(ranks.gather(probes)[0], step)
-
-    def _name(self, unfinished: Path, folder: Path) -> None:
-        """The folder is whole: listed as the run's, it gets its name."""
-        place = f"{self.folder.name}/{folder.name}"
-        written.add(self.folder.parent, [f"{place}/{name}" for name in written.names_below(unfinished)])
-        delete(folder)  # of the same step, before a resume
-        os.rename(unfinished, folder)
-        sync(self.folder)
 
     def _push(self, folder: Path, step: int) -> list[list[Probe]]:
         """On the first rank: all servers at once, then those folders go that no server needs any more."""
         _each(lambda server: server.push(folder, step), self.servers)
-        for other in self.folder.iterdir():
+        for other in self.folder.glob("step-*"):
             if other != folder:
                 delete(other)
         tensors = to_compare(folder, self.verifiers[0].pushes)
