@@ -12,7 +12,6 @@ import torch
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
@@ -246,12 +245,12 @@ def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_ano
         ppo.train(config_of(files, tmp_path / "a", eval_every=2))
     assert (tmp_path / "a" / "curves.png").stat().st_size > 0
     metrics = tiny.read_metrics(tmp_path / "a")
-    evaluation = {key for key in KEYS["ppo"] if key.startswith("eval/")}
+    evaluation = {key for key in tiny.usual("ppo") if key.startswith("eval/")}
     evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}
     for entry in metrics:
         entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
     scorers = runs.scores_of("reward_model", VERIFIER)
-    training = {"step", *KEYS["ppo"]} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
+    training = {"step", *tiny.usual("ppo")} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
     assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
     assert set(metrics[2]) == set(metrics[3]) == training | evaluation
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1

@@ -13,7 +13,6 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_train_eval
-from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.models import language_model, packing
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import evaluate, policy, prepare
@@ -195,9 +194,9 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert_same_weights(grpo_run, tmp_path / "again")
     metrics = tiny.read_metrics(grpo_run)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
-    evaluation = {k for k in KEYS["grpo"] if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
+    evaluation = {k for k in tiny.usual("grpo") if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
     verifier = runs.scores_of(VERIFIER)
-    training = {k for k in ("step", *KEYS["grpo"]) if not k.startswith("eval/")} | verifier
+    training = {k for k in ("step", *tiny.usual("grpo")) if not k.startswith("eval/")} | verifier
     for entry in metrics:
         entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
     training.add("eval/mean_length_solved")
@@ -303,8 +302,8 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     sft.train(sft_config(files, tmp_path, steps=30, lr=1e-2, eval_every=15))
     metrics = tiny.read_metrics(tmp_path)
     evaluation = {"eval/loss", "eval/accuracy"}
-    assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == {"step", *KEYS["sft"]} - evaluation
-    assert set(metrics[15]) == {"step", *KEYS["sft"]}
+    assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == {"step", *tiny.usual("sft")} - evaluation
+    assert set(metrics[15]) == {"step", *tiny.usual("sft")}
     assert metrics[-1]["eval/loss"] < 0.5 * metrics[0]["eval/loss"] and metrics[-1]["lr"] < 1e-3
     # Loss and accuracy before and after, from the definition.
     for model, found in ((files[0], metrics[0]), (str(tmp_path / "model"), metrics[-1])):
