@@ -263,7 +263,7 @@ MUTATIONS = {
         "trainers/base/engine.py",
         'return {"lr": last.lr, "optim/grad_norm": norm}',
         'return {"lr": engine.get_lr()[0], "optim/grad_norm": norm}',
-        "tests/trainers/test_checkpoint.py -k 'new_options or longer_run'",
+        "tests/trainers/test_store.py -k 'new_options or longer_run'",
     ),
     "a gradient that is not finite is trained on": Mutation(
         "trainers/base/engine.py",
