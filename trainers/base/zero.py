@@ -8,7 +8,7 @@ DeepSpeed's own step stays everywhere else, and for versions of DeepSpeed that w
 """
 
 import functools
-import logging
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -31,10 +31,8 @@ def own_step(config: EngineConfig) -> bool:
 def _compared() -> bool:
     import deepspeed
 
-    known = deepspeed.__version__.split("+")[0] in COMPARED
-    if not known:
-        told = "DeepSpeed %s: its own optimizer step, which takes ten times as long"
-        logging.getLogger(__name__).warning(told, deepspeed.__version__)
+    if not (known := deepspeed.__version__.split("+")[0] in COMPARED):
+        warnings.warn(f"DeepSpeed {deepspeed.__version__}: its own optimizer step, ten times as slow", stacklevel=2)
     return known
 
 
