@@ -18,7 +18,7 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
-from fused_rl.trainers.base.launch import divide_over
+from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
@@ -230,7 +230,7 @@ def train(config: RewardConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"), ranks.together():
+    with phase("read tokenizer and pairs"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
         pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config))

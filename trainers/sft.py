@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.launch import divide_over
+from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
@@ -199,7 +199,7 @@ def train(config: SFTConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"), ranks.together():
+    with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))

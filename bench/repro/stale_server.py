@@ -345,10 +345,7 @@ def main() -> None:
         torch.set_num_threads(1)
         engine.quiet()
         environment = machine.environment("cpu")  # before: the commit may change while it lasts
-        try:
-            rows = spring_all(arguments.folder.resolve())
-        finally:
-            engine.teardown()
+        rows = spring_all(arguments.folder.resolve())
         result = {"group": "stale_server", "environment": environment, "rows": rows}
         arguments.results.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(arguments.results, results.dumps(result))

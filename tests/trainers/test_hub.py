@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import hub, store
-from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 
@@ -127,29 +124,6 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_pa
 def test_where_to_push_without_pushing_is_refused(options, files, tmp_path):
     with pytest.raises(InputError, match="says where to push the model; add --push_to_hub"):
         sft.arithmetic(config_of(files, tmp_path, **options), 1)
-
-
-def slow_work(rank, world):
-    """Work of rank 0 that takes longer than two rounds of keeping in touch, and then fails."""
-    engine.setup(1)
-    ranks.IN_TOUCH, done = 0.2, []
-
-    def work():
-        time.sleep(0.7)
-        done.append(rank)
-        if len(done) > 1:
-            raise InputError("no more")
-
-    ranks.on_first_rank_at_length(work)
-    try:
-        ranks.on_first_rank_at_length(work)
-    except InputError as error:
-        return done, str(error)
-
-
-@pytest.mark.slow
-def test_all_ranks_wait_for_long_work_of_the_first_and_hear_how_it_ended():
-    assert run_distributed(slow_work, 2) == [([0, 0], "no more"), ([], "no more")]
 
 
 # Trackers.

@@ -5,7 +5,6 @@ import functools
 import os
 import signal
 import threading
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 
 from fused_rl.recipes.turns import Guessing
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.base import ending
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts import lag
@@ -23,7 +21,6 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from fused_rl.trainers.samplers.copied import CopySampler
-from fused_rl.trainers.servers import sampler as server
 from tests.marks import slow
 from tests.trainers import fake_server, killed, served, tiny
 from tests.trainers.killed import UNDISTURBED, Moment
@@ -326,54 +323,6 @@ def test_with_adapters_these_alone_are_copied(folder):
         assert torch.equal(copied[name], own)
         assert (copied[name] is own) == (name in shared) and not copied[name].requires_grad
     assert shared and shared < set(copied)
-
-
-def test_a_run_that_has_ended_breaks_off_what_is_drawn(lm):
-    drawn_from, passes = from_copy(lm), []
-
-    def third_pass(*_):
-        passes.append(1)
-        if len(passes) == 3:
-            ending.end()
-
-    ahead = Ahead(drawn_from, 1)
-    ahead.publish(0, nothing)
-    drawn_from.lm.register_forward_pre_hook(third_pass)
-    sampling = Sampling(1.0, 100, (999,), seeds=(1,))
-    begun = (1, 2, lambda later: [Prompt(PROMPTS[0], {})], 1, lambda count: sampling)
-    try:
-        ahead.begin(*begun)
-        with pytest.raises(CancelledError):
-            ahead.sample([PROMPTS[0]], sampling)
-        with pytest.raises(CancelledError):
-            ahead.publish(1, nothing)
-    finally:
-        ending.begin()
-    assert len(passes) == 3
-
-
-def test_a_run_that_has_ended_asks_servers_for_no_more(folder, tmp_path, monkeypatch):
-    served.hurry(monkeypatch)
-    monkeypatch.setattr(server, "AT_ONCE", 1)
-    policy = served.Policy(folder)
-    with fake_server.serving("vllm", folder) as fake:
-        sampler = served.sampler_of([fake], policy, tmp_path / "run")
-        sampler.publish(0, policy.save)
-        draw, drawn = fake.draw, []
-
-        def third(*args, **options):
-            drawn.append(args)
-            if len(drawn) == 3:
-                ending.end()
-            return draw(*args, **options)
-
-        fake.draw = third
-        try:
-            with pytest.raises(CancelledError):
-                sampler.sample(PROMPTS * 4, Sampling(0.9, 4, (3,), seeds=tuple(range(16))))
-        finally:
-            ending.begin()
-    assert len(drawn) == 3
 
 
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):

@@ -77,15 +77,14 @@ def look(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
-    from fused_rl.trainers.base.screen import kept_up, tell
+    from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.options.errors import InputError
 
-    with kept_up():
-        try:
-            status = look(sys.argv[1:] if argv is None else argv)
-        except InputError as error:
-            tell(f"fused-rl doctor: error: {error}", to_errors=True)
-            status = 2
+    try:
+        status = look(sys.argv[1:] if argv is None else argv)
+    except InputError as error:
+        tell(f"fused-rl doctor: error: {error}", to_errors=True)
+        status = 2
     if status:
         sys.exit(status)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base import ending, engine, ranks
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
@@ -87,17 +87,14 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
         )
-    ending.begin()
+    arithmetic(config, ranks.processes())
     device = engine.setup(config.seed)
     fingerprints.check_ranks({"command": config.command, **dataclasses.asdict(config)})
-    with ranks.together():
-        arithmetic(config, ranks.world_size())
     require_trackers(config)
     if config.push_to_hub:
         ranks.on_first_rank(lambda: hub.check(config))
     folder = RunFolder(config)
     folder.open()
-    with ranks.together():
-        there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
-        recorded = folder.state()["options"] if config.resume else {}
+    there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
+    recorded = folder.state()["options"] if config.resume else {}
     return Run(config, device, folder.path, recorded)

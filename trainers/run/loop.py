@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from fused_rl.trainers.base.files import storing
-from fused_rl.trainers.base.ranks import global_sum, on_first_rank_at_length, rank
+from fused_rl.trainers.base.ranks import barrier, global_sum, on_first_rank_at_length, rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
@@ -162,6 +162,7 @@ class Loop:
             release()
             if rank() == 0:
                 tell(f"stopped after step {self.step}; continue with --resume")
+            barrier()  # else two processes can abort at exit
             raise Stopped
 
     def finish(self, save: Callable[[Path], None]) -> str:

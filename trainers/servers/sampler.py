@@ -8,7 +8,7 @@ not there, and the one before it stays until all servers have taken it.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ending, ranks
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import delete, storing
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.errors import InputError
@@ -50,11 +50,10 @@ class ServerSampler:
 
     def __init__(self, urls: Sequence[str], folder: Path, expected: Expected):
         self.folder, self.expected, self.step = folder, expected, None
-        with ranks.together():
-            twice = [url for url in urls if list(urls).count(url) > 1]
-            if twice:
-                raise InputError(f"server={','.join(urls)} names {twice[0]} twice; give each once")
-            self.servers = [connect(url) for url in urls]
+        twice = [url for url in urls if list(urls).count(url) > 1]
+        if twice:
+            raise InputError(f"server={','.join(urls)} names {twice[0]} twice; give each once")
+        self.servers = [connect(url) for url in urls]
         self.verifiers = [Verifier(server, expected) for server in self.servers]
         ranks.on_first_rank_at_length(lambda: _each(Verifier.before_pushes, self.verifiers))
 
@@ -73,8 +72,6 @@ class ServerSampler:
         seeds = sampling.seeds or [None] * len(prompts)
 
         def ask(server: Server, prompt: list[int], seed: int | None) -> Response:
-            if ending.has_ended():  # the run of the thread that draws ahead, which nobody waits for
-                raise CancelledError
             return server.sample(prompt, 1, sampling, None if seed is None else [seed])[0]
 
         responses = _at_once(ask, list(zip(servers, prompts, seeds, strict=True)))
