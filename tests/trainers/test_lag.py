@@ -24,7 +24,7 @@ from fused_rl.trainers.samplers.copied import CopySampler
 from tests.marks import slow
 from tests.trainers import fake_server, killed, served, tiny
 from tests.trainers.killed import UNDISTURBED, Moment
-from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config, on_ranks, stopped_after
+from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 
 
 class InTurn:
@@ -391,14 +391,6 @@ def test_a_thread_is_one_after_the_other_bit_for_bit(kind, k, others, made, file
     assert_equal_runs(tmp_path / "turns", made(kind, k, others))
 
 
-@pytest.mark.parametrize(("kind", "k", "others"), CASES)
-def test_a_run_that_is_resumed_equals_the_uninterrupted_one(kind, k, others, made, files, tmp_path):
-    whole, stopped = made(kind, k, others), tmp_path / "stopped"
-    forget_after(whole, stopped, 2)
-    RUNS[kind](files, stopped, lag=k, resume=True, **KEPT, **OTHERS[others])
-    assert_equal_runs(stopped, whole)
-
-
 @pytest.mark.parametrize(("kind", "k"), [("grpo", 1), slow("ppo", 2)])
 def test_metrics_say_which_weights_were_sampled_and_how_far_they_were(kind, k, made):
     metrics = tiny.read_metrics(made(kind, k))[1:]
@@ -437,15 +429,6 @@ def test_an_error_in_the_thread_ends_the_run_with_its_own_line(files, tmp_path, 
     assert not all(threads)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
     monkeypatch.undo()
-
-
-def test_a_run_that_is_told_to_stop_goes_on_bit_for_bit(made, files, tmp_path):
-    stopped, whole = tmp_path / "run", made("grpo", 1)
-    config = grpo_config(files, stopped, **SMALL, lag=1, **KEPT)
-    stopped_after(grpo, config, 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts")]
-    grpo.train(dataclasses.replace(config, resume=True))
-    assert_equal_runs(stopped, whole)
 
 
 @pytest.mark.slow
@@ -556,19 +539,3 @@ def test_ctrl_c_while_a_rollout_is_drawn_leaves_no_process(twice, made, tmp_path
     assert process.exitcode == 130 and "Traceback" not in log, log
     # The second signal may find the step at its end.
     assert "continue with --resume" in log or (twice and "stopped at once" in log)
-
-
-def train_and_resume(rank, world, files, folder, stage):
-    """A run on ranks with rows of their own, and from its second step on again."""
-    whole, stopped = Path(folder) / f"{stage}", Path(folder) / f"{stage}-stopped"
-    options = {"lag": 1, "zero_stage": stage} | KEPT
-    grpo_run(files, whole, **options)
-    forget_after(whole, stopped, 2)
-    grpo_run(files, stopped, resume=True, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_over_two_ranks_a_run_resumes_bit_for_bit(stage, files, tmp_path):
-    on_ranks(train_and_resume, 2, files, str(tmp_path), stage)
-    assert_equal_runs(tmp_path / f"{stage}-stopped", tmp_path / f"{stage}")

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -116,42 +115,6 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
 
 
 # Stopped and resumed: bit for bit.
-
-
-def stop_and_resume(rank, world, files, folder, stages):
-    folder = Path(folder)
-    for stage in stages:
-        for trainer, make in ((sft, sft_config), (grpo, grpo_config)):
-            whole, stopped = folder / f"{trainer.__name__}-{stage}", folder / f"{trainer.__name__}-{stage}-stopped"
-            options = {"zero_stage": stage, "steps": 4, "save_every": 1, "keep_checkpoints": 9, "warmup_steps": 2}
-            options |= {"batch_size": 6} if trainer is sft else {"minibatches": 2}  # 6 rows of 16: epochs end in a step
-            trainer.train(make(files, whole, **options))
-            for step in (1, 3):
-                config = make(files, f"{stopped}-{step}", resume=True, **options)
-                runs.forget_after(whole, config.output_dir, step)
-                if rank == 0:
-                    with (Path(config.output_dir) / "metrics.jsonl").open("a") as file:
-                        file.write('{"step": 99, "lo')  # a line that the end of the process cut
-                torch.distributed.barrier()
-                trainer.train(config)
-
-
-def check_resume(files, tmp_path, world, stages):
-    runs.on_ranks(stop_and_resume, world, files, str(tmp_path), stages)
-    for whole in [p for p in tmp_path.iterdir() if not p.name.split("-stopped")[1:]]:
-        for step in (1, 3):
-            stopped = Path(f"{whole}-stopped-{step}")
-            assert_same_weights(whole, stopped)
-            assert tiny.untimed(tiny.read_metrics(whole)) == tiny.untimed(tiny.read_metrics(stopped))
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one(files, tmp_path):
-    check_resume(files, tmp_path, 1, [0])
-
-
-@pytest.mark.slow
-def test_a_resumed_run_equals_the_uninterrupted_one_over_two_ranks(files, tmp_path):
-    check_resume(files, tmp_path, 2, [0, 1, 2, 3])
 
 
 def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
