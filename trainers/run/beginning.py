@@ -91,7 +91,7 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
     fingerprints.check_ranks({"command": config.command, **config.plain()})
     require_trackers(config)
     if config.push_to_hub:
-        ranks.on_first_rank(lambda: hub.check(config))
+        ranks.on_first_rank(lambda: hub.make_repository(config))
     folder = RunFolder(config)
     folder.open()
     there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
