@@ -148,9 +148,7 @@ def test_no_room_for_the_folder_is_a_line_and_costs_nothing(pair, policy, tmp_pa
         folder.mkdir()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(
-        InputError, match="the weights for the servers could not be written to .*published: No space .*M"
-    ):
+    with pytest.raises(InputError, match="the weights for the servers could not be written to .*published: No space "):
         sampler.publish(1, full)
     assert [len(fake.asked) for fake in pair] == asked
     assert runs.contents(tmp_path / "run") == before
