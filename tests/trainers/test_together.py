@@ -17,7 +17,7 @@ from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import launch, ranks
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
-from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import PROCESSES, run_distributed
 from tests.trainers import tiny
 
@@ -86,23 +86,23 @@ class OneToken(tiny.Sampler):
 
 
 class Fixed:
-    """A scorer with a given score, and incidents."""
+    """A scorer with a given score, and samples that broke its limits."""
 
     name, weight, solved_at = "fixed", 1.0, 1.0
 
-    def __init__(self, score, incidents):
-        self.score, self.incidents = score, incidents
+    def __init__(self, score, broken):
+        self.score, self.broken = score, broken
 
     def __call__(self, samples):
         return [self.score] * len(samples)
 
-    def take_incidents(self):
-        return self.incidents
+    def take_broken(self):
+        return self.broken
 
 
 def rollouts_of_ranks(rank, world):
     def rolled_out(score, fails=False):
-        scorer = Fixed(score, Incidents(rank, 2 * rank, "d.jsonl, line 9 took too long" if rank else None))
+        scorer = Fixed(score, ["d.jsonl, line 9 took too long"] * rank)
         prompts = [Prompt([7, 8], {}, f"d.jsonl, line {rank}")] * (rank + 1)
         sampling, device = Sampling(1.0, 1, (3,)), torch.device("cpu")
         return roll_out(OneToken(fails), [scorer], prompts, sampling, tiny.tokenizer(), device)
@@ -115,7 +115,7 @@ def rollouts_of_ranks(rank, world):
 
 def test_a_bad_score_on_one_rank_is_told_on_all_and_incidents_add_up():
     (struck, other, own), (same, own_score, other_sampler) = run_distributed(rollouts_of_ranks, 2)
-    assert struck == same == {"verifier/fixed/timeouts": 1.0, "verifier/fixed/restarts": 2.0}
+    assert struck == same == {"verifier/fixed/timeouts": 1.0}
     told = "scorer 'fixed' returned nan (float) as the score of d.jsonl, line 1"
     assert own_score.startswith(f"InputError: {told}") and other.startswith(f"InputError: rank 1: {told}")
     assert own == "ConnectionError: the server is gone"

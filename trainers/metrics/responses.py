@@ -173,11 +173,7 @@ SCORERS = {
     "verifier/{name}/timeouts": Metric(
         "samples", "broke a limit (CPU, memory) and score 0 for it", "sum", **NONE_STRUCK
     ),
-    "verifier/{name}/restarts": Metric(
-        "1", "processes that died of something else; scored again", "sum", **NONE_STRUCK
-    ),
     "eval/verifier/{name}/timeouts": Metric("samples", "broke a limit in the evaluation", "sum", **NONE_STRUCK),
-    "eval/verifier/{name}/restarts": Metric("1", "processes that died in the evaluation", "sum", **NONE_STRUCK),
 }
 # k is 1, 2, 4, … below eval_samples, and eval_samples.
 PASSES = {
