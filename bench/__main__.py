@@ -4,7 +4,6 @@
     python -m bench --group kernels,traffic --device cpu --dtype bf16 --shapes 1024x32000 --peers none --out folder
     python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, kl, ...
     python -m bench report                   bench/results -> docs/benchmarks.md with plots, and what other pages quote
-    python -m bench docs                     pages that are made of tables in the code: docs/metrics.md
     python -m bench compare FOLDER FOLDER    the ratios that differ by more than a tenth between two runs
     python -m bench gpu --out folder         what a GPU is asked first, within 10 minutes
 
@@ -26,7 +25,7 @@ from bench.machine import ROOT
 
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
-COMMANDS |= {name: name for name in ("quality", "report", "docs", "compare", "gpu")}
+COMMANDS |= {name: name for name in ("quality", "report", "compare", "gpu")}
 BUSY_HERE = "failed: the machine is busy"
 
 

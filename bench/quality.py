@@ -22,7 +22,6 @@ from pathlib import Path
 from bench import machine, pages, results, trainer_peers, trainer_tasks, trainers
 from bench.trainer_ours import Reward
 from bench.trainer_steps import GRPO
-from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -122,7 +121,6 @@ def part(name: str, steps: int | None, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     written = {"commit": commit, "steps": steps or STEPS[op], "rows": rows}
     (out / f"{name}.json").write_text(json.dumps(written))
-    engine.teardown()
 
 
 def finished(name: str, steps: int | None, out: Path) -> list[dict]:

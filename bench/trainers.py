@@ -235,7 +235,6 @@ def main(args) -> int:
         show(task, found)
         rows += found
         results.save(args, rows)
-    engine.teardown()
     return results.failed(rows)
 
 

@@ -38,6 +38,9 @@ SFT = {"completion_column": "answer", "batch_size": 8, "weight_decay": 0.1}
 REWARD = {"batch_size": 8, "centering": 0.01, "label_smoothing": 0.05, "normalize_pairs": 6}
 PARTITIONED = {"zero_stage": 3, "stage3_param_persistence_threshold": 0}
 LORA = {"lora_rank": 4}
+ADAPTIVE = {"kl_target": 0.05, "kl_horizon": 50, "tf_adam": True, "critic_warmup_steps": 2}
+SYNCED = {"ref_sync_every": 2, "ref_mixup_alpha": 0.6, "kl_in": "reward", "advantage": "group-mean-batch-std"}
+REFILLED = {"preset": "dapo", "zero_variance": "refill", "overlong_buffer": 2, "overlong_factor": 0.25}
 KEPT = {"top_p": 0.8, "top_k": 20, "temperature": 0.7}
 
 # Name -> (command, options beside those that all have, processes).
@@ -53,16 +56,18 @@ CASES = {
     "reward-zero2": ("reward", REWARD | {"zero_stage": 2, "micro_batch_size": 3}, 1),
     "reward-zero3": ("reward", REWARD | PARTITIONED, 1),
     "grpo-zero0": ("grpo", GRPO | {"zero_stage": 0, "epochs": 2}, 1),
-    "grpo-zero1": ("grpo", GRPO | {"zero_stage": 1, "preset": "dapo", "zero_variance": "refill"}, 1),
+    "grpo-zero1": ("grpo", GRPO | REFILLED | {"zero_stage": 1}, 1),
     "grpo-zero2": ("grpo", GRPO | {"zero_stage": 2, "preset": "gspo", "loss_from": "logits"}, 1),
     "grpo-zero3": ("grpo", GRPO | PARTITIONED, 1),
+    "grpo-synced": ("grpo", GRPO | SYNCED | {"zero_stage": 2}, 1),
     "grpo-lag1": ("grpo", GRPO | {"zero_stage": 2, "lag": 1}, 1),
     "grpo-lag2": ("grpo", GRPO | {"zero_stage": 0, "lag": 2, "preset": "rloo"}, 1),
     "grpo-lora": ("grpo", GRPO | LORA | {"zero_stage": 2}, 1),
     "grpo-padded": ("grpo", GRPO | {"zero_stage": 2, "share_prompts": False}, 1),
     "grpo-kept-sets": ("grpo", GRPO | KEPT | {"zero_stage": 2}, 1),
     "grpo-ranks": ("grpo", GRPO | {"zero_stage": 2, "kl_in": "reward"}, 2),
-    "ppo-zero0": ("ppo", PPO | {"zero_stage": 0}, 1),
+    "grpo-ranks-zero3": ("grpo", GRPO | REFILLED | PARTITIONED, 2),
+    "ppo-zero0": ("ppo", PPO | ADAPTIVE | {"zero_stage": 0}, 1),
     "ppo-zero2": ("ppo", PPO | KEPT | {"zero_stage": 2}, 1),
     "ppo-zero3": ("ppo", PPO | PARTITIONED | {"epochs": 1}, 1),
     "ppo-lora": ("ppo", PPO | LORA | {"zero_stage": 2, "lag": 1}, 1),
@@ -122,6 +127,8 @@ def digest(output_dir: Path) -> dict:
             if isinstance(value, (int, float)):
                 series.setdefault(key, []).append(value)
     means = {key: sum(series[key]) / len(series[key]) for key in sorted(series)}
+    config = json.loads((output_dir / "model" / "config.json").read_text()) if (output_dir / "model").exists() else {}
+    means |= {key: config[key] for key in ("score_mean", "score_std") if key in config}
     return {"weights": sha.hexdigest()[:16], "norm": math.sqrt(squares), "metrics": means}
 
 

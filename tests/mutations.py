@@ -263,7 +263,7 @@ MUTATIONS = {
         "trainers/base/engine.py",
         'return {"lr": last.lr, "optim/grad_norm": norm}',
         'return {"lr": engine.get_lr()[0], "optim/grad_norm": norm}',
-        "tests/trainers/test_checkpoint.py -k 'new_options or longer_run'",
+        "tests/trainers/test_store.py -k 'new_options or longer_run'",
     ),
     "a gradient that is not finite is trained on": Mutation(
         "trainers/base/engine.py",
@@ -278,9 +278,9 @@ MUTATIONS = {
         "tests/trainers/test_runs.py -k every_rank_draws",
     ),
     "a checkpoint forgets the generators": Mutation(
-        "trainers/run/checkpoint.py",
-        '    torch.set_rng_state(state["torch"])',
-        '    _ = state["torch"]',
+        "trainers/run/store.py",
+        '    torch.set_rng_state(generators["torch"])',
+        '    _ = generators["torch"]',
         "tests/trainers/test_runs.py -k 'resumed_run_equals and not ranks'",
     ),
     "packed responses see each other": Mutation(
@@ -421,19 +421,19 @@ MUTATIONS = {
         "tests/trainers/test_server_calls.py -k stop_token",
     ),
     "all responses are drawn with one seed": Mutation(
-        "trainers/samplers/server.py",
+        "trainers/servers/sampler.py",
         "None if seed is None else [seed]",
         "None if seed is None else [seeds[0]]",
         "tests/trainers/test_server.py -k turn",
     ),
     "a version is taken for the one that was published": Mutation(
-        "trainers/samplers/server.py",
+        "trainers/servers/sampler.py",
         "weight_version=versions.get(server, told.weight_version)",
         "weight_version=self.step",
         "tests/trainers/test_server.py -k versions",
     ),
     "the folder before goes when the next one is written": Mutation(
-        "trainers/samplers/server.py",
+        "trainers/servers/sampler.py",
         "            if other != folder:\n",
         "            if True:\n",
         "tests/trainers/test_server.py -k folder",
@@ -500,7 +500,7 @@ MUTATIONS = {
         SAMPLERS,
     ),
     "seeds are not in the checkpoint": Mutation(
-        "trainers/run/checkpoint.py",
+        "trainers/run/store.py",
         "own[name].load_state_dict(state_of_rank)",
         "_ = own[name], state_of_rank",
         SAMPLERS,

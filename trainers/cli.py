@@ -5,7 +5,6 @@ import importlib.util
 import sys
 
 import fused_rl
-from fused_rl.trainers.base import screen
 
 COMMANDS = {
     "sft": "fused_rl.trainers.sft",
@@ -44,7 +43,6 @@ def lacking(command: str) -> tuple[list[str], list[str]]:
     return packages, extras
 
 
-@screen.kept_up()
 def main() -> None:
     """Entry point of the `fused-rl` command."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"

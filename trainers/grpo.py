@@ -27,8 +27,8 @@ import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.metrics.keys import POLICY, keyed
 from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models import moving_reference
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.needs import check_needs
@@ -143,7 +143,7 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, drawn, measured, advantages, parts, step, on_policy=not history)
-        history.append(keyed(KEYS["grpo"], sums) | policy.optimizer_step(step))
+        history.append(keyed(POLICY, sums) | policy.optimizer_step(step))
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}

@@ -26,8 +26,8 @@ import fused_rl
 from fused_rl.trainers.base.ranks import counted
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.metrics.keys import PPO, keyed
 from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.options.config import InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, check_needs
 from fused_rl.trainers.policy import credit, prepare
@@ -152,7 +152,7 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, critic, experience, parts, kl_coef, step)
-        history.append(keyed(KEYS["ppo"], sums) | policy.optimizer_step(step) | critic.optimizer_step(step))
+        history.append(keyed(PPO, sums) | policy.optimizer_step(step) | critic.optimizer_step(step))
         # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
         if policy.config.target_kl is not None and history[-1]["policy/approxkl_avg"] > policy.config.target_kl:
             break

@@ -18,13 +18,12 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically
-from fused_rl.trainers.base.launch import divide_over
+from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import load_rows, load_train_eval
 from fused_rl.trainers.metrics.calibration import calibration, draw_scores
-from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.models.reward_model import (
@@ -171,7 +170,7 @@ def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, 
     """`train/rm/*` or `eval/rm/*` of scores (N, 2), chosen and rejected."""
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     _, metrics = preference_loss(*scores.unbind(1), margin, config)
-    return keyed(KEYS["reward"], {name: value.item() for name, value in metrics.items()}, prefix)
+    return {prefix + name: value.item() for name, value in metrics.items()}
 
 
 def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor:
@@ -231,7 +230,7 @@ def train(config: RewardConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"), ranks.together():
+    with phase("read tokenizer and pairs"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
         pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config))

@@ -15,14 +15,14 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.launch import divide_over
+from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
+from fused_rl.trainers.metrics.keys import SFT, keyed
 from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.metrics.table import KEYS, keyed
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
@@ -174,7 +174,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
         model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
         sums.add({"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}, part.batch.where)
-    metrics = keyed(KEYS["sft"], sums.over_ranks())
+    metrics = keyed(SFT, sums.over_ranks())
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
@@ -199,7 +199,7 @@ def train(config: SFTConfig) -> str:
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"), ranks.together():
+    with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))

@@ -307,8 +307,6 @@ def main() -> None:
         except KeyboardInterrupt:
             print("stopped; finished runs are kept, and the same command goes on after them")
             sys.exit(130)
-        finally:
-            engine.teardown()
     rows = results.load(arguments.results)["rows"]
     print(f"\nexact KL in nats per response, mean of the last quarter of {SETTING['steps']} steps\n\n{table(rows)}")
     draw(rows, arguments.png)

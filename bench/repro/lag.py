@@ -121,8 +121,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped; finished runs are kept, and the same command goes on after them")
         sys.exit(130)
-    finally:
-        engine.teardown()
     print(f"\ncommit {commit}, {arguments.steps} steps, one thread; seeds {', '.join(map(str, arguments.seeds))}\n")
     print(table(rows))
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from bench import machine, results
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.ranks import rank, world_size
+from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.options.config import EngineConfig, OptimConfig
 
 WEIGHTS = 165_000_000
@@ -176,7 +176,7 @@ def main() -> None:
         row = measure(given.stages[0], given.dtypes[0], int(given.weights), given.steps, given.clips)
         if rank() == 0:
             given.row.write_text(json.dumps(row))
-        engine.teardown()
+        barrier()  # else two processes can abort at exit
         return
 
     # All rows, a process or two for each.

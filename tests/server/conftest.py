@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench import vllm_server
-from fused_rl.trainers.samplers.http import connect
 from fused_rl.trainers.servers.inference import Server
+from fused_rl.trainers.servers.kinds import connect
 from tests.server import models
 from tests.trainers import tiny
 

@@ -10,7 +10,7 @@ import torch
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.http import connect
+from fused_rl.trainers.servers.kinds import connect
 from tests.server import models
 
 pytestmark = pytest.mark.server

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers.base import ending
 from tests.trainers import tiny  # noqa: F401
 
 # Of the random moments in test_faults.py: those of every run are the same, others by `make test-faults`.
@@ -17,12 +16,6 @@ os.environ.setdefault("FUSED_RL_FAULT_SEED", "1")
 @pytest.fixture(autouse=True)
 def cpu_path(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-@pytest.fixture(autouse=True)
-def no_run_has_ended():
-    """Of a test before this one: a server would be asked nothing again."""
-    ending.begin()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,7 +64,7 @@ def fake(request, folder):
 
 @pytest.fixture
 def server(fake):
-    from fused_rl.trainers.samplers.http import connect
+    from fused_rl.trainers.servers.kinds import connect
     from tests.trainers.served import QUICK
 
     return connect(fake.url, **QUICK)

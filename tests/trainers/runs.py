@@ -14,7 +14,7 @@ import torch
 from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.options.config import InputError, RunConfig
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from tests.distributed import run_distributed
 from tests.trainers import figures, killed, tiny
 
@@ -46,7 +46,7 @@ def refused(config, message: str) -> str:
     """Training is refused in one line that matches; returns it."""
     with pytest.raises(InputError, match=message) as error:
         sft.train(config)
-    run_folder.release()  # as the command does when it ends
+    store.release()  # as the command does when it ends
     line = str(error.value)
     assert "\n" not in line
     return line
@@ -119,12 +119,13 @@ def undrawn(rank: int, world: int, function, *args):
 
 
 def forget_after(whole, stopped, step: int) -> None:
-    """A copy of a run as it was when it was stopped after a step; of several ranks the first one makes it."""
+    """Copy a run as it was when it was stopped after a step; of several ranks the first one copies."""
     if ranks.rank() == 0:
         shutil.copytree(whole, stopped)
-        for name in ("model", "critic"):
-            shutil.rmtree(Path(stopped) / name, ignore_errors=True)
-        (Path(stopped) / "checkpoints" / "latest").write_text(f"step-{step}")
+        checkpoints = Path(stopped) / "checkpoints"
+        later = [checkpoints / f"step-{other}" for other in store.steps_in(checkpoints) if other > step]
+        for path in [Path(stopped) / "model", Path(stopped) / "critic", *later]:
+            shutil.rmtree(path, ignore_errors=True)
     ranks.barrier()
     torch.manual_seed(1234)  # what this process draws must come from the checkpoint
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers.grpo import GRPOConfig
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.server import ServerSampler, logprobs_of
 from fused_rl.trainers.servers import inference
+from fused_rl.trainers.servers.sampler import ServerSampler, logprobs_of
 from fused_rl.trainers.servers.verify import Expected
 from tests.trainers import tiny
 

@@ -6,10 +6,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from fused_rl.trainers import grpo, ppo, sft
-from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.run import logger
 from fused_rl.trainers.run.curves import Against, draw_curves
-from tests.trainers import figures
+from tests.trainers import figures, tiny
 from tests.trainers.runs import grpo_config, run_config
 
 HISTORY = [
@@ -57,7 +56,7 @@ def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
     for panel in trainer.CURVES.values():
         keys += list(panel)
     groups = {"frac_groups_all_solved", "frac_groups_none_solved"} if trainer is grpo else set()
-    assert set(keys) - groups <= KEYS[trainer.__name__.rpartition(".")[2]].keys()
+    assert set(keys) - groups <= tiny.usual(trainer.__name__.rpartition(".")[2])
     against = [panel for panel in trainer.CURVES.values() if isinstance(panel, Against)]
     assert {panel.x for panel in against} == {"completions/mean_length", "objective/kl_exact"}
 

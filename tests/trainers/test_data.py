@@ -10,59 +10,6 @@ from fused_rl.trainers.policy import prepare
 from tests.trainers import tiny
 
 
-def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = tiny.sums(3)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
-    assert load_rows(str(tmp_path / "d.parquet")).rows == rows
-    read = load_rows(tiny.jsonl(tmp_path / "d.jsonl", rows)).rows
-    assert read == rows
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            '{"prompt": "a"}\n\n{"promt": "b"}\n',
-            r"line 3: column 'prompt' is missing.*\['promt'\].*--prompt_column",
-        ),
-        (
-            '{"prompt": "a"}\n{"prompt": 5}\n',
-            r"line 2: column 'prompt' must be text or a list of messages.*'5",
-        ),
-        ('{"prompt": [{"content": "x"}]}\n', r"d\.jsonl, line 1: column 'prompt' must be .* messages"),
-        ('{"prompt": "a"}\n{"prompt": "b"\n', r"d\.jsonl, line 2, character \d+: not JSON"),
-        ('["a"]\n', r"d\.jsonl, line 1: expected a JSON object, got list"),
-        ('{"prompt": "a", "prompt": "b"}\n', r"line 1: key 'prompt' stands 2 times in one object"),
-        ('{"prompt": "a\\ud800"}\n', r"line 1: '.ud800' is half a surrogate pair"),
-        ("[" * 100_000, r"line 1: JSON nested too deeply"),
-        (
-            '{"prompt": [{"role": "user", "content": null}]}',
-            r"line 1: column 'prompt' must be text or a list of messages",
-        ),
-        ('{"prompt": [{"role": "user", "content": ["a"]}]}', r"column 'prompt' must be text or a list of messages"),
-        ('{"prompt": [{"role": "assistant", "content": "a"}]}', r"line 1: .* the assistant's messages alone"),
-        ('{"prompt": ' + "9" * 5000 + "}", r"line 1: not JSON that can be read: ValueError: .*5000 digits"),
-        ("\n\n", r"d\.jsonl has no rows"),
-    ],
-)
-def test_a_bad_row_names_file_line_and_column(text, message, tmp_path):
-    (tmp_path / "d.jsonl").write_text(text)
-    encoder = Encoder(tiny.tokenizer())
-    with pytest.raises(InputError, match=message):
-        rows = load_rows(str(tmp_path / "d.jsonl"))
-        for i in range(len(rows)):
-            encoder.prompt(rows, i, "prompt")
-
-
-def test_bytes_that_are_no_utf_8_name_file_and_line(tmp_path):
-    (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(InputError, match=r"d\.jsonl, line 2, byte 13: not UTF-8"):
-        load_rows(str(tmp_path / "d.jsonl"))
-
-
 @pytest.mark.parametrize("chat", [True, False])
 def test_an_empty_prompt_is_refused_and_an_empty_system_message_is_none(chat):
     encoder, user = Encoder(tiny.tokenizer(chat=chat)), {"role": "user", "content": "a"}
@@ -108,43 +55,6 @@ def test_a_folder_of_several_configurations(tmp_path):
         with pytest.raises(InputError, match=f"{list(wrong.values())[0]}") as refused:
             read(**wrong)
         assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1 and then nothing"])
-def test_a_parquet_file_that_is_not_whole_is_refused(content, tmp_path):
-    (tmp_path / "d.parquet").write_bytes(content)
-    with pytest.raises(InputError, match="d.parquet cannot be read as Parquet"):
-        load_rows(str(tmp_path / "d.parquet"))
-
-
-def test_a_parquet_file_whose_text_is_no_utf_8_names_the_column(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    text = pyarrow.array([b"a", b"\xff"]).cast(pyarrow.binary()).view(pyarrow.utf8())
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": text}), tmp_path / "d.parquet")
-    with pytest.raises(InputError, match="d.parquet, column 'answer': not UTF-8; write the text as UTF-8"):
-        load_rows(str(tmp_path / "d.parquet"))
-
-
-@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
-def test_a_file_that_may_not_be_read_is_one_line(name, tmp_path, monkeypatch):
-    (tmp_path / name).write_text("{}")
-
-    def refuse(path, *args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("io.open", refuse)  # the user of the tests may be root
-    with pytest.raises(InputError, match=f"dataset file {tmp_path / name} cannot be read: Permission denied"):
-        load_rows(str(tmp_path / name))
-
-
-def test_missing_files_and_other_formats_are_refused(tmp_path):
-    (tmp_path / "d.txt").write_text("a\n")
-    with pytest.raises(InputError, match="does not exist"):
-        load_rows(str(tmp_path / "none.jsonl"))
-    with pytest.raises(InputError, match="only .jsonl, .json, .csv, .parquet files are read"):
-        load_rows(str(tmp_path / "d.txt"))
 
 
 def test_line_numbers_survive_the_split_and_an_empty_training_set_is_refused():
@@ -276,8 +186,7 @@ def test_the_chat_template_is_told_in_every_trainer_what_the_run_tells_it(thinki
     [
         ({"enable_thinkin": False}, "template does not read 'enable_thinkin'; did you mean enable_thinking[?]"),
         ({"quux": 1}, "template does not read 'quux'$"),
-        ({"tokenize": False}, "tokenize is set by the trainer"),
-        ({"add_generation_prompt": True}, "add_generation_prompt is set by the trainer"),
+        ({"add_generation_prompt": True}, "template does not read 'add_generation_prompt'"),
     ],
 )
 def test_what_the_chat_template_would_ignore_is_refused(told, message, thinking):
@@ -316,37 +225,6 @@ def test_a_completion_is_the_turn_with_its_tool_calls_and_the_prompt_has_the_too
         assert tokenizer.decode(prompt) == "<bos>g<user>a<end>\n<assistant>"
         assert tokenizer.decode(completion) == "f!<end>"
         assert Encoder(tokenizer).prompt(rows, 0, None) == prompt
-
-
-REFUSED_TURNS = {
-    "d.jsonl, line 1: the assistant's turn has tool_calls, but the chat template leaves it out": [ASKED, CALL],
-    "the assistant's turn has reasoning_content, but": [ASKED, {**CALL, "tool_calls": None, "reasoning_content": "r"}],
-    "the completion spells '<end>', the token that ends": [ASKED, {"role": "assistant", "content": "b<end>c"}],
-    "must be text or a list of messages": [ASKED, {"role": "assistant", "content": None}],
-}
-
-
-@pytest.mark.parametrize("message", REFUSED_TURNS)
-def test_a_turn_that_would_not_be_trained_on_whole_is_refused(message):
-    with pytest.raises(InputError, match=message):
-        Encoder(tiny.tokenizer()).pair(Rows([{"messages": REFUSED_TURNS[message]}], "d.jsonl"), 0, None, "completion")
-
-
-@pytest.mark.parametrize(("chat", "spelled"), [(True, "<end>"), (False, "<eos>")])
-def test_a_completion_that_spells_the_end_of_a_response_is_refused(chat, spelled):
-    rows = Rows([{"prompt": "a", "completion": f"b{spelled}c"}], "d.jsonl")
-    with pytest.raises(InputError, match=f"d.jsonl, line 1: the completion spells '{spelled}'"):
-        Encoder(tiny.tokenizer(chat=chat)).pair(rows, 0, None, "completion")
-
-
-def test_tools_that_reach_no_model_are_refused():
-    rows = [{"prompt": "a", "tools": tools} for tools in ([{"name": "g"}], "[]", ["g"])]
-    for row, message in zip(rows, ("template does not read them", "must be a list", "must be a list"), strict=True):
-        with pytest.raises(InputError, match=f"d.jsonl, line 1: .*{message}"):
-            Encoder(tiny.tokenizer()).prompt(Rows([row], "d.jsonl"), 0, None)
-    told = Encoder(with_template(TOOL_TEMPLATE), chat_template_kwargs={"tools": [{"name": "h"}]})
-    with pytest.raises(InputError, match="the row has tools, and chat_template_kwargs has others"):
-        told.prompt(Rows(rows[:1], "d.jsonl"), 0, None)
 
 
 def test_a_word_of_the_template_that_it_does_not_read_is_refused():

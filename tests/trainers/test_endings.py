@@ -11,7 +11,7 @@ import pytest
 from fused_rl.trainers import sft
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import Logger
 from tests.trainers import killed
 from tests.trainers.runs import assert_equal_runs, names, refused, run_config
@@ -28,11 +28,11 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(language_model, "save_lm", dies)
         sft.train(run_config(files, folder, save_every=0))
-    assert names(folder) == ["latest", "step-4"]
+    assert names(folder) == ["step-4"]
     sft.train(run_config(files, folder, save_every=0, resume=True))
     assert_equal_runs(whole, folder)
     assert not (folder / "checkpoints").exists()
-    refused(run_config(files, folder, resume=True), f"no checkpoint in .*trained model is {folder / 'model'}")
+    refused(run_config(files, folder, resume=True), "there is no checkpoint in")
 
 
 def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
@@ -78,7 +78,7 @@ def living(files, tmp_path_factory):
     words = ["--model", files[0], "--dataset", files[1], "--completion_column", "answer", "--eval_size", "0"]
     words += ["--steps", "100000", "--batch_size", "2", "--output_dir", "run", "--save_every", "2", "--zero_stage", "0"]
     (process,) = killed.start("sft", words, folder)
-    while process.is_alive() and not (folder / "run" / "checkpoints" / "latest").exists():
+    while process.is_alive() and not store.steps_in(folder / "run" / "checkpoints"):
         time.sleep(0.05)
     yield process, folder / "run"
     process.kill()
@@ -109,23 +109,21 @@ def test_a_run_of_one_process_can_be_reached_by_nobody(living):
     assert set(listeners(process.pid)) <= set(LOOPBACK)
 
 
-def test_a_second_run_in_the_folder_is_told_who_is_there_and_a_killed_one_leaves_no_lock(files, living):
+def test_a_second_run_in_the_folder_is_refused_and_a_killed_one_leaves_no_lock(files, living):
     process, folder = living
-    for options in ({"resume": True}, {"overwrite": True}, {}):
-        with pytest.raises(InputError, match=f"is in use by process {process.pid} on "):
-            run_folder.Folder(run_config(files, folder, **options)).open()
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError, match="is in use by another process"):
+            store.RunFolder(run_config(files, folder, **options)).open()
     process.kill()
     process.join()
-    with pytest.raises(InputError, match="already holds a run"):
-        run_folder.Folder(run_config(files, folder)).open()
-    run_folder.release()
-    assert not (folder / ".lock").exists()
+    store.RunFolder(run_config(files, folder, overwrite=True)).open()
+    store.release()
+    assert not (folder / store.LOCK).exists()
 
 
-def test_a_run_that_never_began_leaves_no_folder(tmp_path):
-    (tmp_path / "new").mkdir()
-    run_folder.take(tmp_path / "new")
-    run_folder.release()
+def test_a_run_that_never_began_leaves_no_folder(files, tmp_path):
+    store.RunFolder(run_config(files, tmp_path / "new")).open()
+    store.release()
     assert not (tmp_path / "new").exists()
 
 

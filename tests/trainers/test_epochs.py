@@ -8,7 +8,7 @@ from fused_rl.trainers.data.order import UNKNOWN, foresee, in_steps
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import critic
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from tests.trainers import tiny
 
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
@@ -69,9 +69,9 @@ def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--output_dir {}/taken", "output_dir=.*taken already holds a run"),
+        ("--output_dir {}/taken", "output_dir=.*taken is not empty"),
         ("--output_dir {}/new --resume", "resume: there is no checkpoint"),
-        ("--model {}/taken", "model=.*taken is the folder of a run that has not ended"),
+        ("--model {}/taken", "model=.*taken is the folder of a run: give"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_refuses_before_its_model(words, said, files, tmp_path):
@@ -108,5 +108,5 @@ def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path
     for fewer, message in (({"num_train_epochs": 0.5}, "steps=1 .num_train_epochs=0.5."), ({"steps": 2}, "steps=2")):
         with pytest.raises(InputError, match=f"{message}, but .*step-4 has done 4 already"):
             sft.train(run_config(files, tmp_path / "passes", resume=True, **fewer))
-        run_folder.release()
+        store.release()
         assert len(tiny.read_metrics(tmp_path / "passes")) == 5

@@ -128,22 +128,6 @@ def test_a_completion_is_text_or_one_message(prompt):
     assert said(tokenizer, [text]) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
 
 
-@pytest.mark.parametrize(
-    ("chat", "completion"),
-    [
-        (False, [{"role": "assistant", "content": "5"}]),
-        (True, [{"role": "assistant", "content": "5"}, {"role": "user", "content": "6"}]),
-        (True, [{"role": "user", "content": "6"}]),
-        (True, []),
-        (True, 5),
-    ],
-)
-def test_a_completion_of_other_forms_is_refused(chat, completion):
-    rows = Rows([{"prompt": "2+3?", "completion": completion}], "d.jsonl")
-    with pytest.raises(InputError, match="^d.jsonl, line 1: column 'completion' must be text, or with .* messages$"):
-        Encoder(tiny.tokenizer(chat=chat)).pair(rows, 0, None, "completion")
-
-
 def test_text_beside_a_completion_is_no_text_alone():
     rows = Rows([{"text": "2+2?", "completion": "4"}], "d.jsonl")
     with pytest.raises(InputError, match="line 1: the row has text and 'completion', but no prompt; name it with"):

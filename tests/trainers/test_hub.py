@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -11,11 +10,8 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import folder as run_folder
-from fused_rl.trainers.run import hub
-from tests.distributed import run_distributed
+from fused_rl.trainers.run import hub, store
 from tests.trainers import tiny
 
 
@@ -66,7 +62,7 @@ def refused(files, output_dir, message: str, **options) -> None:
     """Training is refused in one line that matches."""
     with pytest.raises(InputError, match=message) as error:
         sft.train(config_of(files, output_dir, push_to_hub=True, **options))
-    run_folder.release()
+    store.release()
     assert "\n" not in str(error.value)
 
 
@@ -122,37 +118,12 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_pa
     )
     refused(files, tmp_path / "run", words, save_every=0)
     assert tiny.weights(model) and not (tmp_path / "run" / "checkpoints").exists()
-    run_folder.take(tmp_path / "run")  # and the folder is free
-    run_folder.release()
 
 
 @pytest.mark.parametrize("options", [{"hub_model_id": "a"}, {"hub_private_repo": True}])
 def test_where_to_push_without_pushing_is_refused(options, files, tmp_path):
     with pytest.raises(InputError, match="says where to push the model; add --push_to_hub"):
         sft.arithmetic(config_of(files, tmp_path, **options), 1)
-
-
-def slow_work(rank, world):
-    """Work of rank 0 that takes longer than two rounds of keeping in touch, and then fails."""
-    engine.setup(1)
-    ranks.IN_TOUCH, done = 0.2, []
-
-    def work():
-        time.sleep(0.7)
-        done.append(rank)
-        if len(done) > 1:
-            raise InputError("no more")
-
-    ranks.on_first_rank_at_length(work)
-    try:
-        ranks.on_first_rank_at_length(work)
-    except InputError as error:
-        return done, str(error)
-
-
-@pytest.mark.slow
-def test_all_ranks_wait_for_long_work_of_the_first_and_hear_how_it_ended():
-    assert run_distributed(slow_work, 2) == [([0, 0], "no more"), ([], "no more")]
 
 
 # Trackers.

@@ -5,7 +5,6 @@ import functools
 import os
 import signal
 import threading
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +13,18 @@ import torch
 
 from fused_rl.recipes.turns import Guessing
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.base import ending
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts import lag
 from fused_rl.trainers.rollouts.lag import Ahead
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run import folder as run_folder
-from fused_rl.trainers.samplers import server
+from fused_rl.trainers.run import store
 from fused_rl.trainers.samplers.copied import CopySampler
 from tests.marks import slow
 from tests.trainers import fake_server, killed, served, tiny
 from tests.trainers.killed import UNDISTURBED, Moment
-from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config, on_ranks, stopped_after
+from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 
 
 class InTurn:
@@ -328,54 +325,6 @@ def test_with_adapters_these_alone_are_copied(folder):
     assert shared and shared < set(copied)
 
 
-def test_a_run_that_has_ended_breaks_off_what_is_drawn(lm):
-    drawn_from, passes = from_copy(lm), []
-
-    def third_pass(*_):
-        passes.append(1)
-        if len(passes) == 3:
-            ending.end()
-
-    ahead = Ahead(drawn_from, 1)
-    ahead.publish(0, nothing)
-    drawn_from.lm.register_forward_pre_hook(third_pass)
-    sampling = Sampling(1.0, 100, (999,), seeds=(1,))
-    begun = (1, 2, lambda later: [Prompt(PROMPTS[0], {})], 1, lambda count: sampling)
-    try:
-        ahead.begin(*begun)
-        with pytest.raises(CancelledError):
-            ahead.sample([PROMPTS[0]], sampling)
-        with pytest.raises(CancelledError):
-            ahead.publish(1, nothing)
-    finally:
-        ending.begin()
-    assert len(passes) == 3
-
-
-def test_a_run_that_has_ended_asks_servers_for_no_more(folder, tmp_path, monkeypatch):
-    served.hurry(monkeypatch)
-    monkeypatch.setattr(server, "AT_ONCE", 1)
-    policy = served.Policy(folder)
-    with fake_server.serving("vllm", folder) as fake:
-        sampler = served.sampler_of([fake], policy, tmp_path / "run")
-        sampler.publish(0, policy.save)
-        draw, drawn = fake.draw, []
-
-        def third(*args, **options):
-            drawn.append(args)
-            if len(drawn) == 3:
-                ending.end()
-            return draw(*args, **options)
-
-        fake.draw = third
-        try:
-            with pytest.raises(CancelledError):
-                sampler.sample(PROMPTS * 4, Sampling(0.9, 4, (3,), seeds=tuple(range(16))))
-        finally:
-            ending.begin()
-    assert len(drawn) == 3
-
-
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
     monkeypatch.setattr("fused_rl.trainers.samplers.copied.keeps_keys_and_values", lambda lm: False)
     with pytest.raises(InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"):
@@ -442,14 +391,6 @@ def test_a_thread_is_one_after_the_other_bit_for_bit(kind, k, others, made, file
     assert_equal_runs(tmp_path / "turns", made(kind, k, others))
 
 
-@pytest.mark.parametrize(("kind", "k", "others"), CASES)
-def test_a_run_that_is_resumed_equals_the_uninterrupted_one(kind, k, others, made, files, tmp_path):
-    whole, stopped = made(kind, k, others), tmp_path / "stopped"
-    forget_after(whole, stopped, 2)
-    RUNS[kind](files, stopped, lag=k, resume=True, **KEPT, **OTHERS[others])
-    assert_equal_runs(stopped, whole)
-
-
 @pytest.mark.parametrize(("kind", "k"), [("grpo", 1), slow("ppo", 2)])
 def test_metrics_say_which_weights_were_sampled_and_how_far_they_were(kind, k, made):
     metrics = tiny.read_metrics(made(kind, k))[1:]
@@ -464,7 +405,7 @@ def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path)
     for other in (2, 0):
         with pytest.raises(InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"):
             grpo_run(files, stopped, lag=other, **KEPT, resume=True)
-        run_folder.release()  # as the command does when it ends
+        store.release()  # as the command does when it ends
 
 
 def test_corrections_are_for_lag_and_refused_without(files, tmp_path):
@@ -486,17 +427,8 @@ def test_an_error_in_the_thread_ends_the_run_with_its_own_line(files, tmp_path, 
     with pytest.raises(InputError, match="^the wire is cut$"):
         grpo_run(files, tmp_path / "run", lag=1, **KEPT)
     assert not all(threads)
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-1"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
     monkeypatch.undo()
-
-
-def test_a_run_that_is_told_to_stop_goes_on_bit_for_bit(made, files, tmp_path):
-    stopped, whole = tmp_path / "run", made("grpo", 1)
-    config = grpo_config(files, stopped, **SMALL, lag=1, **KEPT)
-    stopped_after(grpo, config, 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts")]
-    grpo.train(dataclasses.replace(config, resume=True))
-    assert_equal_runs(stopped, whole)
 
 
 @pytest.mark.slow
@@ -534,7 +466,7 @@ class Silent(Told):
 def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
     with pytest.raises(InputError, match="lag=1 trains on responses of earlier weights.* or leave lag out$"):
         grpo.train(grpo_config(files, tmp_path / "run", lag=1), sampler=Silent)
-    run_folder.release()
+    store.release()
 
 
 SERVED = [("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2), slow("ppo", "sglang", 1)]
@@ -549,7 +481,7 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
         with fake_server.serving(kind, files[0]) as fake:
             options |= {"server": [fake.url], "lag": k, "steps": 3, "eval_size": 0, "max_prompt_length": 40, **KEPT}
             RUNS[trainer](files, tmp_path / name, **options)
-        run_folder.release()
+        store.release()
 
     run("thread")
     with monkeypatch.context() as patch:
@@ -569,9 +501,9 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
 
 
 KILLED = {
-    "as a checkpoint is begun": [Moment(1, "step-2.tmp")],
-    "as the rollouts are written": [Moment(2, "rng-0.pt", 0.002)],
-    "while a rollout is drawn": [Moment(3, "metrics.jsonl", 0.02), Moment(1, "latest", 0.03)],
+    "as a checkpoint is begun": [Moment(1, "unfinished-step-2")],
+    "as the rollouts are written": [Moment(2, "rank-0.pt", 0.002)],
+    "while a rollout is drawn": [Moment(3, "metrics.jsonl", 0.02), Moment(2, "unfinished-step-1", 0.03)],
     "before anything was saved": [Moment(2, "metrics.jsonl")],
     "as the model is saved": [Moment(1, "run/model", 0.01)],
 }
@@ -586,7 +518,7 @@ def test_a_killed_run_goes_on_bit_for_bit(kind, moments, made, files, tmp_path):
     (tmp_path / "config.yaml").write_text(argv)
     statuses = []
     for moment in [*moments, UNDISTURBED]:
-        resumes = ["--resume"] if (tmp_path / "run" / "checkpoints" / "latest").exists() else ["--overwrite"]
+        resumes = ["--resume"] if store.steps_in(tmp_path / "run" / "checkpoints") else ["--overwrite"]
         statuses += killed.run(kind, ["--config", "config.yaml", *resumes], tmp_path, moment)
     assert statuses[-1] == 0 and -signal.SIGKILL in statuses, (tmp_path / "log").read_text()
     assert_equal_runs(tmp_path / "run", whole)
@@ -607,19 +539,3 @@ def test_ctrl_c_while_a_rollout_is_drawn_leaves_no_process(twice, made, tmp_path
     assert process.exitcode == 130 and "Traceback" not in log, log
     # The second signal may find the step at its end.
     assert "continue with --resume" in log or (twice and "stopped at once" in log)
-
-
-def train_and_resume(rank, world, files, folder, stage):
-    """A run on ranks with rows of their own, and from its second step on again."""
-    whole, stopped = Path(folder) / f"{stage}", Path(folder) / f"{stage}-stopped"
-    options = {"lag": 1, "zero_stage": stage} | KEPT
-    grpo_run(files, whole, **options)
-    forget_after(whole, stopped, 2)
-    grpo_run(files, stopped, resume=True, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_over_two_ranks_a_run_resumes_bit_for_bit(stage, files, tmp_path):
-    on_ranks(train_and_resume, 2, files, str(tmp_path), stage)
-    assert_equal_runs(tmp_path / f"{stage}-stopped", tmp_path / f"{stage}")

@@ -13,7 +13,7 @@ from fused_rl.trainers.data import adapters as saved_adapters
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from tests.trainers import tiny
 
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
@@ -184,14 +184,14 @@ def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp
     )
     with pytest.raises(InputError, match="holds adapters alone, .*--save_merged"):
         reward.train(config)
-    run_folder.release()
+    store.release()
 
 
 def test_a_reference_that_moves_cannot_be_the_weights_below_adapters(files, adapters, tmp_path):
     config = grpo_config((adapters, files[1]), tmp_path, ref_sync_every=1, kl_coef=0.1)
     with pytest.raises(InputError, match="ref_sync_every needs a reference of its own, but model holds adapters"):
         grpo.train(config)
-    run_folder.release()
+    store.release()
 
 
 def test_the_weights_below_are_found_for_what_reads_the_policys_config(files, adapters):

@@ -9,8 +9,7 @@ import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.metrics.table import KEYS, keyed
-from fused_rl.trainers.metrics.updates import explained_variance
+from fused_rl.trainers.metrics import keys
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -213,8 +212,8 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     expected = definitions(folder)
     assert abs(expected["val/ratio"] - 1) > 0.05 and expected["objective/kl1_avg"] != pytest.approx(0, abs=0.05)
     assert first.keys() - timings == expected.keys()
-    evaluated = {key for key in KEYS["grpo"] if key.startswith("eval/")}
-    assert {key for key in first if not key.startswith("rewards/")} == KEYS["grpo"].keys() - evaluated - {"time/save"}
+    evaluated = {key for key in tiny.usual("grpo") if key.startswith("eval/")}
+    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual("grpo") - evaluated - {"time/save"}
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=2e-5, abs=1e-7), key
         assert second[key] == first[key], key
@@ -236,24 +235,14 @@ class Read(dict):
 
 
 def test_every_bare_name_of_the_losses_has_a_key():
-    """One that the table forgets would be dropped without a word."""
+    """A metric that the table forgets would be dropped without a word."""
     ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
     _, policy_metrics = fused_rl.policy_loss(ones, ones, ones, mask, ref_logprobs=ones, entropy=ones)
     _, value_metrics = fused_rl.value_loss(ones, ones, ones, mask)
-    _, pair_metrics = fused_rl.preference_loss(ones[0], ones[0])
-    asked = {"grpo": Read(), "ppo": Read(), "reward": Read()}
-    for trainer, sums in asked.items():
-        keyed(KEYS[trainer], sums)
-    explained_variance(asked["ppo"])  # which PPO computes of the values before the update
-    assert asked["grpo"].names == policy_metrics.keys() | {"drift"}  # which the trainers add
-    assert asked["ppo"].names == policy_metrics.keys() - {"kl"} | value_metrics.keys() | {
-        "drift"
-    }  # its KL is from before the update
-    assert asked["reward"].names == pair_metrics.keys()
-
-
-def test_the_table_says_of_every_key_its_unit_its_meaning_and_how_it_adds():
-    for table in KEYS.values():
-        for key, metric in table.items():
-            assert metric.unit and metric.definition, key
-            assert metric.adds in ("sum", "moments", "min", "max", "whole"), key
+    of_grpo, of_ppo = Read(), Read()
+    keys.keyed(keys.POLICY, of_grpo)
+    keys.keyed(keys.PPO, of_ppo)
+    keys.explained_variance(of_ppo)  # which PPO computes of the values before the update
+    assert of_grpo.names == policy_metrics.keys() | {"drift"}  # which the trainers add
+    # The KL of PPO is from before the update.
+    assert of_ppo.names == policy_metrics.keys() - {"kl"} | value_metrics.keys() | {"drift"}

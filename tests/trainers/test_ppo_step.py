@@ -11,7 +11,6 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.metrics.table import KEYS
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, OwnCritic, PolicyWithValues, SharedCritic, load_critic
 from fused_rl.trainers.rollouts import roll_out
@@ -376,8 +375,8 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     expected = definitions(folders, kl_in)
     assert abs(expected["val/ratio"] - 1) > 0.05 and abs(expected["objective/kl"]) > 0.05
     assert first.keys() - timed(first) == expected.keys()
-    evaluated = {key for key in KEYS["ppo"] if key.startswith("eval/")}
-    assert {key for key in first if not key.startswith("rewards/")} == KEYS["ppo"].keys() - evaluated - {"time/save"}
+    evaluated = {key for key in tiny.usual("ppo") if key.startswith("eval/")}
+    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual("ppo") - evaluated - {"time/save"}
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=5e-5, abs=1e-7), key
         assert second[key] == first[key], key
@@ -399,4 +398,4 @@ def test_the_table_has_what_the_contract_lists():
         objective/kl_coef policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg
         val/clipfrac_avg val/ratio val/ratio_var val/num_eos_tokens val/var_explained perf/tokens_per_second
         time/rollout time/score time/measure time/train time/save optim/grad_norm"""
-    assert set(listed.split()) <= KEYS["ppo"].keys()
+    assert set(listed.split()) <= tiny.usual("ppo")

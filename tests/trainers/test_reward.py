@@ -1,6 +1,5 @@
 """The reward trainer: its loss, and runs that do not depend on how they were split or interrupted."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -17,12 +16,12 @@ from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import folder as run_folder
+from fused_rl.trainers.run import store
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.distributed import run_distributed
 from tests.trainers import figures
 from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs
-from tests.trainers.runs import forget_after, on_ranks
+from tests.trainers.runs import on_ranks
 
 TRAIN_KEYS = {
     "train/rm/loss",
@@ -213,7 +212,7 @@ def test_a_model_whose_rows_hold_one_response_is_told_and_refused_where_they_mus
     assert told in capsys.readouterr().out
     with pytest.raises(InputError, match="share_prompts: sliding_window=4 is shorter .*; drop --share_prompts"):
         reward.train(make_config(folder, **options, share_prompts=True, overwrite=True))
-    run_folder.release()
+    store.release()
 
 
 def test_dry_run(folder, capsys):
@@ -228,25 +227,6 @@ def test_dry_run(folder, capsys):
     with pytest.raises(SystemExit):
         reward.main(["--config", str(yaml), "--lerning_rate", "1"])
     assert "lerning_rate" in capsys.readouterr().err
-
-
-def resume_bit_for_bit(rank, world, folder, stages):
-    """In one process for all stages: an uninterrupted run against runs resumed in mid-epoch and at an epoch's end."""
-    for stage in stages:
-        # 16 training pairs: 8 per step make an epoch of 2 steps
-        options = {"zero_stage": stage, "save_every": 1, "keep_checkpoints": 9}
-        config = make_config(folder, f"whole-{stage}-{world}", **options)
-        reward.train(config)
-        for step in (1, 2, 4)[: 2 if stage else 3]:  # in mid-epoch, at its end, and when nothing is left to do
-            name = f"resumed-{stage}-{world}-{step}"
-            forget_after(config.output_dir, folder / name, step)
-            resumed = dataclasses.replace(config, output_dir=str(folder / name), resume=True)
-            reward.train(resumed)
-            assert comparable(resumed) == comparable(config), (stage, step)
-            expected, found = weights(config), weights(resumed)
-            assert all(torch.equal(found[key], expected[key]) for key in expected), (stage, step)
-            saved = [json.loads((Path(c.output_dir) / "model" / "config.json").read_text()) for c in (config, resumed)]
-            assert saved[0]["score_std"] == saved[1]["score_std"] and saved[0]["score_mean"] == saved[1]["score_mean"]
 
 
 def train_splits(rank, world, folder, splits):
@@ -302,18 +282,6 @@ def test_the_head_under_zero_3(folder):
     draws = run_distributed(head_under_zero_3, 2, folder)
     assert draws[0] == draws[1]
     assert torch.tensor(draws[0]).std().item() == pytest.approx(1 / math.sqrt(17), rel=0.5)  # of 16 draws; stock: 0.1
-
-
-def test_resume_bit_for_bit(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "copy")
-    resume_bit_for_bit(0, 1, tmp_path / "copy", [0, 3])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_resume_bit_for_bit_on_every_stage(folder, tmp_path, world):
-    shutil.copytree(folder, tmp_path / "copy")
-    on_ranks(resume_bit_for_bit, world, tmp_path / "copy", [0, 1, 2, 3])
 
 
 def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path):

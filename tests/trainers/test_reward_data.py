@@ -6,7 +6,6 @@ import pytest
 
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import Rows, load_rows
-from fused_rl.trainers.options.config import InputError
 from tests.trainers.reward_runs import make_config, make_model
 
 # Each form of the Hub: (row, what the model must read as prompt and chosen response, with a chat template or without)
@@ -128,43 +127,6 @@ def test_sides_that_answer_different_prompts_are_dropped_and_counted(tmp_path, c
     kept = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(Rows(rows, "x"))
     assert [pair.where for pair in kept] == ["x, row 1", "x, row 4", "x, row 5"]
     assert "x: dropped 2 of 5 pairs: 2 whose two sides answer different prompts" in capsys.readouterr().out
-
-
-BAD_ROWS = {
-    "a missing column": ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing.*--rejected_column"),
-    "a number": ({"prompt": "a", "chosen": 3, "rejected": "b"}, "column 'chosen' must be text, or messages"),
-    "the user's turn last": (
-        {"chosen": [USER, ASSISTANT], "rejected": [ASSISTANT, USER]},
-        "column 'rejected' must be text, or messages that end with the assistant's",
-    ),
-    "a turn without its prompt": ({"chosen": [ASSISTANT], "rejected": [OTHER]}, "column 'prompt' is missing"),
-    "a margin that is none": (
-        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
-        "column 'margin' must be a number, got 'much'",
-    ),
-    "a margin that fp32 does not hold": (
-        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39},
-        "column 'margin' must be a number, got 1e[+]39",
-    ),
-    "a margin that no float holds": (
-        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
-        "column 'margin' must be a number, got 1000",
-    ),
-    "a prompt that has its answer": (
-        {"prompt": [USER, ASSISTANT], "chosen": "b", "rejected": "c"},
-        "column 'prompt' ends with the assistant's turn",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_names_file_line_and_column(case, tmp_path):
-    row, message = BAD_ROWS[case]
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
-    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
-    with pytest.raises(InputError, match=f"data.jsonl, line 2: {message}"):
-        preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
 
 
 def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):

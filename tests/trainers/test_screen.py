@@ -1,17 +1,12 @@
-"""The terminal can end no run, and text of a model or a dataset cannot steer it."""
+"""Text of a model or a dataset cannot steer the terminal; files of metrics are strict JSON."""
 
 import ast
-import errno
-import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, sft
+from fused_rl.trainers import sft
 from fused_rl.trainers.base import screen
 from fused_rl.trainers.base.files import as_json
 from fused_rl.trainers.commands import eval as evaluation
@@ -38,30 +33,6 @@ def argv(files, folder: Path, *more: str) -> list[str]:
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 
-class Gone(io.TextIOBase):
-    """A stream whose reader has gone, or whose disk is full, after so many writes."""
-
-    def __init__(self, error: int, after: int):
-        self.error, self.left = error, after
-
-    def write(self, text):
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(self.error, os.strerror(self.error))
-        return len(text)
-
-
-@pytest.mark.parametrize(("error", "after"), [(errno.EPIPE, 0), (errno.ENOSPC, 3), (errno.EIO, 6)])
-def test_a_run_whose_screen_has_gone_goes_on_into_its_files(files, tmp_path, monkeypatch, error, after):
-    monkeypatch.setattr(sys, "stdout", Gone(error, after))
-    monkeypatch.setattr(sys, "stderr", Gone(error, after))
-    sft.main(argv(files, tmp_path / "run"))
-    assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "run")] == [0, 1, 2]
-    assert (tmp_path / "run" / "model" / "config.json").exists() and (tmp_path / "run" / "curves.png").exists()
-    with pytest.raises(SystemExit, match="already holds a run"):
-        sft.main(argv(files, tmp_path / "run"))
-
-
 def test_a_second_run_in_a_process_is_a_run(files, tmp_path, capsys):
     """After a command, after one that was refused, and after a run without a command."""
     sft.main(argv(files, tmp_path / "a"))
@@ -75,50 +46,6 @@ def test_a_second_run_in_a_process_is_a_run(files, tmp_path, capsys):
     a, c, d = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in "acd")
     assert a == c == d
     assert "solved" in capsys.readouterr().out
-
-
-COMMAND = """
-import sys
-from fused_rl.trainers import sft
-sft.main(sys.argv[1:])
-print("after", file=sys.stderr)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("screen", ["closed pipe", "full disk", "closed"])
-def test_a_command_whose_screen_has_gone_ends_as_it_should(files, tmp_path, screen):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-c", COMMAND, *argv(files, tmp_path / "run")]
-    if screen == "closed":
-        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
-    if screen == "full disk":
-        with open("/dev/full", "w") as full:
-            done = subprocess.run(command, stdout=full, **options)
-    else:
-        reading, writing = os.pipe()
-        os.close(reading)
-        done = subprocess.run(command, stdout=writing, **options)
-        os.close(writing)
-    assert done.returncode == 0 and done.stderr.endswith("after\n") and "Traceback" not in done.stderr, done.stderr
-    assert (tmp_path / "run" / "model" / "config.json").exists()
-
-
-@pytest.mark.parametrize("word", ["--help", "--version"])
-def test_help_whose_reader_has_gone_ends_as_it_should(word, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fused-rl", word])
-    monkeypatch.setattr(sys, "stdout", Gone(errno.EPIPE, 0))
-    cli.main()
-
-
-def test_what_an_encoding_cannot_show_is_replaced(monkeypatch):
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    with screen.kept_up():
-        screen.tell("50.0 ± 1.2 %")
-        print("half a \ud800 character")
-    assert raw.getvalue() == b"50.0 \\xb1 1.2 %\nhalf a \\ud800 character\n"
 
 
 HOSTILE = "\x1b[2J\x1b]52;c;aGk=\x07 \r\x9b1m \u202eabc\u2066 \x00\x08"

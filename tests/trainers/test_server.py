@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import json
 import re
 import shutil
 import threading
@@ -15,10 +14,10 @@ import torch
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.run import folder as run_folder
-from fused_rl.trainers.samplers import server
-from fused_rl.trainers.samplers.server import ServerSampler
+from fused_rl.trainers.run import store
 from fused_rl.trainers.servers import inference
+from fused_rl.trainers.servers import sampler as server
+from fused_rl.trainers.servers.sampler import ServerSampler
 from tests.marks import SLOW
 from tests.trainers import fake_server, killed, runs, served, tiny
 
@@ -130,11 +129,10 @@ def test_the_last_folder_stays_until_all_servers_have_the_next(pair, policy, tmp
     sampler = served.sampler_of(pair, policy, tmp_path / "run")
     published = tmp_path / "run" / "published"
     sampler.publish(0, policy.save)
-    (published / "step-9.tmp").mkdir()  # of a run that was killed
     pair[1].script = [("/update_weights_from_disk", 500)]
     with pytest.raises(InputError, match="HTTP 500"):
         sampler.publish(1, policy.save)
-    assert sorted(path.name for path in published.iterdir()) == ["step-0", "step-1", "step-9.tmp"]
+    assert sorted(path.name for path in published.iterdir()) == ["step-0", "step-1"]
     sampler.publish(2, policy.save)
     assert [path.name for path in published.iterdir()] == ["step-2"]
     weights = tiny.weights(published / "step-2")
@@ -198,12 +196,10 @@ def test_a_run_through_a_server_learns_from_what_the_server_drew(files, tmp_path
         assert row["rollout/logprob_diff_max"] < 1e-4
     assert [row["rollout/weight_version"] for row in steps] == [0, 1]
 
-    # What was published last is the trained model; all of it is the run's own to overwrite.
+    # What was published last is the trained model.
     model, published = tiny.weights(tmp_path / "run/model"), tiny.weights(tmp_path / "run/published/step-2")
     assert model.keys() == published.keys() and all(torch.equal(model[name], published[name]) for name in model)
-    listed = json.loads((tmp_path / "run/written.json").read_text())["written"]
-    assert "published/step-2/model.safetensors" in listed
-    run_folder.release()
+    store.release()
 
 
 @pytest.mark.slow
@@ -218,10 +214,10 @@ def test_whole_runs(files, tmp_path, hurried, trainer, kind, truncated):
         assert fake.label == other.label == "3"
     for row in tiny.read_metrics(tmp_path / "run"):
         assert row.get("rollout/logprob_diff_max", 0) < 1e-4
-    run_folder.release()
+    store.release()
     with fake_server.serving(kind, files[0]) as fake:
         train(config_of(files, tmp_path / "run", [fake], overwrite=True, **options))
-    run_folder.release()
+    store.release()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +229,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, hurried, traine
     config_of = functools.partial(config_of, files, eval_size=0)
     with fake_server.serving(kind, files[0]) as fake:
         train(config_of(tmp_path / "whole", [fake]))
-        run_folder.release()
+        store.release()
         shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
         for name in ("model", "critic"):
             shutil.rmtree(tmp_path / "stopped" / name, ignore_errors=True)
@@ -241,7 +237,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, hurried, traine
     with fake_server.serving(kind, files[0]) as fresh:  # on another port, with the weights that it began with
         train(config_of(tmp_path / "stopped", [fresh], resume_from="step-2"))
         assert fresh.label == "3"
-    run_folder.release()
+    store.release()
     runs.assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -285,11 +281,11 @@ def test_a_server_that_dies_in_mid_run_is_a_line_and_the_run_goes_on_with_anothe
         fake.draw = dies
         with pytest.raises(InputError, match=f"server {fake.url}, .*: no answer: .*is the server up"):
             train(config_of([fake]))
-    run_folder.release()
+    store.release()
     with fake_server.serving("vllm", files[0]) as fresh:
         train(config_of([fresh], resume=True))
         assert fresh.label == "2"
-    run_folder.release()
+    store.release()
 
 
 def test_a_server_of_another_model_is_refused_and_nothing_is_lost(files, tmp_path, hurried):
@@ -298,15 +294,15 @@ def test_a_server_of_another_model_is_refused_and_nothing_is_lost(files, tmp_pat
         fake.lm.resize_token_embeddings(300, mean_resizing=False)
         with pytest.raises(InputError, match=f"server {fake.url} .*takes id 26., but the policy has 263 ids"):
             grpo.train(grpo_config(files, tmp_path / "run", [fake]))
-    run_folder.release()
-    assert not (tmp_path / "run" / "written.json").exists()
+    store.release()
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_a_url_that_is_no_server_is_refused(files, tmp_path, hurried):
     config = runs.grpo_config(files, tmp_path / "run", server=["http://127.0.0.1:9"])
     with pytest.raises(InputError, match="server http://127.0.0.1:9, GET /health: no answer"):
         grpo.train(config)
-    run_folder.release()
+    store.release()
 
 
 def test_kept_sets_that_a_server_cannot_tell_are_refused(files, tmp_path, hurried):
@@ -314,7 +310,7 @@ def test_kept_sets_that_a_server_cannot_tell_are_refused(files, tmp_path, hurrie
         fake.flaws = {"no sets"}
         with pytest.raises(InputError, match="start it with --enable-scale-out --return-sampling-mask"):
             grpo.train(grpo_config(files, tmp_path / "run", [fake], top_p=0.9))
-    run_folder.release()
+    store.release()
 
 
 def test_a_dry_run_asks_no_server(files, tmp_path, capsys):
@@ -337,7 +333,7 @@ def trained_on_rank(rank, world, files, folder, url, wrong):
     except InputError as error:
         return str(error)
     finally:
-        run_folder.release()
+        store.release()
     return None
 
 
@@ -369,5 +365,5 @@ def test_ranks_fail_together_or_not_at_all(files, tmp_path, wrong):
 def test_adapters_are_merged_into_what_is_published(files, tmp_path, hurried):
     with fake_server.serving("vllm", files[0]) as fake:
         grpo.train(grpo_config(files, tmp_path / "run", [fake], lora_rank=4, eval_size=0))
-    run_folder.release()
+    store.release()
     assert tiny.weights(tmp_path / "run/published/step-3").keys() == tiny.weights(Path(files[0])).keys()

@@ -5,10 +5,9 @@ import threading
 import pytest
 import torch
 
-from fused_rl.trainers.base import ending
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.http import connect
+from fused_rl.trainers.servers.kinds import connect
 from tests.trainers import fake_server
 from tests.trainers.served import DRAWN, PROMPT, QUICK, logprobs, model_of
 
@@ -216,17 +215,6 @@ def test_no_answer_is_asked_for_again(fake, server, wrong):
     with pytest.raises(InputError, match=f"server {fake.url}, POST {SAMPLE[fake.kind]}: (HTTP 50|no answer: )"):
         server.sample(PROMPT, 1, DRAWN, [0])
     assert fake.script == []
-
-
-def test_a_run_that_has_ended_asks_nothing_again(fake, server):
-    fake.script = [(SAMPLE[fake.kind], 500)] * 3
-    ending.end()
-    try:
-        with pytest.raises(InputError, match="HTTP 500"):
-            server.sample(PROMPT, 1, DRAWN, [0])
-    finally:
-        ending.begin()
-    assert len(fake.script) == 2
 
 
 @pytest.mark.parametrize(

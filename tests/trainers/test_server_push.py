@@ -5,7 +5,7 @@ import torch
 
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.http import connect
+from fused_rl.trainers.servers.kinds import connect
 from tests.trainers import fake_server, tiny
 from tests.trainers.served import DRAWN, PROMPT, QUICK, logprobs, model_of
 

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from fused_rl.trainers.options.errors import InputError
-from fused_rl.trainers.samplers.http import connect
 from fused_rl.trainers.servers.connection import Connection, NoAnswer, Refused
+from fused_rl.trainers.servers.kinds import connect
 from tests.trainers import fake_server
 from tests.trainers.served import QUICK
 

@@ -1,13 +1,11 @@
 """What `--verifiers`, `--verifier_weights` and `--solved_at` may say, and that a dry run refuses everything else."""
 
-import dataclasses
 import json
 import re
 
 import pytest
 
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.options import resume
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.scorers.load import load_scorers
@@ -122,15 +120,6 @@ def test_a_dry_run_refuses_what_cannot_be_and_loads_no_model(spelled, capsys):
     line = refusal.value.code if isinstance(refusal.value.code, str) else printed.err.strip()
     assert line.startswith(f"fused-rl {name}: error: ") and "\n" not in line and not printed.out
     assert re.search(said, line), line
-
-
-def test_a_run_of_the_spelling_of_before_is_continued_where_it_means_the_same_and_else_refused_in_a_line(tmp_path):
-    config = parse(grpo.GRPOConfig, [*BASE, "--verifiers=format"], "fused-rl grpo")
-    recorded = dataclasses.asdict(config)
-    assert resume.changes(config, {}, recorded | {"verifiers": "format"}, tmp_path) == []
-    said = r"made by an earlier version, which spelled verifiers as '1.format, 0.2.a:f'; this one takes a list"
-    with pytest.raises(InputError, match=said):
-        resume.changes(config, {}, recorded | {"verifiers": "1*format, 0.2*a:f"}, tmp_path)
 
 
 def test_weights_stand_for_each_verifier_and_are_not_all_0(capsys):

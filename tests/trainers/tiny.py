@@ -1,6 +1,7 @@
 """Models of a few thousand weights in the Hub format, and small data files, as the trainers read them."""
 
 import json
+import re
 from pathlib import Path
 
 CHAT_TEMPLATE = (
@@ -121,6 +122,21 @@ def read_metrics(folder) -> list[dict]:
 def untimed(metrics: list[dict]) -> list[dict]:
     """Metrics without what a clock says."""
     return [{k: v for k, v in m.items() if not k.startswith(("time/", "perf/"))} for m in metrics]
+
+
+def documented(trainer: str) -> set[str]:
+    """The keys that docs/metrics.md describes for a trainer; some have a {name} or {k} in them."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    keys = set()
+    for section in page.split("\n## ")[1:]:
+        trainers = re.search(r"^In runs of (.*)\.$", section, re.MULTILINE)[1]
+        keys |= set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE)) if f"`{trainer}`" in trainers else set()
+    return keys
+
+
+def usual(trainer: str) -> set[str]:
+    """The documented keys that every run of a trainer logs: those without a name in them and of no other sampler."""
+    return {key for key in documented(trainer) if "{" not in key and not key.startswith("rollout/")}
 
 
 def weights(folder) -> dict:

@@ -7,12 +7,14 @@ does not depend on how the batch was split over ranks and micro-batches.
 Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
+import atexit
 import contextlib
 import logging
 import math
 import os
+import time
 import warnings
-from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,10 +22,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers.base import launch, optim, zero
-from fused_rl.trainers.base.launch import JOINING, TIMEOUT
-from fused_rl.trainers.base.ranks import agree, barrier, rank, world_size
+from fused_rl.trainers.base import optim, zero
+from fused_rl.trainers.base.ranks import rank, world_size
 from fused_rl.trainers.options.config import EngineConfig, InputError, OptimConfig
+
+TIMEOUT = timedelta(minutes=30)  # for all processes to start, and of a collective
 
 
 def quiet() -> None:
@@ -45,57 +48,50 @@ def quiet() -> None:
 def setup(seed: int, *, trains: bool = True) -> torch.device:
     """Join the process group, seed this rank, and return its device.
 
-    A command that trains nothing goes without DeepSpeed, and alone without a process group.
+    A command that trains nothing needs no DeepSpeed, and without a launcher no process group.
     """
     quiet()
-    launch.processes()  # refuses what a launcher should not say
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if trains:
-        launched, alone = _with_deepspeed(backend), lambda: _join_alone(backend)
-    else:
-        launched, alone = lambda: dist.init_process_group(backend, timeout=JOINING), lambda: None
-    if not dist.is_initialized():
-        launch.meet(launched, alone)
-        agree(None)  # raises what another rank was refused before it came
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # chosen first: NCCL communicates on the current device
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized() and (trains or "RANK" in os.environ):
+        _join("gloo" if device.type == "cpu" else "nccl", with_deepspeed=trains)
     import transformers
 
     transformers.set_seed(seed + rank() * 100_003)
-    if backend == "gloo":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
     return device
 
 
-def _with_deepspeed(backend: str) -> Callable[[], None]:
-    """How processes that were launched together join; DeepSpeed itself is ready for them."""
-    os.environ.setdefault("LOCAL_RANK", "0")
-    import deepspeed
-    import deepspeed.ops
+def _join(backend: str, *, with_deepspeed: bool) -> None:
+    """Join the process group of the launcher, or make one of this process.
 
-    deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which nothing here uses
-    return lambda: deepspeed.init_distributed(backend, timeout=JOINING, verbose=False)
-
-
-def _join_alone(backend: str) -> None:
-    """A process group of this process, without a port that others could reach.
-
-    The store that DeepSpeed would open listens on all interfaces and asks nobody who they are; gloo and NCCL listen
-    where they are told to.
+    The group stays until the process ends: DeepSpeed keeps groups of the first one, so a run that left it would be the
+    last one in its process. Without a launcher no port is opened that others could reach: the store that DeepSpeed
+    would open listens on all interfaces.
     """
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, "lo")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    if with_deepspeed:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        import deepspeed
+        import deepspeed.ops
+
+        deepspeed.utils.logger.setLevel("WARNING")
+        deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which is not used
+    if "RANK" not in os.environ:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    elif with_deepspeed:
+        deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    atexit.register(_leave)
 
 
-def teardown(orderly: bool = True) -> None:
-    """End a command: wait for the others where all ranks came to their end, else two processes can abort at exit.
-
-    The process group stays for the next run in this process: DeepSpeed keeps groups of it and never makes them again.
-    """
-    if orderly:
-        barrier()
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:

@@ -13,8 +13,14 @@ from typing import NamedTuple
 
 from fused_rl.trainers.options.config import InputError
 
+UNFINISHED = ".unfinished-"  # how names begin until all is written; nobody else uses such names
 # What torch and safetensors, which raise no OSError, say when the system refuses to write.
 REFUSED_WRITES = ("inline_container.cc", "os error", "iostream error")
+
+
+def unfinished(path: Path) -> Path:
+    """Where a file or folder is written before it gets its name."""
+    return path.with_name(UNFINISHED + path.name)
 
 
 class Fingerprint(NamedTuple):
@@ -50,25 +56,17 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def sync_folders(folder: Path) -> None:
-    """`sync` a folder and all folders in it."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync(path)
-    sync(folder)
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one step."""
-    unfinished = path.with_name(path.name + ".tmp")
+    new = unfinished(path)
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
+        with new.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        os.replace(new, path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
@@ -94,33 +92,27 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or folder that may not exist. A folder loses its name first: no half of it passes for the whole."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    if path.suffix != ".tmp":
-        named, path = path, path.with_name(path.name + ".tmp")
-        delete(path)
-        os.rename(named, path)
-    shutil.rmtree(path)
+    """Delete a folder, which loses its name first: no half of it passes for the whole."""
+    shutil.rmtree(unfinished(path), ignore_errors=True)
+    os.rename(path, unfinished(path))
+    shutil.rmtree(unfinished(path))
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes its name when the block ends; where the block raises, nothing is left."""
-    unfinished = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    """A new folder to write into that gets its name when the block ends; if the block raises, nothing is left."""
+    new = unfinished(folder)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
     try:
-        yield unfinished
-        for path in files_below(unfinished):
+        yield new
+        for path in new.rglob("*"):
             sync(path)
-        sync_folders(unfinished)
+        sync(new)
+        os.rename(new, folder)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(unfinished, folder)
     sync(folder.parent)
 
 

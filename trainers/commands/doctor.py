@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+TRAINERS = ("sft", "reward", "grpo", "ppo")
+
 
 def of_run(folder: Path) -> bool:
     """Print what was examined, held-out accuracy at the start and now, and the findings; return True without any."""
@@ -18,7 +20,6 @@ def of_run(folder: Path) -> bool:
 
     from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.metrics.rules import RULES, Watch
-    from fused_rl.trainers.metrics.table import KEYS
     from fused_rl.trainers.options.errors import InputError
     from fused_rl.trainers.run.logger import read_metrics
 
@@ -31,8 +32,8 @@ def of_run(folder: Path) -> bool:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     command = re.match(r"# fused-rl (\S+)", text)
-    if command is None or command[1] not in KEYS or not isinstance(config, dict):
-        raise InputError(f"{path} is no config of a run of {', '.join(KEYS)}")
+    if command is None or command[1] not in TRAINERS or not isinstance(config, dict):
+        raise InputError(f"{path} is no config of a run of {', '.join(TRAINERS)}")
     if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
         config["dtype"] = precision[1]
 
@@ -76,15 +77,14 @@ def look(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
-    from fused_rl.trainers.base.screen import kept_up, tell
+    from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.options.errors import InputError
 
-    with kept_up():
-        try:
-            status = look(sys.argv[1:] if argv is None else argv)
-        except InputError as error:
-            tell(f"fused-rl doctor: error: {error}", to_errors=True)
-            status = 2
+    try:
+        status = look(sys.argv[1:] if argv is None else argv)
+    except InputError as error:
+        tell(f"fused-rl doctor: error: {error}", to_errors=True)
+        status = 2
     if status:
         sys.exit(status)
 

@@ -32,6 +32,7 @@ from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError, NonNegativeInt, PositiveInt, Seed, check_revision, names_of
 from fused_rl.trainers.options.handed import HERE
 from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.rollouts.prompts import prompts_of
@@ -204,7 +205,7 @@ class Subject:
 
 def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
     """The subject, and how its responses are drawn; every row has been checked by every scorer."""
-    with phase("read tokenizer and rows"), ranks.together():
+    with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = load_rows(config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
@@ -319,9 +320,8 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
     check_needs(config, NEEDS)
     device = engine.setup(config.seed, trains=False)
     fingerprints.check_ranks(dataclasses.asdict(config))
-    with ranks.together():
-        config = as_its_run(config)
-        there.check(config.model, config.revision, [config.dataset])
+    config = as_its_run(config)
+    there.check(config.model, config.revision, [config.dataset])
     if config.output_dir is not None:
         ranks.on_first_rank(lambda: _check_folder(config))
     subject, sampling = load(config, device)
@@ -357,13 +357,8 @@ def _gathered(responses: Responses) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl eval`."""
     with command.around("fused-rl eval"):
-        config, orderly = command.options(EvalConfig, sys.argv[1:] if argv is None else argv), False
-        try:
-            with ranks.shared_fate():
-                evaluate(config)
-            orderly = True
-        finally:
-            engine.teardown(orderly)
+        evaluate(parse(EvalConfig, sys.argv[1:] if argv is None else argv, "fused-rl eval"))
+        ranks.barrier()  # else two processes can abort at exit
 
 
 if __name__ == "__main__":

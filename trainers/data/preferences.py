@@ -94,41 +94,33 @@ class PairEncoder:
 
     def _side(self, rows: Rows, i: int, column: str) -> tuple[list[int], list[int]]:
         option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
-        value = rows.get(i, column, option)
-        prompt = rows.rows[i].get(self.config.prompt_column)
-        for cell, name in ((value, column), (prompt, self.config.prompt_column)):
-            if isinstance(cell, list) and not all(isinstance(message, dict) for message in cell):
-                raise InputError(f"{rows.where(i)}: column {name!r} must be text or messages, got {str(cell)[:80]!r}")
-        if isinstance(value, list) and len(value) == 1 and value[0].get("role") == "assistant":
-            more = [name for name in SAID if value[0].get(name)]
-            if more:
-                remedy = "give the whole conversation, with the prompt's messages before it"
-                raise InputError(f"{rows.where(i)}: column {column!r} is a turn with {more[0]}; {remedy}")
-            value, prompt = value[0].get("content"), rows.get(i, self.config.prompt_column, "prompt_column")
-        if isinstance(value, str) and prompt is None:
-            if self.config.prompt_column in rows.rows[i]:
-                rows.get(i, self.config.prompt_column)  # null
-            encode.check_text_alone(value, column, rows.where(i))
-            return self._whole_text(value)
-        if isinstance(value, str):
-            if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
-                raise InputError(
-                    f"{rows.where(i)}: column {self.config.prompt_column!r} ends with the assistant's turn"
-                )
-            return self._encode(rows, i, {"prompt": prompt, column: value}, column)
-        last = value[-1] if isinstance(value, list) and value and isinstance(value[-1], dict) else {}
-        says = isinstance(last.get("content"), str) or last.get("tool_calls")
-        if last.get("role") != "assistant" or not says:
-            raise InputError(
-                f"{rows.where(i)}: column {column!r} must be text, or messages that end with the assistant's text; "
-                f"got {str(value)[:80]!r}"
-            )
-        asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
-        if prompt is not None and all(message.get("content") != asked for message in value[:-1]):
-            what = f"column {column!r} holds several messages, and the prompt is none of them"
-            remedy = "give whole conversations and no prompt, or after a prompt one message"
-            raise InputError(f"{rows.where(i)}: {what}; {remedy}")
-        return self._encode(rows, i, {"prompt": value}, column)
+        prompt_column = self.config.prompt_column
+        value, prompt = rows.get(i, column, option), rows.rows[i].get(prompt_column)
+        alone = isinstance(value, list) and len(value) == 1 and _role(value) == "assistant"
+        if alone or (isinstance(value, str) and prompt_column in rows.rows[i]):
+            prompt = rows.get(i, prompt_column, "prompt_column")
+        with rows.at(i):
+            if alone:
+                more = [name for name in SAID if value[0].get(name)]
+                if more:
+                    remedy = "give the whole conversation, with the prompt's messages before it"
+                    raise InputError(f"column {column!r} is a turn with {more[0]}; {remedy}")
+                value = value[0].get("content")
+            if isinstance(value, str) and prompt is None:
+                encode.check_text_alone(value, column)
+                return self._whole_text(value)
+            if isinstance(value, str) and _role(prompt) == "assistant":
+                raise InputError(f"column {prompt_column!r} ends with the assistant's turn")
+            if not isinstance(value, str) and _role(value) != "assistant":
+                what = f"column {column!r} must be text, or messages that end with the assistant's text"
+                raise InputError(f"{what}; got {str(value)[:80]!r}")
+            asked = prompt[-1].get("content") if _role(prompt) else prompt
+            before = [] if isinstance(value, str) else value[:-1]
+            if before and prompt is not None and all(message.get("content") != asked for message in before):
+                what = f"column {column!r} holds several messages, and the prompt is none of them"
+                raise InputError(f"{what}; give whole conversations and no prompt, or after a prompt one message")
+        row = {"prompt": prompt, column: value} if isinstance(value, str) else {"prompt": value}
+        return self._encode(rows, i, row, column)
 
     def _encode(self, rows: Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
         tools = {"tools": rows.rows[i].get("tools")}
@@ -139,6 +131,12 @@ class PairEncoder:
         """A conversation spelled out as text: the tokenizer's own beginning, and EOS once."""
         ids, eos = self.tokenizer(text).input_ids, self.tokenizer.eos_token_id
         return [], ids if ids and ids[-1] == eos else [*ids, eos]
+
+
+def _role(messages) -> str | None:
+    """Return the role of the last message; None for what is no list of messages."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return last.get("role") if isinstance(last, dict) else None
 
 
 def _opening(side: str | list[dict], prompt: str | list[dict] | None) -> str | None:

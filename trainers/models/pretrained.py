@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.written import listed_folder
+from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line
 
@@ -90,7 +90,7 @@ def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], 
     """
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if ranks.rank() == 0:
-        with listed_folder(folder) as unfinished:
+        with whole_folder(folder) as unfinished:
             write(unfinished, state)
             tokenizer.save_pretrained(unfinished)
     ranks.barrier()

@@ -298,16 +298,16 @@ class OutputConfig(Options):
     save_every: NonNegativeInt = 100
     """Steps between checkpoints; 0 saves one only when the run is interrupted."""
     keep_checkpoints: PositiveInt = 2
-    """Older checkpoints are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     resume: bool = False
     """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped. Of the options those may
     change that docs/training.md lists."""
     resume_from: str | None = None
-    """Continue from this checkpoint instead, step-4 for example; those after it, and their metrics, are deleted."""
+    """Continue from this checkpoint instead, such as step-4; later ones are moved to <output_dir>.1."""
     accept_changes: bool = False
     """With resume: continue although rows, models or the chat template have changed since."""
     overwrite: bool = False
-    """Start anew in an `output_dir` that already holds a run, deleting what that run wrote."""
+    """Start again in an `output_dir` that is not empty: what is in it is moved to <output_dir>.1."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
     trackio_project: str | None = None

@@ -10,8 +10,8 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.metrics.keys import explained_variance
 from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.metrics.updates import explained_variance
 from fused_rl.trainers.options.config import ClosedUnitInterval, Finite, InputError, NonNegative, Positive
 from fused_rl.trainers.options.needs import Needs, without
 from fused_rl.trainers.policy.options import RolloutConfig

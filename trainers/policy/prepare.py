@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.launch import divide_over
+from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import in_run, in_steps
 from fused_rl.trainers.data.rows import Rows, load_train_eval
@@ -82,7 +82,7 @@ def read(
     critic: str | None = None,
 ) -> Read:
     """Read all but the models, and compare it with what the other processes and a resumed run have read."""
-    with phase("read tokenizer, scorers and rows"), ranks.together():
+    with phase("read tokenizer, scorers and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows, judges = load_train_eval(config), reader(config, config, tokenizer, run.device, config.rollout_batch_size)
         config, scorers = load_scorers(config, rows, judges, run.recorded)

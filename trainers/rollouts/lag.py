@@ -10,10 +10,8 @@ The thread calls the sampler's `sample` and nothing else. What scores, what rank
 process's own generators stays where it was: a thread, and one after the other, are the same run bit for bit.
 """
 
-import atexit
 import dataclasses
 import hashlib
-import weakref
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,14 +21,11 @@ from pathlib import Path
 from threading import Thread
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ending, ranks
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.rollouts.checks import check_declared, check_responses
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler
-
-PARTING = 5.0  # seconds that a process waits, at its end, for a rollout that nobody wants any more
-_drawing: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 
 @dataclass
@@ -94,9 +89,7 @@ class Ahead:
             wanted.append(self.pending[number])
         self.due = step
         if wanted:
-            thread = Thread(target=self._draw, args=(wanted,), name=f"rollouts from step {step} on", daemon=True)
-            _drawing.add(thread)
-            thread.start()
+            Thread(target=self._draw, args=(wanted,), name=f"rollouts from step {step} on").start()
         return self.pending[step].version
 
     def _draw(self, wanted: list[Pending]) -> None:
@@ -124,12 +117,11 @@ class Ahead:
             Exception: what the sampler raised in the thread, or what is wrong with what it returned, on all ranks: a
                 checkpoint must not hold what can never be trained on.
         """
-        with ranks.together():
-            for pending in self.pending.values():
-                responses = pending.responses.result()
-                if pending.sampling is not None:
-                    check_responses(responses, pending.prompts, pending.sampling)
-                    check_declared(self, responses, pending.prompts, pending.version)
+        for pending in self.pending.values():
+            responses = pending.responses.result()
+            if pending.sampling is not None:
+                check_responses(responses, pending.prompts, pending.sampling)
+                check_declared(self, responses, pending.prompts, pending.version)
         self.drawn_from.publish(step, save)
         self.published = step
 
@@ -193,11 +185,3 @@ def _from_plain(plain: dict[str, object]) -> Response:
     if isinstance(plain["support"], dict):
         plain = plain | {"support": TokenSupport(**plain["support"])}
     return Response(**plain)
-
-
-@atexit.register
-def _part() -> None:
-    """The process ends, and with it what is drawn; a thread that computes must not be there any more."""
-    ending.end()
-    for thread in list(_drawing):
-        thread.join(PARTING)

@@ -13,7 +13,6 @@ from itertools import chain
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.guests import own_generators
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.options.config import InputError
@@ -55,24 +54,21 @@ def roll_out(
 
     Where they are known: `vocab`, the size of the model's vocabulary, and `version`, the step of the weights to sample.
     """
-    # What can go wrong on one rank alone: a server, a verifier.
     began = time.monotonic()
     check_sampler(sampler, sampling)
-    with ranks.together():
-        prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
-        responses = _sampled(sampler, prompts, sampling)
-        check_responses(responses, prompts, sampling, vocab)
-        check_declared(sampler, responses, prompts, version)
-        sampled = time.monotonic()
+    prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
+    responses = _sampled(sampler, prompts, sampling)
+    check_responses(responses, prompts, sampling, vocab)
+    check_declared(sampler, responses, prompts, version)
+    sampled = time.monotonic()
 
-        texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
-        parts = zip(prompts, responses, texts, strict=True)
-        samples = []
-        for prompt, response, text in parts:
-            samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
-        with own_generators():
-            scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
-        rewards = _rewards(scorers, scores, samples)
+    texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
+    parts = zip(prompts, responses, texts, strict=True)
+    samples = []
+    for prompt, response, text in parts:
+        samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
+    scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+    rewards = _rewards(scorers, scores, samples)
 
     # The batch to train on.
     incidents = _report_broken(scorers, len(samples))

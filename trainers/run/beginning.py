@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base import ending, engine, ranks
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options.config import InputError, RunConfig
-from fused_rl.trainers.run import there
-from fused_rl.trainers.run.checkpoint import Checkpoints
-from fused_rl.trainers.run.folder import Folder
-from fused_rl.trainers.run.logger import phase
+from fused_rl.trainers.run import hub, there
+from fused_rl.trainers.run.logger import phase, require_trackers
+from fused_rl.trainers.run.store import RunFolder
 
 Arithmetic = Callable[[RunConfig, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides; raises InputError on what does not."""
@@ -34,7 +33,7 @@ class Run:
     config: RunConfig
     device: torch.device
     folder: Path
-    """Where it writes, opened."""
+    """Where it writes, locked."""
     recorded: dict[str, object] = field(default_factory=dict)
     """The options in the checkpoint that it goes on from; empty where it begins."""
     inputs: dict[str, str] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class Run:
         fingerprints.check_ranks(inputs)
         del inputs["held_out"]  # may change: it is measured, not trained on
         if self.config.resume:
-            changed = Checkpoints(self.config).check_inputs(inputs)
+            changed = RunFolder(self.config).check_inputs(inputs)
             if changed and ranks.rank() == 0:
                 tell(f"resume: continues with other inputs: {', '.join(changed)}")
         self.inputs = inputs
@@ -88,13 +87,14 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
         )
-    ending.begin()
+    arithmetic(config, ranks.processes())
     device = engine.setup(config.seed)
     fingerprints.check_ranks({"command": config.command, **dataclasses.asdict(config)})
-    with ranks.together():
-        arithmetic(config, ranks.world_size())
-    folder = Folder(config).open()
-    with ranks.together():
-        there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
-        recorded = Checkpoints(config).recorded() if config.resume else {}
-    return Run(config, device, folder, recorded)
+    require_trackers(config)
+    if config.push_to_hub:
+        ranks.on_first_rank(lambda: hub.check(config))
+    folder = RunFolder(config)
+    folder.open()
+    there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
+    recorded = folder.state()["options"] if config.resume else {}
+    return Run(config, device, folder.path, recorded)

@@ -1,20 +1,20 @@
-"""What the `main` of every command does around its work: options, errors in one line, signals, a screen that may go."""
+"""What the `main` of every command does around its work: options, errors in one line, the status of an interruption."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from fused_rl.trainers.base import ending, engine, launch, ranks
-from fused_rl.trainers.base.screen import kept_up, tell
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.options.config import InputError, Options, RunConfig, to_yaml
-from fused_rl.trainers.options.parse import Config, Refused, parse
+from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run import there
 from fused_rl.trainers.run.beginning import Arithmetic
-from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.loop import Stopped
+from fused_rl.trainers.run.store import RunFolder, release
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
@@ -29,55 +29,33 @@ def run(
     """`main` of every trainer: parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
-        config = options(config_class, argv)
+        config = parse(config_class, argv, f"fused-rl {config_class.command}")
         if config.dry_run:
             counted, steps = foresee(config, config)
-            tell(describe(config, arithmetic(counted, launch.processes()) | steps), as_is=True)
+            tell(describe(config, arithmetic(counted, ranks.processes()) | steps), as_is=True)
             there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
-            Folder(config).foresee()
+            RunFolder(config).check()
             load_tokenizer(config.model, config.revision)  # a folder may be there, and be no model's
             return
         try:
-            arithmetic(config, launch.processes())
-        except InputError as error:
-            ranks.refused(error)
-            raise
-        orderly = False
-        try:
-            with ranks.shared_fate():
-                train(config)
-            orderly = True
-        except Stopped:
-            orderly = True
-            raise
+            train(config)
         finally:
-            ending.end()
             release()
-            engine.teardown(orderly)
-
-
-def options(config_class: type[Config], argv: list[str]) -> Config:
-    """The config from the command line; what is refused, other processes of the run hear too."""
-    try:
-        return parse(config_class, argv, f"fused-rl {config_class.command}")
-    except Refused as error:
-        ranks.refused(InputError(error.line))
-        raise
+        ranks.barrier()  # else two processes can abort at exit
 
 
 @contextlib.contextmanager
 def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
-    """Around a whole command: an InputError is one line, and Ctrl-C the usual status, and what is lost by it."""
-    with kept_up():
-        try:
-            yield
-        except InputError as error:
-            sys.exit(f"{prog}: error: {shown(error)}")
-        except Stopped:
-            sys.exit(INTERRUPTED)
-        except KeyboardInterrupt:
-            tell(f"{prog}: stopped at once; {lost}", to_errors=True)
-            sys.exit(INTERRUPTED)
+    """Around a whole command: an InputError is one line, and Ctrl-C has its usual status and says what is lost."""
+    try:
+        yield
+    except InputError as error:
+        sys.exit(f"{prog}: error: {shown(error)}")
+    except Stopped:
+        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:
+        tell(f"{prog}: stopped at once; {lost}", to_errors=True)
+        sys.exit(INTERRUPTED)
 
 
 def describe(config: Options, arithmetic: dict[str, object]) -> str:

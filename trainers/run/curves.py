@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from fused_rl.trainers.base.files import unfinished
+
 IN_A_ROW = 4  # panels
 
 
@@ -39,8 +41,8 @@ def draw_curves(history: list[dict], curves: Curves, path: Path) -> None:
             _points(figure, axes, history, drawn)
         else:
             _lines(axes, history, drawn)
-    figure.savefig(path.with_suffix(".tmp.png"), dpi=120)
-    path.with_suffix(".tmp.png").replace(path)
+    figure.savefig(unfinished(path), dpi=120)
+    unfinished(path).replace(path)
 
 
 def _lines(axes, history: list[dict], keys: list[str]) -> None:

@@ -16,7 +16,6 @@ from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.metrics.rules import Watch
-from fused_rl.trainers.metrics.table import description, row_of
 from fused_rl.trainers.options.config import InputError, OutputConfig, RunConfig
 from fused_rl.trainers.options.text import shown
 from fused_rl.trainers.run.curves import Curves, draw_curves
@@ -27,8 +26,7 @@ class Logger:
 
     def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
         self.folder, self.steps, self.columns = Path(config.output_dir), config.steps, columns
-        self.command, self.last, self.line = config.command, {}, 0.0
-        self.described: set[str] = set()
+        self.last, self.line = {}, 0.0
         self.active = rank() == 0
         if not self.active:
             return
@@ -46,10 +44,7 @@ class Logger:
         self.progress = _progress_bar(columns, self.steps, start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl; the keys must be those of the table."""
-        unknown = [key for key in metrics if row_of(self.command, key) is None]
-        if unknown:
-            raise KeyError(f"metrics {unknown} are not in the table of trainers/metrics/table.py")
+        """Write one line of metrics.jsonl, and a point of each curve."""
         if not self.active:
             return
         entry = {"step": step, **{k: float(v) for k, v in metrics.items()}}
@@ -57,7 +52,7 @@ class Logger:
         self.file.write(as_json(entry) + "\n")
         self.file.flush()
         for key, value in metrics.items():
-            self._draw(key, value, step)
+            self.board.add_scalar(key, value, step)
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
         for finding in self.watch.see(entry):
@@ -69,18 +64,6 @@ class Logger:
         elif told and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
             self.line = time.monotonic()
             tell(f"step {step}/{self.steps}  {told}")
-
-    def _draw(self, key: str, value: float, step: int) -> None:
-        """A point of a curve in TensorBoard; the first one has the description, which SummaryWriter cannot give."""
-        if key in self.described:
-            self.board.add_scalar(key, value, step)
-            return
-        from torch.utils.tensorboard.summary import scalar
-
-        summary = scalar(key, value)
-        summary.value[0].metadata.summary_description = description(self.command, key)
-        self.board.file_writer.add_summary(summary, step)
-        self.described.add(key)
 
     def samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Show a few responses as a table, and keep them in samples.jsonl."""

@@ -24,16 +24,15 @@ from typing import ClassVar
 import torch
 
 from fused_rl.trainers.base.files import storing
-from fused_rl.trainers.base.ranks import global_sum, on_first_rank_at_length, rank
+from fused_rl.trainers.base.ranks import barrier, global_sum, on_first_rank_at_length, rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.beginning import Run
-from fused_rl.trainers.run.checkpoint import NOTHING, Kept
 from fused_rl.trainers.run.curves import Curves
-from fused_rl.trainers.run.folder import Folder, release
 from fused_rl.trainers.run.logger import Logger, phase
+from fused_rl.trainers.run.store import NOTHING, Kept, RunFolder, release
 
 
 class Stopped(KeyboardInterrupt):
@@ -98,16 +97,15 @@ class Loop:
         state: Callable[[], dict] = dict,
         own: Mapping[str, Kept] = NOTHING,
     ):
-        self.config, self.folder, self.engines, self.inputs = config, run.folder, engines, run.inputs
-        output = Folder(config)
-        self.checkpoints = output.checkpoints
+        self.config, self.run, self.folder, self.engines = config, run, run.folder, engines
+        self.output = RunFolder(config)
         self.order, self.curves, self.state, self.own = order, curves, state, own
         self.step, self.restored, self.save_seconds = 0, {}, 0.0
         if config.resume:
-            self.restored = self.checkpoints.load(engines, own)
+            self.restored = self.output.load(engines, own)
             self.step, order.position = self.restored["step"], self.restored["position"]
-        output.claim(self.step)
-        with storing("metrics.jsonl", run.folder):
+        self.output.claim(self.step)
+        with storing("metrics.jsonl", self.folder):
             self.logger = Logger(config, columns, self.step)
         self.interruption = Interruption()
 
@@ -155,8 +153,8 @@ class Loop:
         every = self.config.save_every
         if stop or self.last or (every and self.step % every == 0):
             began = time.monotonic()
-            state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
-            self.checkpoints.save(self.engines, self.step, state, self.own)
+            state = {"position": self.order.position, "inputs": self.run.inputs, **self.state()}
+            self.output.save(self.engines, self.step, state, self.own)
             self.save_seconds = time.monotonic() - began
         if stop:
             with storing("curves.png", self.folder):
@@ -164,6 +162,7 @@ class Loop:
             release()
             if rank() == 0:
                 tell(f"stopped after step {self.step}; continue with --resume")
+            barrier()  # else two processes can abort at exit
             raise Stopped
 
     def finish(self, save: Callable[[Path], None]) -> str:
@@ -175,12 +174,12 @@ class Loop:
             with storing("model", self.folder), phase("saved the model"):
                 save(model)
             if not self.config.save_every:  # there was one only until the model was safe
-                self.checkpoints.remove_unscheduled()
+                self.output.remove_checkpoints()
         finally:
             self.interruption.end()
             release()
         if rank() == 0:
-            kept = self.checkpoints.folder
+            kept = self.output.checkpoints
             told = f", checkpoints: {kept}" if kept.exists() else ""
             tell(f"model: {model}, curves: {self.folder / 'curves.png'}{told}")
         if self.config.push_to_hub:

@@ -22,7 +22,7 @@ from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
 from fused_rl.trainers.samplers.copied import CopySampler
 from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.samplers.options import SamplerConfig
-from fused_rl.trainers.samplers.server import PUBLISHED, ServerSampler, logprobs_of
+from fused_rl.trainers.servers.sampler import PUBLISHED, ServerSampler, logprobs_of
 from fused_rl.trainers.servers.verify import Expected
 
 DECLARED = ("tells_logprobs", "records_support", "has_versions")  # by every sampler, as bool

@@ -2,12 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base import ending
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.lag import digest
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -38,7 +36,6 @@ class CopySampler(TransformersSampler):
         """Copy the policy's weights."""
         if self.lm is self.policy:
             self.lm = _copied(self.policy)
-            self.lm.register_forward_pre_hook(_unless_ending)
         else:
             for copied, own in zip(_tensors(self.lm), _tensors(self.policy), strict=True):
                 if copied is not own:
@@ -70,8 +67,3 @@ def _copied(lm):
     """A copy to sample from, which shares the weights that are frozen."""
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     return copy.deepcopy(lm, frozen).requires_grad_(False).eval()
-
-
-def _unless_ending(*_) -> None:
-    if ending.has_ended():
-        raise CancelledError

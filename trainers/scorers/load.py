@@ -104,8 +104,7 @@ def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Sc
     judges = [part for part in spelled if part.kind == "reward_model"]
     others = [part for part in spelled if part.kind != "reward_model"]
     scorers = [load_reward_model(part, reader) for part in judges]
-    with ranks.together():
-        verifiers = [_load(part, options.answer_column) for part in others]
+    verifiers = [_load(part, options.answer_column) for part in others]
     if all(scorer.solved_at is None for scorer in verifiers):
         for scorer in verifiers:
             if not isinstance(scorer, Length):

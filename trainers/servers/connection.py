@@ -11,7 +11,6 @@ import ssl
 import time
 from urllib.parse import urlsplit
 
-from fused_rl.trainers.base import ending
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.text import in_a_line
 
@@ -113,7 +112,7 @@ class Connection:
             except NoAnswer as error:
                 paused = error.may_be_paused and method == "POST" and self.is_paused()
                 left -= 0 if paused else 2 if error.silent else 1
-                if left <= 0 or ending.has_ended():
+                if left <= 0:
                     raise
             if paused:
                 self.until_resumed()

@@ -37,11 +37,6 @@ def is_an_empty_folder(folder):
     folder.mkdir()
 
 
-def is_a_file(folder):
-    shutil.rmtree(folder)
-    folder.write_text("weights")
-
-
 def without_config(folder):
     (folder / "config.json").unlink()
 
@@ -50,24 +45,8 @@ def with_a_config_that_is_no_json(folder):
     (folder / "config.json").write_text("{")
 
 
-def with_a_config_that_is_a_list(folder):
-    (folder / "config.json").write_text("[]")
-
-
-def with_an_empty_config(folder):
-    (folder / "config.json").write_text("")
-
-
 def of_no_known_type(folder):
     change_config(folder, model_type="qwen99")
-
-
-def whose_layers_are_negative(folder):
-    change_config(folder, num_hidden_layers=-1)
-
-
-def whose_size_is_text(folder):
-    change_config(folder, hidden_size="large")
 
 
 def of_other_shapes(folder):
@@ -95,17 +74,9 @@ def with_nan(folder):
     change_weights(folder, lambda w: w["model.layers.0.mlp.up_proj.weight"][3, 2].fill_(float("nan")))
 
 
-def with_inf(folder):
-    change_weights(folder, lambda w: w["model.norm.weight"][2].fill_(float("inf")))
-
-
 def whose_weights_are_cut(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def whose_weights_are_empty(folder):
-    (folder / "model.safetensors").write_bytes(b"")
 
 
 def whose_weights_are_text(folder):
@@ -134,10 +105,6 @@ def without_tokenizer(folder):
 
 def whose_tokenizer_is_no_json(folder):
     (folder / "tokenizer.json").write_text("{")
-
-
-def whose_tokenizer_config_is_no_json(folder):
-    (folder / "tokenizer_config.json").write_text("{")
 
 
 def whose_tokenizer_is_too_large(folder):
@@ -188,18 +155,6 @@ def that_is_t5(folder):
     another(folder, "T5-ForConditionalGeneration", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
 
 
-def that_is_bart(folder):
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
-    another(folder, "Bart-ForConditionalGeneration", d_model=16, **heads, encoder_ffn_dim=16, decoder_ffn_dim=16)
-
-
-def that_is_a_vision_model(folder):
-    import transformers
-
-    (folder / "model.safetensors").unlink()
-    transformers.ViTForImageClassification(transformers.ViTConfig(**SMALL)).save_pretrained(folder)
-
-
 def that_is_a_classifier_of_three(folder):
     another(folder, "Qwen2-ForSequenceClassification", num_labels=3, num_key_value_heads=1, **SMALL)
 
@@ -208,59 +163,31 @@ def that_is_a_reward_model(folder):
     another(folder, "Qwen2-ForSequenceClassification", num_labels=1, num_key_value_heads=1, **SMALL)
 
 
-def in_the_folder_of_a_run(folder):
-    run = folder.parent / "its"
-    run.mkdir()
-    shutil.copytree(folder, run / "model")
-    (run / "config.yaml").write_text("steps: 3")
-
-
-def of_a_run_that_has_not_ended(folder):
-    in_the_folder_of_a_run(folder)
-    shutil.rmtree(folder.parent / "its" / "model")
-
-
-def runs(option: str, commands: str, ended: bool = True) -> list[Case]:
-    """The folder of a run in place of a model."""
-    name, *before = option.split()
-    value = "".join([*before, "its"])
-    said = f"{name.lstrip('-')}.*its is the folder of a run"
-    message = f"{said}, whose model is in it: give its/model$" if ended else f"{said} that has not ended"
-    spoil = in_the_folder_of_a_run if ended else of_a_run_that_has_not_ended
-    title = f"{option} of a run {'' if ended else 'that has not ended'}"
-    return of(commands, title, message, name, value, spoil=lambda folder: spoil(folder / "model"))
+def run(folder):
+    """Make the folder of a run, with the model in it."""
+    shutil.copytree(folder / "model", folder / "its" / "model")
+    (folder / "its" / "config.yaml").write_text("steps: 3")
 
 
 MODELS = [
-    *runs("--model", TRAINERS),
-    *runs("--model", "sft grpo eval", ended=False),
-    *runs("--verifiers reward_model:", "grpo eval"),
-    *runs("--verifiers reward_model:", "grpo", ended=False),
+    *of(TRAINERS, "a run", "its is the folder of a run: give its/model", "--model", "its", spoil=run),
     *model(ALL, is_not_there, "model"),
     *model(ALL, is_an_empty_folder, "model"),
-    *model("sft", is_a_file, "model"),
     *model(ALL, without_config, "model.* neither a local folder|comes without a tokenizer|cannot be loaded"),
     *model(ALL, with_a_config_that_is_no_json, "model.*(neither|cannot be loaded)"),
-    *model("sft reward", with_a_config_that_is_a_list, "model.*(neither|cannot be loaded)"),
-    *model("sft", with_an_empty_config, "model.*(neither|cannot be loaded)"),
     *model(ALL, of_no_known_type, "qwen99"),
-    *model("sft reward", whose_layers_are_negative, "model"),
-    *model("sft reward", whose_size_is_text, "model.*(neither|cannot be loaded)"),
     *model(ALL, of_other_shapes, "model.*(damaged|mismatched|other shapes)"),
     *model(ALL, that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
     *model(ALL, without_a_layer, "model.*(missing|lacks) weights"),
     *model(READERS, without_head, "1 missing weights for Qwen2ForCausalLM: lm_head.weight"),
     *model(READERS, with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
     *model(ALL, with_nan, "1 weights hold NaN or infinite values, among them model.layers.0.mlp.up_proj.weight"),
-    *model("sft", with_inf, "1 weights hold NaN or infinite values, among them model.norm.weight"),
     *model(ALL, whose_weights_are_cut, "model.*damaged"),
-    *model(ALL, whose_weights_are_empty, "model.*damaged"),
     *model("sft", whose_weights_are_text, "model.*damaged"),
     *model("sft reward", without_weights, "model.*(neither|damaged)"),
     *model(ALL, whose_weights_are_a_pickle, "model.*(neither|damaged)"),
     *model(ALL, without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
     *model("sft", whose_tokenizer_is_no_json, "tokenizer cannot be loaded"),
-    *model("sft", whose_tokenizer_config_is_no_json, "tokenizer cannot be loaded"),
     *model(ALL, whose_tokenizer_is_too_large, r"the tokenizer has \d+ tokens, but the model embeds 100"),
     *model(ALL, without_end_of_sequence, "has no EOS token"),
     *model(ALL, whose_chat_template_is_broken, "template"),
@@ -269,11 +196,13 @@ MODELS = [
     *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
     *model(READERS, that_is_bert, r"\(bert\) is not causal"),
     *model(ALL, that_is_t5, "t5|T5"),
-    *model(ALL, that_is_bart, "(?i)bart"),
-    *model("sft reward", that_is_a_vision_model, "(?i)vit"),
     *model("sft grpo", that_is_a_reward_model, "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM"),
     *model("reward", that_is_a_classifier_of_three, "3 labels|num_labels"),
-    *words(TRAINERS, "--model Qwen/Qwen2.5-0.5B-Instrukt", "model=Qwen/Qwen2.5-0.5B-Instrukt is neither there"),
+    *words(
+        TRAINERS,
+        "--model Qwen/Qwen2.5-0.5B-Instrukt",
+        "0.5B-Instrukt does not exist here or on the Hub",
+    ),
     *words("sft", "--model ./nobody/here", "nobody/here"),
     *words("sft", "--model a/b/c/d", "a/b/c/d"),
     *words("grpo", "--revision nowhere --model nobody/nothing", "nobody/nothing"),

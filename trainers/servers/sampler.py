@@ -5,11 +5,10 @@ Weights go through a folder on a disk that trainer and servers share: `published
 not there, and the one before it stays until all servers have taken it.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -18,15 +17,15 @@ from queue import SimpleQueue
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ending, ranks, written
-from fused_rl.trainers.base.files import delete, storing, sync
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.files import delete, storing
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response
-from fused_rl.trainers.samplers.http import connect
 from fused_rl.trainers.servers.digests import to_compare
 from fused_rl.trainers.servers.inference import Server
+from fused_rl.trainers.servers.kinds import connect
 from fused_rl.trainers.servers.verify import Expected, Probe, Verifier, scored
 
 PUBLISHED = "published"  # in the folder of a run
@@ -51,11 +50,10 @@ class ServerSampler:
 
     def __init__(self, urls: Sequence[str], folder: Path, expected: Expected):
         self.folder, self.expected, self.step = folder, expected, None
-        with ranks.together():
-            twice = [url for url in urls if list(urls).count(url) > 1]
-            if twice:
-                raise InputError(f"server={','.join(urls)} names {twice[0]} twice; give each once")
-            self.servers = [connect(url) for url in urls]
+        twice = [url for url in urls if list(urls).count(url) > 1]
+        if twice:
+            raise InputError(f"server={','.join(urls)} names {twice[0]} twice; give each once")
+        self.servers = [connect(url) for url in urls]
         self.verifiers = [Verifier(server, expected) for server in self.servers]
         ranks.on_first_rank_at_length(lambda: _each(Verifier.before_pushes, self.verifiers))
 
@@ -74,8 +72,6 @@ class ServerSampler:
         seeds = sampling.seeds or [None] * len(prompts)
 
         def ask(server: Server, prompt: list[int], seed: int | None) -> Response:
-            if ending.has_ended():  # the run of the thread that draws ahead, which nobody waits for
-                raise CancelledError
             return server.sample(prompt, 1, sampling, None if seed is None else [seed])[0]
 
         responses = _at_once(ask, list(zip(servers, prompts, seeds, strict=True)))
@@ -113,34 +109,20 @@ class ServerSampler:
             InputError: there is no room for the folder, a server did not take it, or a check failed; on every rank.
         """
         folder = self.folder / f"step-{step}"
-        unfinished = self.folder / "next.tmp"
         with storing("the weights for the servers", self.folder):
-            save(unfinished)
-
-        # The first rank alone asks; all of them hear what came of it.
+            if ranks.rank() == 0 and folder.exists():  # of the same step, before a resume
+                delete(folder)
+            save(folder)
+        # Only the first rank talks to the servers.
         probes: list[list[Probe]] = []
-
-        def push() -> None:
-            with storing("the weights for the servers", self.folder):
-                self._name(unfinished, folder)
-            probes.extend(self._push(folder, step))
-
-        ranks.on_first_rank_at_length(push)
+        ranks.on_first_rank_at_length(lambda: probes.extend(self._push(folder, step)))
         self.step = step
         self._verify(ranks.gather(probes)[0], step)
-
-    def _name(self, unfinished: Path, folder: Path) -> None:
-        """The folder is whole: listed as the run's, it gets its name."""
-        place = f"{self.folder.name}/{folder.name}"
-        written.add(self.folder.parent, [f"{place}/{name}" for name in written.names_below(unfinished)])
-        delete(folder)  # of the same step, before a resume
-        os.rename(unfinished, folder)
-        sync(self.folder)
 
     def _push(self, folder: Path, step: int) -> list[list[Probe]]:
         """On the first rank: all servers at once, then those folders go that no server needs any more."""
         _each(lambda server: server.push(folder, step), self.servers)
-        for other in self.folder.iterdir():
+        for other in self.folder.glob("step-*"):
             if other != folder:
                 delete(other)
         tensors = to_compare(folder, self.verifiers[0].pushes)

@@ -1,0 +1,349 @@
+"""The folder of a run: what a run refuses, moves, writes and deletes there, and how it continues from a checkpoint."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.files import unfinished
+from fused_rl.trainers.options.config import ACTIONS, InputError, names_of
+from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.run import store
+from fused_rl.trainers.run.logger import read_metrics
+from tests.distributed import run_distributed
+from tests.marks import slow
+from tests.trainers import tiny
+from tests.trainers.runs import assert_equal_runs, contents, names, refused, resumed, run_config, trainers
+
+# The folder: nothing of the user's is deleted or replaced.
+
+
+def test_a_run_refuses_a_folder_with_anything_in_it_and_changes_nothing(files, tmp_path):
+    for name in ("notes.txt", "model/config.json", "checkpoints/step-7.tmp/mine", ".lock"):
+        path = tmp_path / name.replace("/", "-") / name
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+        refused(run_config(files, tmp_path / name.replace("/", "-")), "is not empty: .*--resume.*--overwrite")
+        assert path.read_text() == "mine"
+    refused(run_config(files, tmp_path / "new", resume=True), "no checkpoint in .*new/checkpoints; start without --res")
+    refused(run_config(files, tmp_path, overwrite=True, resume=True), "give one of them")
+    assert not (tmp_path / "new").exists()
+
+
+def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tmp_path):
+    (run / "notes.txt").write_text("mine")
+    before = contents(run)
+    refused(run_config((files[0], str(tmp_path / "none.jsonl")), run, overwrite=True), "none.jsonl does not exist")
+    assert contents(run) == before
+    for number in (1, 2):
+        kept = contents(run)
+        sft.train(run_config((str(run / "model"), files[1]), run, overwrite=True, steps=1))
+        assert contents(run.with_name(f"run.{number}")) == kept
+    assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_resumed_run_moves_later_checkpoints_and_its_model_away(files, whole, run, capsys):
+    """Whoever put a file into them, finds it there; a damaged later checkpoint is in nobody's way."""
+    (run / "model" / "notes.txt").write_text("mine")
+    (run / "model.tmp").mkdir()
+    (run / "checkpoints" / "step-7.tmp").mkdir()
+    (run / "checkpoints" / "step-4" / "policy" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    sft.train(run_config(files, run, resume_from="step-2"))
+    out = capsys.readouterr().out
+    assert f"resume: from {run / 'checkpoints' / 'step-2'}, which is intact" in out and "moved what was in" in out
+    assert_equal_runs(whole, run)
+    assert (run / "model.tmp").is_dir() and (run / "checkpoints" / "step-7.tmp").is_dir()
+    aside = run.with_name("run.1")
+    assert (aside / "model" / "notes.txt").read_text() == "mine"
+    assert names(aside) == ["step-3", "step-4"] and not (run / "model" / "notes.txt").exists()
+
+
+def test_without_a_schedule_checkpoints_are_there_until_the_model_is(files, tmp_path):
+    sft.train(run_config(files, tmp_path / "run", save_every=0, steps=1))
+    assert not (tmp_path / "run" / "checkpoints").exists() and (tmp_path / "run" / "model").exists()
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(files, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("kept")
+    refused(run_config(files, tmp_path / "file"), "could not be written to .*file: Not a directory")
+    refused(run_config(files, tmp_path / "file" / "run"), "could not be written to .*run: Not a directory")
+    assert (tmp_path / "file").read_text() == "kept"
+
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    refused(run_config(files, tmp_path / "new"), "could not be written to .*new: Read-only file system")
+
+
+def test_a_dry_run_is_the_commands_and_no_training(files, tmp_path):
+    refused(run_config(files, tmp_path / "run", dry_run=True), "dry_run.* fused-rl sft … --dry_run")
+    assert not (tmp_path / "run").exists()
+
+
+# Writing checkpoints.
+
+
+class Files:
+    """Stands for an engine: its checkpoint is one file of each rank."""
+
+    def __init__(self, size: int = 10):
+        self.size = size
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        (Path(folder) / tag).mkdir(exist_ok=True)
+        torch.save(torch.zeros(self.size), Path(folder) / tag / f"weights-{ranks.rank()}.pt")
+
+
+def save(files, folder: Path, step: int, size: int = 10, **options):
+    output = store.RunFolder(run_config(files, folder, **options))
+    output.save({"policy": Files(size)}, step, {"position": 0})
+    return output
+
+
+def test_older_checkpoints_are_deleted(files, tmp_path):
+    for step in (2, 4, 10, 12):
+        save(files, tmp_path, step, keep_checkpoints=2)
+    assert names(tmp_path) == ["step-10", "step-12"]
+
+
+def test_a_kill_between_the_new_name_and_the_deletion_of_the_old_leaves_both_intact(files, run, monkeypatch):
+    """A deleted checkpoint loses its name first; the next run deletes what is left of it."""
+
+    def killed(path):
+        os.rename(path, unfinished(path))
+        (unfinished(path) / "state.json").unlink()
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(store, "delete", killed)
+        save(files, run, 5, keep_checkpoints=2)
+    assert names(run) == [".unfinished-step-1", *(f"step-{step}" for step in range(2, 6))]
+    shutil.rmtree(run / "checkpoints" / "step-5")
+    sft.train(run_config(files, run, resume=True, steps=5, keep_checkpoints=2))
+    assert names(run) == ["step-4", "step-5"]
+
+
+def test_files_are_on_the_disk_before_they_are_named(files, tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def noted(kind, call, path, *rest):
+        events.append((kind, Path(path).name))
+        return call(*rest)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: noted("sync", fsync, os.readlink(f"/proc/self/fd/{fd}"), fd))
+    monkeypatch.setattr(os, "rename", lambda a, b: noted("name", rename, b, a, b))
+    save(files, tmp_path, 1)
+    named = events.index(("name", "step-1"))
+    for name in ("weights-0.pt", "rank-0.pt", "state.json", "manifest.json", "policy", ".unfinished-step-1"):
+        assert ("sync", name) in events[:named], name
+    assert events[named + 1 :] == [("sync", "checkpoints")]
+
+
+@contextlib.contextmanager
+def no_file_above(size: int):
+    """As on a full disk, every write beyond `size` bytes of a file fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_run_on_a_full_disk_stops_with_one_line_and_continues_when_there_is_room(files, whole, run):
+    with no_file_above(40_000):
+        refused(run_config(files, run, resume_from="step-2"), "checkpoint step-3 could not be written .*MB free there")
+    assert names(run) == ["step-1", "step-2"]
+    sft.train(run_config(files, run, resume=True))
+    assert_equal_runs(whole, run)
+    with no_file_above(20_000):
+        refused(run_config(files, run, resume=True), "(curves.png|model) could not be written")
+    assert not (run / "model").exists() and not list(run.rglob(".unfinished*"))
+    sft.train(run_config(files, run, resume=True))
+    assert_equal_runs(whole, run)
+
+
+def on_two_ranks(rank, world, files, folder) -> list[str]:
+    """What each rank is told of a checkpoint whose files are damaged in turn, and of a folder that cannot be used."""
+    folder, told = Path(folder), []
+    output = save(files, folder, 4)
+    for name in ("policy/weights-1.pt", "rank-0.pt", "rank-1.pt", None):
+        path = folder / "checkpoints" / "step-4" / (name or "state.json")
+        good = path.read_bytes()
+        ranks.barrier()
+        if rank == 0 and name:
+            path.write_bytes(good[:-1])
+        ranks.barrier()
+        output.config.resume = True
+        try:
+            output.open()
+        except InputError as error:
+            told.append(str(error))
+        ranks.barrier()
+        if rank == 0:
+            path.write_bytes(good)
+    return told
+
+
+def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
+    first, second = run_distributed(on_two_ranks, 2, files, str(tmp_path))
+    assert first == second
+    for name, line in zip(("policy/weights-1.pt", "rank-0.pt", "rank-1.pt"), first, strict=True):
+        assert f"damaged, {name}: size" in line and "no other one is intact" in line
+
+
+# Resuming with other options.
+
+
+def test_what_may_change_on_resume_is_an_option_of_some_trainer_and_documented():
+    options = set().union(*map(names_of, trainers())) - set(ACTIONS)
+    assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
+    assert options > store.MAY_CHANGE
+    told = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert [name for name in sorted(store.MAY_CHANGE) if f"`{name}`" not in told] == []
+
+
+def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
+    path = whole / "config.yaml"
+    assert yaml.safe_load(path.read_text()).keys() == set(names_of(sft.SFTConfig)) - set(ACTIONS)
+    assert parse(sft.SFTConfig, ["--config", str(path)], "fused-rl sft") == run_config(files, whole)
+
+
+CHANGED = [
+    ({"seed": 2}, "options: seed 1 -> 2;"),
+    ({"batch_size": 4, "dtype": "float32", "lr": 1.0}, "options: batch_size 8 -> 4, dtype auto -> float32;"),
+    ({"zero_stage": 2}, "options: zero_stage 0 -> 2;"),
+    ({"steps": 3}, "steps=3, but .*step-4 has done 4"),
+    ({"resume_from": "step-7"}, "'step-7' is not in .*: there is step-1, .*, step-4"),
+    ({"resume_from": "../../model"}, "is not in .*: there is step-1"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), CHANGED)
+def test_what_must_not_change_is_named_with_both_values(files, run, options, line):
+    before = contents(run)
+    refused(run_config(files, run, **{"resume": True, "steps": 6, **options}), line)
+    assert contents(run) == before
+
+
+def test_another_trainer_is_refused_in_the_folder(files, run):
+    model, dataset = files
+    with pytest.raises(InputError, match="command sft -> grpo"):
+        grpo.train(grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(run), resume=True))
+    store.release()
+
+
+def test_the_number_of_processes_is_named(files, run, monkeypatch):
+    monkeypatch.setattr(store, "world_size", lambda: 2)
+    monkeypatch.setattr(store.ranks, "gather", lambda part: [part])
+    with pytest.raises(InputError, match="processes 1 -> 2"):
+        store.RunFolder(run_config(files, run, resume=True)).open()
+    store.release()
+
+
+@pytest.mark.parametrize("stage", [0, slow(1), slow(2), slow(3)])
+def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_path, capsys, stage):
+    options = {"zero_stage": stage, "lr_schedule": "constant", "steps": 3, "max_grad_norm": 0.0}
+    sft.train(run_config(files, tmp_path / "base", **options))
+    capsys.readouterr()
+
+    def last_step(name: str, **changed) -> tuple[dict, dict, dict]:
+        """Weights, second moments and metrics after step 3, of which only that one was made with `changed`."""
+        folder = resumed(files, tmp_path / name, tmp_path / "base", 2, **(options | changed))
+        return tiny.weights(folder / "model"), second_moments(folder, 3), tiny.read_metrics(folder)[-1]
+
+    before = second_moments(tmp_path / "base", 2)
+    same, same_moments, _ = last_step("same")
+    assert "resume: lr" not in capsys.readouterr().out
+    for name, weight in tiny.weights(tmp_path / "base" / "model").items():
+        assert torch.equal(same[name], weight)
+
+    # No step at all: only the new learning rate says so.
+    still, _, metrics = last_step("lr", lr=0.0)
+    assert "resume: lr 0.001 -> 0.0" in capsys.readouterr().out and metrics["lr"] == 0
+
+    # Decoupled weight decay takes lr x decay of the weights before the step, which are those of lr = 0.
+    decayed, _, _ = last_step("decay", weight_decay=0.5)
+    for name in same:
+        torch.testing.assert_close(same[name] - decayed[name], 1e-3 * 0.5 * still[name], atol=3e-7, rtol=0)
+
+    # v' = beta2 v + (1 - beta2) g²: both runs saw the same gradient.
+    _, moments, _ = last_step("beta2", adam_beta2=0.5)
+    for name, v in before.items():
+        square = (same_moments[name] - 0.999 * v) / (1 - 0.999)
+        torch.testing.assert_close((moments[name] - 0.5 * v) / 0.5, square, rtol=1e-2, atol=1e-5)
+        assert square.max() > 1e-4
+
+
+def second_moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every `exp_avg_sq` in a checkpoint of DeepSpeed, by where it is."""
+    found = {}
+
+    def visit(value, where):
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in items:
+            visit(inner, f"{where}/{key}")
+        if where.endswith("/exp_avg_sq"):
+            found[where] = value
+
+    for path in (folder / "checkpoints" / f"step-{step}" / "policy").glob("*states.pt"):
+        visit(torch.load(path, weights_only=False), path.name)
+    assert found
+    return found
+
+
+def test_a_longer_run_continues_with_the_schedule_of_its_new_length(files, whole, tmp_path, capsys):
+    longer = resumed(files, tmp_path / "longer", whole, 4, steps=8, lr=2e-3, warmup_steps=1)
+    out = capsys.readouterr().out
+    assert "resume: steps 4 -> 8" in out and "resume: lr 0.001 -> 0.002" in out and "warmup_steps 0 -> 1" in out
+    rates = [entry["lr"] for entry in tiny.read_metrics(longer)[1:]]
+    left = [2e-3 * (8 - update) / 7 for update in range(4, 8)]  # linear, to 0 after update 8, from the first one
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, *left])
+
+
+# Damage.
+
+
+def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_newest_intact_one(files, run):
+    config = run_config(files, run, resume=True)
+    (run / "checkpoints" / "step-3" / "rank-0.pt").write_bytes(b"")
+    tried = 0
+    for path in [path for path in (run / "checkpoints" / "step-4").rglob("*") if path.is_file()]:
+        good = path.read_bytes()
+        flipped = bytearray(good)
+        flipped[len(good) // 2] ^= 1
+        for bad in (bytes(flipped), good[:-1], good + b"\0", b"", None):
+            path.unlink() if bad is None else path.write_bytes(bad)
+            named = path.name if path.name != "manifest.json" else ""  # what it names may be another file
+            refused(config, rf"step-4 is damaged, .*{named}.* --resume_from step-2")
+            path.write_bytes(good)
+            tried += 1
+    assert tried == 20
+    for step in (1, 2):
+        (run / "checkpoints" / f"step-{step}" / "manifest.json").write_text('{"policy": 1}')
+    (run / "checkpoints" / "step-4" / "state.json").write_bytes(b"")
+    refused(config, "no other one is intact: start again with --overwrite")
+
+
+def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, capsys):
+    path = run / "metrics.jsonl"
+    good = path.read_bytes().splitlines(keepends=True)
+    bad = [b"3\n", b'{"step": 1, "lr": \xff}\n', b"\0\0\0\n", b'{"loss": 1}\n', b'{"step": "x"}\n', b"\n"]
+    more = b'{"step": true}\n' + b"[" * 100_000 + b"\n"
+    path.write_bytes(b"".join(a + b for a, b in zip(good, bad, strict=False)) + more + b'{"step": 99, "lo')
+    assert read_metrics(path) == [json.loads(line) for line in good]
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"{path}, line {number} is damaged and left out" for number in (2, 4, 6, 8, 10, 11, 12, 13)]
+    (run / "samples.jsonl").write_bytes(b'{"step": 1}\nnull\n{"step": 2}\n')
+    sft.train(run_config(files, run, resume_from="step-3"))
+    assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1, 2, 3, 4]
+    assert (run / "samples.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'

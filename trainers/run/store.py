@@ -1,0 +1,318 @@
+"""The folder of a run and its checkpoints.
+
+    runs/a/config.yaml, metrics.jsonl, curves.png, model/, …
+    runs/a/checkpoints/step-4/manifest.json   size and checksum of every file below
+                              state.json      the step, the options, the hashes of the inputs, the position in the data
+                              rank-0.pt       each rank's generators, and what its parts keep
+                              policy/         what DeepSpeed writes of each engine
+
+A run writes into an empty folder or continues its own run. `--overwrite` moves the old content to runs/a.1, and a
+resumed run moves what it will write again. A run deletes its own older checkpoints and nothing else. A checkpoint gets
+its name when all its files are on the disk, so the one with the most steps is the latest.
+"""
+
+import contextlib
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import filelock
+import torch
+
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.files import (
+    UNFINISHED,
+    delete,
+    files_below,
+    fingerprint,
+    storing,
+    unfinished,
+    whole_folder,
+    write_atomically,
+)
+from fused_rl.trainers.base.ranks import barrier, rank, world_size
+from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data import fingerprints
+from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig, to_yaml
+
+LOCK = ".fused-rl.lock"
+SAVED_AT_THE_END = ("model", "critic")
+# Options that may have another value in a resumed run, from the next step on.
+MAY_CHANGE = frozenset(
+    (
+        # The optimizer's options, and the schedule at the update where the run is.
+        *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
+        *("adam_beta2", "adam_eps", "max_grad_norm"),
+        *("critic_lr", "critic_lr_schedule", "critic_warmup_steps", "critic_weight_decay", "critic_adam_beta2"),
+        "critic_max_grad_norm",
+        # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
+        *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
+        "server",
+        # Where the inputs are: their hashes say whether they are the same.
+        *("model", "critic", "dataset", "reference_dataset"),
+        # What is measured, kept and shown.
+        *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
+        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
+        *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
+    )
+)
+
+
+class Kept(Protocol):
+    """A part of the trainer that each rank keeps over a resume; its state has tensors, numbers, text, lists, dicts."""
+
+    def state_dict(self) -> dict:
+        """Return the state of this rank."""
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from that state."""
+
+
+NOTHING: Mapping[str, Kept] = MappingProxyType({})
+_held: filelock.FileLock | None = None  # of this process, which runs one training at a time
+
+
+def release() -> None:
+    """Unlock the folder that this process holds, if any; remove it if nothing was written into it."""
+    global _held
+    if _held is not None:
+        Path(_held.lock_file).unlink(missing_ok=True)
+        _held.release()
+        with contextlib.suppress(OSError):  # it is not empty
+            Path(_held.lock_file).parent.rmdir()
+        _held = None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that have a checkpoint in a folder of checkpoints, in order."""
+    names = [path.name for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]+", name))
+
+
+class RunFolder:
+    """The output folder of a run."""
+
+    def __init__(self, config: RunConfig):
+        self.config, self.path = config, Path(config.output_dir)
+        self.checkpoints = self.path / "checkpoints"
+
+    # The folder.
+
+    def check(self) -> None:
+        """Refuse what `open` refuses, and change nothing."""
+        config = self.config
+        if config.resume and config.overwrite:
+            raise InputError("resume continues the run in output_dir and overwrite moves it away: give one of them")
+        if config.resume and not steps_in(self.checkpoints):
+            raise InputError(f"resume: there is no checkpoint in {self.checkpoints}; start without --resume")
+        if self._contents() and not (config.resume or config.overwrite):
+            raise InputError(
+                f"output_dir={self.path} is not empty: continue its run with --resume, move its content away with "
+                "--overwrite, or choose another folder"
+            )
+
+    def open(self) -> None:
+        """Lock the folder for this run, and check the checkpoint to resume from; for all ranks at once."""
+        ranks.on_first_rank(self._lock)
+        if self.config.resume:
+            self._check_resume()
+
+    def claim(self, step: int) -> None:
+        """Make the folder that of this run, which has read all its inputs and begins after `step`."""
+        ranks.on_first_rank(lambda: self._claim(step))
+
+    def _contents(self) -> list[Path]:
+        with storing("the run", self.path):
+            return [path for path in self.path.iterdir() if path.name != LOCK] if self.path.exists() else []
+
+    def _lock(self) -> None:
+        global _held
+        release()
+        self.check()
+        with storing("the run", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(self.path / LOCK, blocking=False, thread_local=False)
+            try:
+                lock.acquire()
+            except filelock.Timeout as error:
+                raise InputError(
+                    f"output_dir={self.path} is in use by another process; wait for it, or choose another folder"
+                ) from error
+        _held = lock
+
+    def _claim(self, step: int) -> None:
+        with storing("config.yaml", self.path):
+            old = self._contents()
+            if self.config.resume:
+                later = [self.checkpoints / f"step-{s}" for s in reversed(steps_in(self.checkpoints)) if s > step]
+                old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
+                for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):  # of a run that was killed
+                    shutil.rmtree(leftover)
+            self._move_aside(old)
+            precision = self._options()["precision"]
+            header = f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
+            write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
+
+    def _move_aside(self, paths: Iterable[Path]) -> None:
+        """Move what is in the folder to the first of runs/a.1, runs/a.2, … that does not exist."""
+        folder, number = self.path.resolve(), 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        for path in paths:
+            target = aside / path.relative_to(self.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        if aside.exists():
+            tell(f"moved what was in {self.path} before to {aside}")
+
+    # Writing checkpoints.
+
+    def save(self, engines: Mapping, step: int, state: dict, own: Mapping[str, Kept] = NOTHING) -> None:
+        """Write the checkpoint of a step, and delete those that are older than `keep_checkpoints`; for all ranks.
+
+        Args:
+            engines: DeepSpeed engines by name; weights, optimizer and schedule of each go into a folder of its name.
+            step: of the run.
+            state: of the trainer, the same on every rank, as JSON.
+            own: parts whose state each rank keeps for itself.
+
+        Raises:
+            InputError: the disk is full or refuses; nothing of this checkpoint is left, and older ones are intact.
+        """
+        folder = self.checkpoints / f"step-{step}"
+        place = unfinished(folder)
+        whole = whole_folder(folder) if rank() == 0 else contextlib.nullcontext()
+        with storing(f"checkpoint {folder.name}", self.checkpoints):
+            with whole:
+                barrier()
+                for name, trained in engines.items():
+                    trained.save_checkpoint(str(place), tag=name, save_latest=False)
+                kept = {name: part.state_dict() for name, part in own.items()}
+                torch.save({"generators": _generators(), "own": kept}, place / f"rank-{rank()}.pt")
+                if rank() == 0:
+                    told = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
+                    (place / "state.json").write_text(json.dumps(told))
+                barrier()
+                self._write_manifest(place)
+            if rank() == 0:
+                for old in steps_in(self.checkpoints)[: -self.config.keep_checkpoints]:
+                    delete(self.checkpoints / f"step-{old}")
+        barrier()
+
+    def _write_manifest(self, folder: Path) -> None:
+        """Every rank reads its share of the files."""
+        files = files_below(folder)[rank() :: world_size()]
+        sums = {path.relative_to(folder).as_posix(): fingerprint(path) for path in files}
+        parts = ranks.gather(sums)
+        if rank() == 0:
+            files = {name: of_file for part in parts for name, of_file in part.items()}
+            (folder / "manifest.json").write_text(json.dumps(files, indent=1))
+
+    def _options(self) -> dict[str, object]:
+        """The options of the run, and what else must be the same when it is resumed, as JSON has them."""
+        precision = str(engine.torch_dtype(self.config)).removeprefix("torch.")
+        facts = {"command": self.config.command, "processes": world_size(), "precision": precision}
+        return json.loads(json.dumps({**vars(self.config), **facts}, default=str))
+
+    def remove_checkpoints(self) -> None:
+        """Delete all of them: without a schedule they were to be there until the model was saved."""
+        if rank() == 0:
+            for step in steps_in(self.checkpoints):
+                delete(self.checkpoints / f"step-{step}")
+            with contextlib.suppress(OSError):  # something of the user's is in it
+                self.checkpoints.rmdir()
+        barrier()
+
+    # Reading checkpoints.
+
+    @property
+    def chosen(self) -> Path:
+        """The checkpoint to resume from."""
+        names = [f"step-{step}" for step in steps_in(self.checkpoints)]
+        name = self.config.resume_from or names[-1]
+        if name not in names:
+            raise InputError(f"resume_from={name!r} is not in {self.checkpoints}: there is {', '.join(names)}")
+        return self.checkpoints / name
+
+    def state(self) -> dict:
+        """Return what is in the checkpoint's state.json."""
+        return json.loads((self.chosen / "state.json").read_bytes())
+
+    def _check_resume(self) -> None:
+        """Refuse a checkpoint that is damaged, or of a run with other options; for all ranks at once."""
+        problem = _damage(self.chosen)
+        if problem is not None:
+            others = [self.checkpoints / f"step-{step}" for step in reversed(steps_in(self.checkpoints))]
+            intact = (path.name for path in others if path != self.chosen and _damage(path) is None)
+            name = next(intact, None)
+            remedy = "no other one is intact: start again with --overwrite"
+            if name is not None:
+                remedy = f"the newest intact one is {name}: continue from it with --resume_from {name}"
+            raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
+        before, now = self.state()["options"], self._options()
+        changed = {}
+        for name in now.keys() & before.keys() - {*ACTIONS}:
+            if before[name] != now[name] and not (name == "verifiers" and now[name] is None):  # chosen by the rows
+                changed[name] = f"{name} {before[name]} -> {now[name]}"
+        refused = [changed[name] for name in sorted(changed.keys() - MAY_CHANGE)]
+        if refused:
+            raise InputError(
+                f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
+                f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
+            )
+        if rank() == 0:
+            tell(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
+
+    def check_inputs(self, inputs: Mapping[str, str]) -> list[str]:
+        """Return the inputs that are not those of the checkpoint, if the run accepts such changes."""
+        return fingerprints.check_resumed(inputs, self.state()["inputs"], self.config.accept_changes, self.chosen)
+
+    def load(self, engines: Mapping, own: Mapping[str, Kept] = NOTHING) -> dict:
+        """Restore engines, this rank's generators and its own parts; returns the saved state of the trainer.
+
+        The options of the optimizers (learning rate, betas, weight decay, schedule) stay those of this run.
+        """
+        chosen, state, config = self.chosen, self.state(), self.config
+        if state["step"] > config.steps:
+            epochs = "" if config.num_train_epochs is None else f" (num_train_epochs={config.num_train_epochs:g})"
+            raise InputError(f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already")
+        for name, trained in engines.items():
+            engine.load_engine(trained, chosen, name)
+        kept = torch.load(chosen / f"rank-{rank()}.pt", weights_only=True)
+        _restore(kept["generators"])
+        for name, state_of_rank in kept["own"].items():
+            own[name].load_state_dict(state_of_rank)
+        return state
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a file of a checkpoint, or None; for all ranks at once."""
+    problems = []
+    try:
+        sums = json.loads((checkpoint / "manifest.json").read_bytes())
+        for name in sorted(sums)[rank() :: world_size()]:
+            found = list(fingerprint(checkpoint / name))
+            if found != sums[name]:
+                problems.append(f"{name}: size and checksum should be {sums[name]}, and are {found}")
+    except (OSError, ValueError, TypeError) as error:
+        problems.append(f"manifest.json or a file that it names cannot be read: {error}")
+    return min(sum(ranks.gather(problems), []), default=None)
+
+
+def _generators() -> dict:
+    version, words, gauss = random.getstate()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": [version, list(words), gauss], "torch": torch.get_rng_state(), "cuda": on_device}
+
+
+def _restore(generators: dict) -> None:
+    version, words, gauss = generators["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(generators["torch"])
+    if generators["cuda"] is not None:
+        torch.cuda.set_rng_state(generators["cuda"])
