@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from bench import __main__ as suite
 from bench import machine, options
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
-from bench.groups import MINUTES
 
 
 def test_all_shapes_are_an_option(monkeypatch):
@@ -54,23 +52,6 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             suite.main()
         assert wrong[-2] in capsys.readouterr().err
-
-
-def test_the_suite_ends_where_the_machine_is_busy(monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(
-        suite.subprocess, "run", lambda words, **_: ran.append(words[3]) or SimpleNamespace(returncode=3)
-    )
-    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", "--group", "kl,topk"])
-    assert suite.main() == 1
-    assert ran == ["kl"]
-    assert "kl: failed: the machine is busy, " in capsys.readouterr().out
-
-
-def test_the_groups_together_take_what_is_promised():
-    assert sum(group.seconds for group in suite.GROUPS.values()) <= 60 * MINUTES
-    told = f"{MINUTES} minutes"
-    assert told in (machine.ROOT / "Makefile").read_text().partition(".PHONY: bench\n")[2].partition("\n")[0]
 
 
 @pytest.mark.parametrize("word", suite.COMMANDS)

@@ -1,6 +1,5 @@
 """The benchmark of a training step: its bare passes are those of the step, and what is missing is said."""
 
-import io
 import json
 import os
 import subprocess
@@ -14,7 +13,6 @@ import torch
 from bench import (
     machine,
     pages,
-    quality,
     report,
     results,
     sampling,
@@ -23,7 +21,6 @@ from bench import (
     trainer_tasks,
     trainers,
 )
-from bench.stepwise import Stepwise
 from bench.trainer_steps import GRPO, NEEDED, PARTS, Watch, decode_passes
 
 SIZES = {"vocabulary": 200, "hidden": 128, "layers": 1, "prompt": 6, "response": 4, "dtype": "float32"}
@@ -127,54 +124,6 @@ def test_the_time_of_a_function_inside_another_counts_once(monkeypatch):
     assert watch.taken == {"inner": 12.0, "outer": 3.0}
 
 
-# -- the pure parts
-
-
-class Fake:
-    """A contender whose steps take as long as it is told."""
-
-    note, version, passes = "", "1", ()
-
-    def __init__(self, name, seconds, fails_at=None):
-        self.name, self.seconds, self.fails_at, self.number = name, seconds, fails_at, 0
-
-    def step(self):
-        self.number += 1
-        if self.number == self.fails_at:
-            raise ValueError("broken")
-        return {"update": self.seconds * self.number, "optimizer": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("budget", "rounds"),
-    [(0.0, trainers.LEAST), (3.0, trainers.WARM_UP + trainers.LEAST), (1e9, trainers.WARM_UP + trainers.MOST)],
-    ids=["too short", "the least", "the most"],
-)
-def test_rows_get_their_samples_in_turns(monkeypatch, budget, rounds):
-    clock = iter(range(1000))
-    monkeypatch.setattr(trainers.time, "process_time", lambda: next(clock))
-    steps, failed = trainers.take_turns([Fake("a", 1.0), Fake("b", 1.0)], budget)
-    assert {name: len(found) for name, found in steps.items()} == {"a": rounds, "b": rounds} and not failed
-
-
-def test_one_that_fails_is_told_and_the_others_go_on():
-    steps, failed = trainers.take_turns([Fake("a", 1.0), Fake("b", 1.0, fails_at=2)], 0.0)
-    assert (len(steps["a"]), len(steps["b"])) == (trainers.LEAST, 1)
-    assert failed == {"b": (results.FAILED, "ValueError: broken")}
-
-
-def test_a_row_leaves_the_first_step_out_where_there_are_others(monkeypatch):
-    task = trainer_tasks.Task("sft", "tiny", None, None, 1.0)
-    monkeypatch.setattr(trainers, "compared", lambda peer: {"same_ids": True})
-    fake = Fake("TRL", 2.0)
-    row = trainers.row_of(task, fake, [fake.step() for _ in range(5)])
-    assert row["samples_ms"]["step"] == [5000.0, 7000.0, 9000.0, 11000.0] and row["note"] == ""
-    assert row["ms"] == {"update": 7000.0, "optimizer": 1000.0, "step": 8000.0}
-    fake = Fake("TRL", 2.0)
-    row = trainers.row_of(task, fake, [fake.step() for _ in range(trainers.LEAST)])
-    assert row["ms"]["step"] == 5000.0 and "the first too" in row["note"]
-
-
 @pytest.mark.parametrize(
     ("same", "pairs", "status", "reason"),
     [
@@ -189,42 +138,6 @@ def test_a_peer_that_does_something_else_is_marked(same, pairs, status, reason):
     peer = SimpleNamespace(config=config, what="loss", same_ids=lambda: same, compared=lambda: pairs)
     row = trainers.compared(peer)
     assert (row.get("status"), row.get("reason")) == (status, reason)
-
-
-def test_our_config_in_trls_words(tmp_path):
-    config = trainer_tasks.demo_reward_config(tmp_path, seed=3)
-    peer = object.__new__(trainer_peers.Reward)
-    peer.config, peer.folder, peer.bf16_weights = config, "here", False
-    told = peer.arguments()
-    assert (told["learning_rate"], told["lr_scheduler_type"], told["warmup_steps"]) == (1e-3, "cosine", 20)
-    assert (told["per_device_train_batch_size"], told["center_rewards_coefficient"]) == (128, 0.01)
-    assert (told["max_steps"], told["seed"], told["bf16"]) == (600, 3, False) and "model_init_kwargs" not in told
-    peer.bf16_weights = True
-    assert peer.arguments()["model_init_kwargs"] == {"dtype": "bfloat16"}
-
-
-def test_a_loop_goes_step_by_step_in_its_thread():
-    seen = []
-
-    def loop(between):
-        for number in range(5):
-            seen.append(number)
-            if not between():
-                return
-        raise ValueError("the end")
-
-    stepwise = Stepwise(loop)
-    assert seen == []
-    for number in range(1, 3):
-        stepwise.step()
-        assert seen == list(range(number))
-    stepwise.close()
-    assert seen == [0, 1]
-    stepwise = Stepwise(loop)
-    with pytest.raises(ValueError, match="the end"):
-        for _ in range(6):
-            stepwise.step()
-    stepwise.close()
 
 
 def test_a_library_whose_loss_is_another_is_wrong(monkeypatch):
@@ -259,39 +172,9 @@ def test_time_to_quality(tmp_path):
     assert (tmp_path / "figure.svg").stat().st_size > 1000
 
 
-def test_parts_of_an_earlier_commit_are_run_again(tmp_path, monkeypatch):
-    here = {"commit": "abc", "modified": False}
-    monkeypatch.setattr(quality.machine, "environment", lambda device: here)
-    written = {"commit": "abc", "steps": 7, "rows": [{"op": "grpo"}]}
-    (tmp_path / "grpo-1.json").write_text(json.dumps(written))
-    assert quality.finished("grpo-1", 7, tmp_path) == [{"op": "grpo"}]
-    assert quality.finished("grpo-1", None, tmp_path) == [] == quality.finished("grpo-2", 7, tmp_path)
-    here["modified"] = True
-    assert quality.finished("grpo-1", 7, tmp_path) == []
-    here |= {"commit": "def", "modified": False}
-    assert quality.finished("grpo-1", 7, tmp_path) == []
-
-
 def test_a_sampler_with_other_greedy_tokens_fails():
     tokens = {"fused_rl": [[1, 2], [3, 5]], "transformers generate": [[1, 2], [3, 4]], "server": [[1, 2], [3, 4]]}
     row = sampling.row_of("fused_rl", "greedy", [0.5, 2.0, 1.0], tokens)
     assert row["status"] == results.FAILED_CHECK and row["tokens_per_second"] == 4.0
     assert sampling.row_of("server", "greedy", [1.0], tokens)["status"] == results.OK
     assert sampling.row_of("fused_rl", "temperature 1", [1.0], tokens)["status"] == results.OK
-
-
-def test_a_server_is_asked_by_token_ids(monkeypatch):
-    monkeypatch.delenv(sampling.SERVER, raising=False)
-    with pytest.raises(sampling.Unavailable, match="vllm serve runs/bench-sampling/model"):
-        sampling.server(None)
-    asked = []
-
-    def answer(request):
-        asked.append((request.full_url, json.loads(request.data)))
-        choices = [{"index": 1, "token_ids": [4]}, {"index": 0, "token_ids": [3]}]
-        return io.BytesIO(json.dumps({"choices": choices}).encode())
-
-    monkeypatch.setenv(sampling.SERVER, "http://host/v1")
-    monkeypatch.setattr(sampling.urllib.request, "urlopen", answer)
-    assert sampling.server(None)([[5], [6]], 0.0) == [[3], [4]]
-    assert asked[0][0] == "http://host/v1/completions" and asked[0][1]["prompt"] == [[5], [6]]
