@@ -41,7 +41,7 @@ def environment(device: str) -> Facts:
         }
     compilers = {name: shutil.which(name) for name in ("cc", "gcc", "clang", "g++", "nvcc", "ncu")}
     yield {"compilers": compilers, "CC": os.environ.get("CC"), "cpus": os.cpu_count()}
-    names = ("transformers", "deepspeed", "jsonargparse", "datasets", "trl", "peft", "flash_attn", "liger_kernel")
+    names = ("transformers", "deepspeed", "pydantic", "datasets", "trl", "peft", "flash_attn", "liger_kernel")
     yield {"installed": {name: machine.version(name.replace("_", "-")) for name in names}}
     began = time.perf_counter()
     x, targets = rows(4, 5000, "bf16", device)

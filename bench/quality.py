@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 
 from bench import machine, pages, results, trainer_peers, trainer_tasks, trainers
@@ -38,12 +37,12 @@ READ_AT_ONCE = 256
 def grpo(folder: Path, seed: int, steps: int) -> GRPO:
     """The demo's reinforcement after its whole warm start, without the exact KL, which TRL does not measure."""
     config = trainer_tasks.demo_grpo(folder, seed, warm_steps=None)
-    return GRPO(replace(config, steps=steps, kl_every=0))
+    return GRPO(config.changed(steps=steps, kl_every=0))
 
 
 def reward(folder: Path, seed: int, steps: int) -> Reward:
     """The reward demo."""
-    return Reward(replace(trainer_tasks.demo_rewards(folder, seed), steps=steps))
+    return Reward(trainer_tasks.demo_rewards(folder, seed).changed(steps=steps))
 
 
 RUNS = {"grpo": grpo, "reward": reward}

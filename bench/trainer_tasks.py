@@ -1,7 +1,6 @@
 """What trainers are compared at: models, rows and hyperparameters, the same for each of them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +40,7 @@ class Task(NamedTuple):
 
 def _of_recipe(kind, name: str, seed: int, paths: dict, **changed):
     """A recipe's config on these files; `changed` are options beside it."""
-    return replace(parse(kind, recipe.arguments(name, seed, paths), f"fused-rl {kind.command}"), **changed)
+    return parse(kind, recipe.arguments(name, seed, paths)).changed(**changed)
 
 
 def demo_sft(folder: Path, seed: int = 1, **changed) -> sft.SFTConfig:
@@ -68,7 +67,7 @@ def warmed(seed: int, steps: int | None = WARM_STEPS) -> Path:
 def demo_grpo(folder: Path, seed: int = 1, warm_steps: int | None = WARM_STEPS) -> grpo.GRPOConfig:
     """The demo's reinforcement."""
     config = recipe.grpo_config(warmed(seed, warm_steps), seed)
-    return replace(config, output_dir=str(folder / "ours"))
+    return config.changed(output_dir=str(folder / "ours"))
 
 
 def demo_rewards(folder: Path, seed: int = 1) -> reward.RewardConfig:

@@ -128,7 +128,7 @@ def warm_start(folder: Path, seed: int) -> None:
         "dataset": folder / "data" / "demonstrations.jsonl",
         "output_dir": folder / "sft",
     }
-    sft.train(parse(sft.SFTConfig, arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+    sft.train(parse(sft.SFTConfig, arguments("demo_sft.yaml", seed, paths)))
 
 
 def grpo_config(folder: Path, seed: int) -> grpo.GRPOConfig:
@@ -139,7 +139,7 @@ def grpo_config(folder: Path, seed: int) -> grpo.GRPOConfig:
         "eval_dataset": folder / "data" / "eval.jsonl",
         "output_dir": folder / "grpo",
     }
-    return parse(grpo.GRPOConfig, arguments("demo_grpo.yaml", seed, paths), "fused-rl grpo")
+    return parse(grpo.GRPOConfig, arguments("demo_grpo.yaml", seed, paths))
 
 
 def _run(folder: Path, seed: int) -> None:

@@ -33,7 +33,7 @@ def run(folder: Path, seed: int) -> list[dict]:
         "dataset": data / "demonstrations.jsonl",
         "output_dir": folder / "sft",
     }
-    sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+    sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths)))
 
     print("2/3 reward model: fused-rl reward --config recipes/demo_reward.yaml")
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
@@ -45,7 +45,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     paths = {"model": untrained, "output_dir": folder / "reward"}
     for split, option in (("train", "dataset"), ("eval", "eval_dataset")):
         paths[option] = write_rows(data / f"pairs-{split}.jsonl", pairs[split])
-    reward.train(parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths), "fused-rl reward"))
+    reward.train(parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths)))
 
     print("3/3 PPO: fused-rl ppo --config recipes/demo_ppo.yaml")
     judge = folder / "reward" / "model"
@@ -57,7 +57,7 @@ def run(folder: Path, seed: int) -> list[dict]:
         "critic": judge,
         "verifiers": f"[reward_model:{judge}, reasoning_gym]",
     }
-    ppo.train(parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths), "fused-rl ppo"))
+    ppo.train(parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths)))
     return read_metrics(folder / "ppo" / "metrics.jsonl")
 
 

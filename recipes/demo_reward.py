@@ -108,7 +108,7 @@ def run(folder: Path, seed: int) -> dict[str, float]:
         "eval_dataset": folder / "data/eval.jsonl",
         "output_dir": folder / "reward",
     }
-    config = parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths), "fused-rl reward")
+    config = parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths))
     reward.train(config)
     return accuracy_by_kind(config)
 

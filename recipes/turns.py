@@ -19,20 +19,15 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.rollouts.turns import after_turn, of_turn
+from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
 
 TURNS = 3
 
 
-class Guessing:
+class Guessing(Sampler):
     """A sampler of whole games: the policy guesses, one token a turn, and the environment answers."""
-
-    def __init__(self, built, tokenizer):
-        self.built, self.tokenizer, self.publish = built, tokenizer, built.publish
-        self.tells_logprobs = built.tells_logprobs
-        self.records_support = built.records_support
-        self.has_versions = built.has_versions
 
     def sample(self, prompts, sampling):
         """One game per prompt; those of one prompt are about one digit."""
@@ -58,9 +53,9 @@ def answer(guess: str, digit: int) -> str:
     return "=" if int(guess) == digit else "<" if digit < int(guess) else ">"
 
 
-def won(responses: list[str], rows: list[dict]) -> list[float]:
+def won(response: str, row: dict) -> float:
     """1 where the digit was found: every second character is the environment's, whatever the policy says."""
-    return [float("=" in response[1::2]) for response in responses]
+    return float("=" in response[1::2])
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -94,7 +89,7 @@ def config_of(folder: Path, seed: int) -> grpo.GRPOConfig:
     data = folder / "data"
     paths = {"model": folder / "init", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
     paths["output_dir"] = folder / "grpo"
-    return parse(grpo.GRPOConfig, demo.arguments("turns_grpo.yaml", seed, paths), "fused-rl grpo")
+    return parse(grpo.GRPOConfig, demo.arguments("turns_grpo.yaml", seed, paths))
 
 
 if __name__ == "__main__":

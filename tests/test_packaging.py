@@ -215,7 +215,7 @@ def test_without_extras_help_is_help(without_extras):
 def test_without_extras_a_command_says_what_to_install(without_extras):
     status, out, err = command(without_extras, "grpo", "--model", "x")
     assert (status, out) == (1, "") and err.count("\n") == 1, err
-    assert err.startswith("fused-rl grpo: error: not installed: jsonargparse, ")
+    assert err.startswith("fused-rl grpo: error: not installed: pydantic, ")
     assert err.endswith("; pip install 'fused-rl[train]'\n")
 
 

@@ -60,7 +60,7 @@ CONFIGS |= {"grpo": grpo.GRPOConfig}
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[1:4:2]))
 def test_the_tutorial_names_commands_and_options_that_there_are(words):
     if words[1] in CONFIGS:
-        parse(CONFIGS[words[1]], words[2:], " ".join(words[:2]))
+        parse(CONFIGS[words[1]], words[2:])
     else:
         assert words[1] == "doctor"
 

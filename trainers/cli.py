@@ -29,7 +29,7 @@ TOLD = {
     "demo-ppo": "ppo against that reward model",
 }
 # Extra -> what it brings that a command imports, and the commands that import it.
-TRAIN = ("jsonargparse", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
+TRAIN = ("pydantic", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
 EXTRAS = {"train": (TRAIN, tuple(COMMANDS)), "demo": (("reasoning_gym",), ("demo", "demo-reward", "demo-ppo"))}
 
 

@@ -17,8 +17,7 @@ docs/trainers/grpo.md says what each option does. Left out: tools.
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -27,15 +26,14 @@ import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.data.rows import Given
 from fused_rl.trainers.metrics.keys import POLICY, keyed
 from fused_rl.trainers.metrics.sums import Sums
 from fused_rl.trainers.models import moving_reference
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.needs import check_needs
 from fused_rl.trainers.policy import prepare, reference
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.groups import (
-    GROUP_NEEDS,
     Drawn,
     GroupConfig,
     advantage_of,
@@ -43,9 +41,9 @@ from fused_rl.trainers.policy.groups import (
     draw,
     keeps_groups,
 )
-from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Measured, Policy, measure, plan, rows_of
-from fused_rl.trainers.policy.reference import REFERENCE_NEEDS, ReferenceConfig
+from fused_rl.trainers.policy.reference import ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import beginning, command
 from fused_rl.trainers.run.curves import Against
@@ -53,7 +51,7 @@ from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.samplers.build import Make
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
-from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
+from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
@@ -75,21 +73,17 @@ CURVES = {
 }
 
 
-@dataclass(kw_only=True)
 class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     """Group-relative policy optimisation of a causal language model on problems whose answers can be verified."""
 
-    command: ClassVar[str] = "grpo"
-
-
-NEEDS = (*POLICY_NEEDS, *SCORER_NEEDS, *GROUP_NEEDS, *REFERENCE_NEEDS)
+    command: ClassVar = "grpo"
+    main: ClassVar = (*MAIN, "group_size", "preset", "kl_coef")
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     check_loss_options(config)
     advantage = advantage_of(config)
-    check_needs(config, NEEDS)
     config.warn_of_estimator()
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
@@ -251,11 +245,21 @@ def train_step(
     }
 
 
-def train(config: GRPOConfig, sampler: Make | None = None) -> str:
-    """Run the whole training; returns the folder of the trained model. `sampler` is what its option would name."""
+def train(
+    config: GRPOConfig,
+    *,
+    dataset: Given = None,
+    eval_dataset: Given = None,
+    scorers: Sequence[Callable | str] | None = None,
+    sampler: Make | None = None,
+) -> str:
+    """Run the whole training; returns the folder of the trained model.
+
+    Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
+    """
     # What is read: tokenizer, scorers, rows, models.
-    run = beginning.begin(config, arithmetic)
-    read = prepare.read(config, run, load_chosen, Reader.beside, sampler)
+    run = beginning.begin(with_scorers(config, scorers), arithmetic)
+    read = prepare.read(run.config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler)
     config = read.config
     with phase("loaded the models"):
         shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False

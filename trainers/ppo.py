@@ -17,24 +17,25 @@ docs/trainers/ppo.md says what each option does. Left out: tools, a critic on ot
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 import fused_rl
+from fused_rl.presets import PresetName
 from fused_rl.trainers.base.ranks import counted
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.data.rows import Given
 from fused_rl.trainers.metrics.keys import PPO, keyed
 from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.options.config import InputError, NonNegative, Positive
-from fused_rl.trainers.options.needs import Needs, check_needs
+from fused_rl.trainers.options.config import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy import credit, prepare
-from fused_rl.trainers.policy.credit import CREDIT_NEEDS, CreditConfig, Experience
-from fused_rl.trainers.policy.critic import CRITIC_NEEDS, SHARED, CriticConfig, check_critic, load_critic, planned
+from fused_rl.trainers.policy.credit import CreditConfig, Experience
+from fused_rl.trainers.policy.critic import SHARED, CriticConfig, check_critic, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
-from fused_rl.trainers.policy.options import POLICY_NEEDS, PolicyConfig, check_loss_options, loss_options
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
@@ -45,7 +46,7 @@ from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.samplers.build import Make
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
-from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
+from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 
 COLUMNS = {
@@ -66,14 +67,12 @@ CURVES = {
 }
 
 
-@dataclass(kw_only=True)
 class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     """Proximal policy optimisation of a causal language model against any scorers, with a critic."""
 
-    command: ClassVar[str] = "ppo"
-    sections: ClassVar[dict[str, str]] = {"target_kl advantage": "loss", "stop_token": "rollout"}
-
-    preset: str = "ppo"
+    command: ClassVar = "ppo"
+    main: ClassVar = (*MAIN, "critic_lr", "kl_coef")
+    preset: PresetName = "ppo"
     """A row of fused_rl.PRESETS whose advantages come from a critic: it chooses ratio, clipping and aggregation."""
     advantage: str = "gae"
     """Generalised advantage estimation, the only one here; group advantages are GRPO's."""
@@ -84,18 +83,14 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     stop_token: str | None = None
     """A further token that ends a response, beside EOS; given as text."""
 
-
-NEEDS = (
-    *POLICY_NEEDS,
-    *SCORER_NEEDS,
-    *CREDIT_NEEDS,
-    *CRITIC_NEEDS,
-    Needs(
-        "target_kl",
-        lambda config: config.minibatches * config.epochs > 1,
-        "has no meaning with one update per step, after which none is left to stop; give more --minibatches or epochs",
-    ),
-)
+    needs: ClassVar = (
+        Needs(
+            "target_kl",
+            lambda config: config.minibatches * config.epochs > 1,
+            "has no meaning with one update per step, after which none is left to stop; give more --minibatches or "
+            "epochs",
+        ),
+    )
 
 
 def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
@@ -107,7 +102,6 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    check_needs(config, NEEDS)
     credit.check_credit(config)
     config.warn_of_estimator()
     check_critic(config)
@@ -242,13 +236,23 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
     return (*stop_ids, *ids)
 
 
-def train(config: PPOConfig, sampler: Make | None = None) -> str:
-    """Run the whole training; returns the folder of the trained model. `sampler` is what its option would name."""
+def train(
+    config: PPOConfig,
+    *,
+    dataset: Given = None,
+    eval_dataset: Given = None,
+    scorers: Sequence[Callable | str] | None = None,
+    sampler: Make | None = None,
+) -> str:
+    """Run the whole training; returns the folder of the trained model.
+
+    Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
+    """
     # What is read: tokenizer, scorers, rows, models.
-    config = planned(config)
+    config = with_scorers(planned(config), scorers)
     run = begin(config, arithmetic)
     critic = None if config.critic == SHARED else config.critic
-    read = prepare.read(config, run, load_chosen, Reader.beside, sampler, critic)
+    read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler, critic)
     config = read.config
     with phase("loaded the models"):
         critic = load_critic(config, read.tokenizer, run.device, read.updates)

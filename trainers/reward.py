@@ -9,7 +9,6 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -22,7 +21,7 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
-from fused_rl.trainers.data.rows import load_rows, load_train_eval
+from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
 from fused_rl.trainers.metrics.calibration import calibration, draw_scores
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits
@@ -33,8 +32,16 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.options.config import NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing
-from fused_rl.trainers.options.needs import RUN_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.config import (
+    MAIN,
+    Needs,
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    RunConfig,
+    Smoothing,
+    without,
+)
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
@@ -57,13 +64,16 @@ CURVES = {
 }
 
 
-@dataclass(kw_only=True)
+MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"
+NO_LOGITS = "has no meaning for a reward model, which never forms logits; leave it out"
+
+
 class RewardConfig(RunConfig):
     """A scalar reward model from pairs of a chosen and a rejected response."""
 
-    command: ClassVar[str] = "reward"
-    batch_option: ClassVar[str] = "batch_size"
-    sections: ClassVar[dict[str, str]] = {"*": "data", "label_smoothing centering": "loss", "batch_size": "optimizer"}
+    command: ClassVar = "reward"
+    batch_option: ClassVar = "batch_size"
+    main: ClassVar = (*MAIN, "batch_size", "max_response_length")
 
     prompt_column: str = "prompt"
     """Text or messages that both responses answer; rows without it hold whole conversations."""
@@ -91,24 +101,19 @@ class RewardConfig(RunConfig):
     reference_dataset: str | None = None
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 
-
-MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"
-NO_LOGITS = "has no meaning for a reward model, which never forms logits; leave it out"
-NEEDS = (
-    *RUN_NEEDS,
-    Needs("loss_from", lambda config: False, NO_LOGITS),
-    Needs("head_dtype", lambda config: False, NO_LOGITS),
-    Needs("load_in_4bit", lambda config: False, MERGED),
-    Needs("save_merged", lambda config: False, MERGED),
-    Needs("lora_alpha", lambda config: config.lora_rank > 0, without("--lora_rank")),
-    Needs("lora_targets", lambda config: config.lora_rank > 0, without("--lora_rank")),
-    Needs("reference_dataset", lambda config: config.normalize_pairs > 0, without("--normalize_pairs")),
-)
+    needs: ClassVar = (
+        Needs("loss_from", lambda config: False, NO_LOGITS),
+        Needs("head_dtype", lambda config: False, NO_LOGITS),
+        Needs("load_in_4bit", lambda config: False, MERGED),
+        Needs("save_merged", lambda config: False, MERGED),
+        Needs("lora_alpha", lambda config: config.lora_rank > 0, without("--lora_rank")),
+        Needs("lora_targets", lambda config: config.lora_rank > 0, without("--lora_rank")),
+        Needs("reference_dataset", lambda config: config.normalize_pairs > 0, without("--normalize_pairs")),
+    )
 
 
 def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    check_needs(config, NEEDS)
     local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config.micro_batch_size)
     return {
         "processes": world,
@@ -225,15 +230,15 @@ def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
     return [model.module.score_mean, model.module.score_std]
 
 
-def train(config: RewardConfig) -> str:
-    """Run the whole training; returns the folder of the trained model."""
+def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
+    """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
     with phase("read tokenizer and pairs"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
-        pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config))
+        pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset))
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]

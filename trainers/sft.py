@@ -9,7 +9,6 @@ turns of one conversation.
 
 import math
 import time
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -20,14 +19,13 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
-from fused_rl.trainers.data.rows import Rows, load_train_eval, tell_dropped
+from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.metrics.keys import SFT, keyed
 from fused_rl.trainers.metrics.sums import Sums
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import EngineConfig, InputError, PositiveInt, RunConfig
-from fused_rl.trainers.options.needs import RUN_NEEDS, check_needs
+from fused_rl.trainers.options.config import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.logger import evaluation, phase
@@ -41,13 +39,12 @@ CURVES = {
 }
 
 
-@dataclass(kw_only=True)
 class SFTConfig(RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
-    command: ClassVar[str] = "sft"
-    batch_option: ClassVar[str] = "batch_size"
-    sections: ClassVar[dict[str, str]] = {"*": "data", "batch_size packing": "optimizer"}
+    command: ClassVar = "sft"
+    batch_option: ClassVar = "batch_size"
+    main: ClassVar = (*MAIN, "batch_size", "max_length", "completion_column")
 
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
@@ -70,12 +67,8 @@ class SFTConfig(RunConfig):
         return self.assistant_turns == "all"
 
 
-NEEDS = RUN_NEEDS
-
-
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    check_needs(config, NEEDS)
     local, size = divide_over("batch_size", config.batch_size, world), config.micro_batch_size
     return {
         "processes": world,
@@ -194,15 +187,15 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     return {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
 
 
-def train(config: SFTConfig) -> str:
-    """Run the whole training; returns the folder of the trained model."""
+def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
+    """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = begin(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
-        pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config))
+        pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config, dataset, eval_dataset))
     run.has_read(tokenizer, Example.asked, {}, rows=pairs, held_out=held_out)
     config = in_steps(config, len(pairs))
     with phase("loaded the model"):

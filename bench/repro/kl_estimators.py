@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +86,7 @@ def config_of(setting: Setting, seed: int, folder: Path) -> grpo.GRPOConfig:
         **setting._asdict(),
         **SETTING,
     }
-    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options), "fused-rl grpo")
+    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options))
 
 
 def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
@@ -110,7 +109,7 @@ def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
 def run(setting: Setting, seed: int, folder: Path, commit: str) -> dict:
     """The row of one run, trained unless a run of the same options is there already."""
     config = config_of(setting, seed, folder)
-    options = asdict(config)
+    options = config.plain()
     start = folder / f"seed{seed}"
     kept = start / f"{setting.name}.json"
     if kept.exists():

@@ -43,7 +43,7 @@ def config_of(lag: int, steps: int, seed: int, folder: Path) -> grpo.GRPOConfig:
         "lag": lag,
         "steps": steps,
     }
-    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options), "fused-rl grpo")
+    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options))
 
 
 def row_of(lag: int, seed: int, history: list[dict]) -> dict:

@@ -50,7 +50,7 @@ def measured(trainer: str, options: dict[str, object]) -> list[dict]:
         Path(folder).chmod(0o755)
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(kept | AT_REST | {"output_dir": f"{folder}/run"}))
-        module.train(parse(config_class, ["--config", str(config)], "null_run"))
+        module.train(parse(config_class, ["--config", str(config)]))
         return read_metrics(Path(folder) / "run" / "metrics.jsonl")
 
 

@@ -22,7 +22,7 @@ def warm_start(folder: Path, seed: int = 1) -> Path:
             "dataset": folder / "data/demonstrations.jsonl",
             "output_dir": folder / "sft",
         }
-        sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths), "fused-rl sft"))
+        sft.train(parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths)))
     return folder
 
 
@@ -37,7 +37,7 @@ def load(folder: Path, seed: int, **options):
         "verifiers": "reasoning_gym",
         "verifier_weights": "[1]",
     }
-    config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options), "fused-rl ppo")
+    config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options))
     device = engine.setup(config.seed)
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)

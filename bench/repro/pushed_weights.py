@@ -28,7 +28,7 @@ def prepare(folder: Path) -> tuple[Path, Path]:
             "steps": STEPS,
             "eval_every": STEPS,
         }
-        grpo.train(parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", 1, paths), "fused-rl grpo"))
+        grpo.train(parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", 1, paths)))
     return with_room(folder / "sft" / "model", folder / "old"), with_room(folder / "grpo" / "model", folder / "new")
 
 

@@ -5,7 +5,6 @@ python -m tests.trainers.bench_pairs FOLDER
 
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def main() -> None:
     for name, kind, make in pairs():
         folder = Path(sys.argv[1]) / name
         folder.mkdir()
-        run = kind(replace(make(folder), lr=1e-3, steps=4))
+        run = kind(make(folder).changed(lr=1e-3, steps=4))
         peer = trainer_peers.of(name, run, str(folder / "trl"))
         parts = [run.step() | peer.step() for _ in range(2)]
         peer.close()

@@ -20,9 +20,9 @@ from tests.trainers import figures
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir")
 # What a command imports, so that a process which is forked has it.
-OF_COMMANDS = ["datasets", "matplotlib.figure", "torch.utils.tensorboard", "sympy", "peft", "jsonargparse"]
+OF_COMMANDS = ["datasets", "matplotlib.figure", "torch.utils.tensorboard", "sympy", "peft", "pydantic"]
 OF_COMMANDS += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto", "rich.progress"]
-OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "docstring_parser"]
+OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
 PROCESSES.set_forkserver_preload([*PRELOADED, *OF_COMMANDS, *cli.COMMANDS.values()])
 ROOT = Path(__file__).parents[2]
 NEVER = -1
@@ -78,7 +78,8 @@ def start(
 def words_of(config, **others) -> list[str]:
     """The command line of a config, of whose options some have other values, None for those that are not given."""
     words = []
-    for name, value in (vars(config) | others).items():
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    for name, value in (given | others).items():
         if value is not None:
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words

@@ -11,7 +11,7 @@ def test_miscounts_stand_next_to_the_right_answer():
 
 
 def test_the_recipe_pays_the_reward_model_and_shows_the_truth():
-    config = parse(ppo.PPOConfig, ["--config", str(demo.RECIPES / "demo_ppo.yaml")], "fused-rl ppo")
+    config = parse(ppo.PPOConfig, ["--config", str(demo.RECIPES / "demo_ppo.yaml")])
     ppo.arithmetic(config, 1)
     ppo.arithmetic(config, 2)
     assert config.verifiers == ["reward_model:runs/demo_ppo/reward/model", "reasoning_gym"]

@@ -1,6 +1,5 @@
 """`fused-rl eval`: its figures by hand, its files, what it takes from a run, and what it refuses."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -187,10 +186,10 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
     assert found.verifier_weights == [1.0, 0.5]
     assert command.as_its_run(command.EvalConfig(model=str(run / "model"), dataset=rows)) == found
     given = {"max_new_tokens": 5, "prompt_column": "question", "raw_prompt": False, "verifiers": "format"}
-    given = dataclasses.replace(config, **given)
-    assert command.as_its_run(given) == dataclasses.replace(given, model=str(run / "model"))
+    given = config.changed(**given)
+    assert command.as_its_run(given) == given.changed(model=str(run / "model"))
     capsys.readouterr()
-    figures = command.evaluate(dataclasses.replace(config, samples=0))
+    figures = command.evaluate(config.changed(samples=0))
     printed = capsys.readouterr().out
     taken = f"verifiers {scorers}, verifier_weights [1.0, 0.5], prompt_column text, raw_prompt True, max_new_tokens 3"
     assert f"as in {run / 'config.yaml'}: {taken}" in printed
@@ -210,9 +209,9 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
 
 REFUSED = {
     "--k 5": "k=5 is more than samples=4: pass@k needs k responses",
-    "--k 0": "k: expected a whole number above 0, got 0",
-    "--samples -1": "samples: expected a whole number, 0 or more, got -1",
-    "--temperature 0": "temperature: expected a number from 1e-06 to 1e",
+    "--k 0": "k=0: expected a whole number above 0",
+    "--samples -1": "samples=-1: expected a whole number, 0 or more",
+    "--temperature 0": "temperature=0: expected a number from 1e-06 to 1e",
     "--dataset none.jsonl": "dataset file none.jsonl does not exist",
     "--dataset empty.jsonl": "dataset empty.jsonl has no rows",
     "--dataset bare.jsonl": r"bare.jsonl, line 1: --verifiers is missing; .*and no answer",
@@ -227,8 +226,8 @@ REFUSED = {
     "--verifiers format --max_new_tokens 200": "tokens, but the model has 128 positions; lower max_new_tokens",
     "--model rows.jsonl": "model='rows.jsonl'",
     "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
-    "--top_p 0": "top_p: expected a number above 0, at most 1",
-    "--verifiers format,1*exact_match": "'format,1.exact_match': this spelling is of before: weights are a list of",
+    "--top_p 0": "top_p=0: expected a number above 0, at most 1",
+    "--verifiers format,1*exact_match": "verifier 'format,1.exact_match': expected math",
     "--verifiers format --verifier_weights [1,2]": r"verifier_weights=.1.0, 2.0. has 2 numbers for 1 verifiers",
     "--model none": "model=none does not exist here or on the Hub",
     "--output_dir model": r"output_dir=model already holds summary.json; replace",
@@ -254,7 +253,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(line, folder, tmp_path, m
 
 
 def evaluate_on(rank, world, argv):
-    return command.evaluate(parse(command.EvalConfig, argv, "fused-rl eval"))["greedy"]
+    return command.evaluate(parse(command.EvalConfig, argv))["greedy"]
 
 
 @pytest.mark.slow

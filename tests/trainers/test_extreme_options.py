@@ -1,15 +1,14 @@
 """Every numeric option at the ends of its range: refused in a line at the start, or taken without a traceback."""
 
-import dataclasses
 import shutil
 import typing
 from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers.options.config import RANGES
+from fused_rl.trainers.options.config import kinds_of
 from tests.trainers.test_faults import GOOD, answer, folder, good  # noqa: F401
-from tests.trainers.test_needs import COMMANDS, TRAINERS
+from tests.trainers.test_options import COMMANDS, TRAINERS
 
 EXTREMES = {
     int: ("1", "2147483647", "9223372036854775808", "1" + "0" * 30),
@@ -39,11 +38,10 @@ WORK = {"steps", "num_train_epochs", "epochs", "critic_only", "samples", "eval_s
 
 def numeric(command):
     """The numeric options of a command, and int or float."""
-    for name, kind in typing.get_type_hints(COMMANDS[command]).items():
-        choices = [choice for choice in (typing.get_args(kind) or (kind,)) if choice in RANGES]
-        plain = [c for c in choices if isinstance(c, type) and issubclass(c, (int, float)) and c is not bool]
-        if plain and name in {field.name for field in dataclasses.fields(COMMANDS[command])}:
-            yield name, int if issubclass(plain[0], int) else float
+    for name, kind in kinds_of(COMMANDS[command]).items():
+        ranged = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is typing.Annotated]
+        if ranged:
+            yield name, typing.get_args(ranged[0])[0]
 
 
 def cases():

@@ -15,9 +15,8 @@ import torch
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.run import store
-from fused_rl.trainers.scorers import functions
 from tests.trainers import tiny
-from tests.trainers.bad_inputs import CASES, JUDGES, MODULES, Case
+from tests.trainers.bad_inputs import CASES, JUDGES, Case
 from tests.trainers.killed import UNDISTURBED, Moment, run
 
 pytestmark = pytest.mark.slow
@@ -49,8 +48,6 @@ def good(tmp_path_factory):
     pairs = [{"prompt": f"{i}=", "chosen": f"{i} a", "rejected": f"{i + 1} bc"} for i in range(12)]
     tiny.jsonl(folder / "pairs.jsonl", pairs)
     (folder / "judges.py").write_text(JUDGES)
-    for name, code in MODULES.items():
-        (folder / f"{name}.py").write_bytes(code.encode("utf-8", "surrogateescape"))
 
     # A run that has ended, as far as `--overwrite` looks.
     for name in ("checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"):
@@ -106,13 +103,11 @@ def named_cases():
 
 
 @pytest.mark.parametrize(("group", "case"), named_cases())
-def test_a_bad_input_is_one_line_and_changes_nothing(group, case, folder, monkeypatch, capfd, tally):
+def test_a_bad_input_is_one_line_and_changes_nothing(group, case, folder, capfd, tally):
     if case.begins:
         shutil.rmtree(folder / "run")
     if case.spoil is not None:
         case.spoil(folder)
-    if case.title in ("verifier sleeps", "verifier waits"):
-        monkeypatch.setattr(functions, "FUNCTION_TIMEOUT", 0.3)
     before = contents(folder)
     kind = f"bad input, {group}"
     try:

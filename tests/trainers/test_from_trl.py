@@ -45,17 +45,15 @@ def test_the_table_and_the_page_name_options_that_exist():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_line_file_and_python_say_the_same(command, tmp_path, capsys):
+def test_command_line_file_and_python_say_the_same(command, tmp_path):
     (tmp_path / "c.yaml").write_text("lr: 1.0\nlearning_rate: 4\n")
-    said = "unknown option --learning_rate; its name here is --lr\n"
-    for argv in (["--learning_rate", "4"], ["--config", str(tmp_path / "c.yaml")]):
-        with pytest.raises(SystemExit):
-            parse(CONFIGS[command], [*(word for k, v in NEEDED.items() for word in (f"--{k}", v)), *argv], "fused-rl")
-        (line,) = capsys.readouterr().err.splitlines(keepends=True)
-        assert line.endswith(said) and ("c.yaml, line 2: " in line) == ("--config" in argv)
-    with pytest.raises(InputError) as error:
+    said = "unknown option --learning_rate; its name here is --lr$"
+    with pytest.raises(InputError, match=f"^{said}"):
+        parse(CONFIGS[command], ["--learning_rate", "4"])
+    with pytest.raises(InputError, match=f"c.yaml, line 2: {said}"):
+        parse(CONFIGS[command], ["--config", str(tmp_path / "c.yaml")])
+    with pytest.raises(InputError, match=f"^{said}"):
         CONFIGS[command](**NEEDED, learning_rate=4)
-    assert f"{error.value}\n" == f"{CONFIGS[command].__name__}: {said}"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,24 +1,25 @@
-"""Functions of users in every form, sync and async, and the row that is named when one goes wrong."""
+"""What users write: scorers in both forms, sync and async, and surrogates; and what is said where one is none."""
 
 import asyncio
 import functools
-import random
-import re
-import signal
-import threading
-import time
 
 import numpy
 import pytest
 import torch
 
-from fused_rl.trainers.base.guests import load_function
-from fused_rl.trainers.options.config import InputError
+from fused_rl.surrogates import needs_sequences
+from fused_rl.trainers import grpo
+from fused_rl.trainers.options.config import InputError, to_yaml
+from fused_rl.trainers.options.functions import load_function
+from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.checks import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample
-from fused_rl.trainers.run.loop import Interruption
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.functions import FunctionScorer
+from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.options import ScorerConfig, read, with_scorers
+
+HERE = "tests.trainers.test_functions"
 
 
 def samples(*texts, **columns):
@@ -32,10 +33,6 @@ def samples(*texts, **columns):
 
 def called(function, *texts, **columns):
     return FunctionScorer("my:f", function)(samples(*texts, **columns))
-
-
-def batch(responses, rows):
-    return [len(r) + len(row["answer"]) for r, row in zip(responses, rows, strict=True)]
 
 
 def single(response, row):
@@ -52,11 +49,6 @@ def as_trl_without_more(completions, answer="none"):
     return [len(text) + len(a) for text, a in zip(completions, answer, strict=True)]
 
 
-async def async_batch(responses, rows):
-    await asyncio.sleep(0)
-    return batch(responses, rows)
-
-
 async def async_single(response, row):
     await asyncio.sleep(0)
     return single(response, row)
@@ -67,57 +59,34 @@ async def async_trl(completions, **columns):
     return as_trl_without_more(completions, columns["answer"])
 
 
-class Callable:
+class Judge:
     async def __call__(self, response, row):
         return await async_single(response, row)
 
 
-FORMS = [batch, single, as_trl, as_trl_without_more, async_batch, async_single, async_trl, Callable()]
+FORMS = [single, as_trl, as_trl_without_more, async_single, async_trl, Judge(), functools.partial(single)]
 
 
-@pytest.mark.parametrize(
-    "function", [*FORMS, functools.partial(async_single)], ids=lambda function: getattr(function, "__name__", "object")
-)
+@pytest.mark.parametrize("function", FORMS, ids=str)
 def test_every_form_is_called_as_it_is_written(function):
     assert called(function, "x", "yyy") == [3, 5]
-
-
-def test_functions_of_trl_see_messages_where_the_prompt_is_messages():
-    turn = [{"role": "user", "content": "q"}]
-    seen = []
-
-    def function(prompts, completions, **columns):
-        seen.extend(zip(prompts, completions, strict=True))
-        return [1.0] * len(prompts)
-
-    called(function, "x", prompt=turn)
-    assert seen == [(turn, [{"role": "assistant", "content": "x"}])]
 
 
 def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_rows():
     user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "gold"}
     rows = [{"problem": "p", "question": "q"}, {"messages": [user, said], "hint": "h"}]
-    given = [
-        Sample(rows[0], [], Response([5], "stop"), "x", column="problem"),
-        Sample(rows[1], [], Response([5], "stop"), "y"),
-    ]
-    seen = {}
+    response, seen = Response([5], "stop"), {}
 
     def function(completions, **columns):
         seen.update(columns, completions=completions)
         return [1.0] * len(completions)
 
-    FunctionScorer("my:f", function)(given)
+    FunctionScorer("my:f", function)(
+        [Sample(rows[0], [], response, "x", column="problem"), Sample(rows[1], [], response, "y")]
+    )
     assert seen["prompts"] == ["p", [user]], "--prompt_column names it, and the answer that stands in the row is none"
     assert seen["completions"] == ["x", [{"role": "assistant", "content": "y"}]]
     assert seen["hint"] == [None, "h"]
-
-
-def test_what_trls_trainer_alone_gives_is_a_line():
-    scorer = FunctionScorer("my:f", lambda completions, trainer_state, **columns: [])
-    with pytest.raises(InputError, match="^verifier 'my:f' takes 'trainer_state' of TRL's trainer, which there is not"):
-        scorer.check({"prompt": "a"})
-    FunctionScorer("my:f", lambda completions, log_metric=None, **columns: []).check({"prompt": "a"})
 
 
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
@@ -125,67 +94,36 @@ def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     scorer.check({"answers": 1})
     with pytest.raises(InputError, match="^verifier 'my:f' takes the column 'answers'; the row has .'ans"):
         scorer.check({"answer": 1})
-    FunctionScorer("my:f", batch).check({})
-    with pytest.raises(
-        InputError, match="'my:f' must take .responses, rows. .*; it takes .response, row, level.: missing .*'level'"
-    ):
-        FunctionScorer("my:f", lambda response, row, level: 1.0)
-
-
-def raises_on_the_second(responses, rows):
-    return [1 / (r != "bad") for r in responses]
-
-
-def single_raises(response, row):
-    return raises_on_the_second([response], [row])[0]
-
-
-async def async_raises(response, row):
-    await asyncio.sleep(0 if response == "bad" else 3600)
-    return single_raises(response, row)
-
-
-async def async_batch_raises(responses, rows):
-    return raises_on_the_second(responses, rows)
-
-
-def trl_raises(completions, **columns):
-    return raises_on_the_second(completions, None)
-
-
-def raises_on_two_together(responses, rows):
-    return [1 / (2 - len(responses))]
-
-
-ALONE = r"it was called with 3 responses, to d.jsonl, line 1 … d.jsonl, line 3; alone it raises on d.jsonl, line 2$"
-ONE = "it was called with the response to d.jsonl, line 2$"
+    FunctionScorer("my:f", single).check({})
 
 
 @pytest.mark.parametrize(
-    ("function", "place"),
+    "function",
     [
-        (raises_on_the_second, ALONE),
-        (trl_raises, ALONE),
-        (async_batch_raises, ALONE),
-        (single_raises, ONE),
-        (async_raises, ONE),
+        lambda responses, rows: [],
+        lambda text, row: 1.0,
+        lambda row, response: 1.0,
+        lambda response, row, level: 1.0,
+        lambda: 1.0,
     ],
 )
-def test_a_function_that_raises_is_named_with_its_row(function, place):
-    started = time.monotonic()
-    with pytest.raises(InputError) as raised:
+def test_a_function_of_another_form_is_refused_before_the_run(function):
+    with pytest.raises(
+        InputError, match=r"^verifier 'my:f' must take \(response, row\), or \(completions, .*; it takes"
+    ):
+        FunctionScorer("my:f", function)
+
+
+async def async_raises(response, row):
+    await asyncio.sleep(0)
+    return 1 / (response != "bad")
+
+
+@pytest.mark.parametrize("function", [lambda response, row: 1 / (response != "bad"), async_raises])
+def test_what_a_function_raises_is_its_own_and_the_row_is_named(function, capsys):
+    with pytest.raises(ZeroDivisionError):
         called(function, "ok", "bad", "ok")
-    said = str(raised.value)
-    assert re.match(
-        r"verifier 'my:f' raised ZeroDivisionError: .* \(test_functions.py, line \d+\); for a response", said
-    )
-    assert re.search(place, said) and time.monotonic() - started < 60
-    assert not asyncio.all_tasks(functions.event_loop())  # the others were cancelled
-
-
-def test_where_no_row_raises_alone_the_batch_is_named():
-    with pytest.raises(InputError, match="to d.jsonl, line 1 … d.jsonl, line 2$"):
-        called(raises_on_two_together, "a", "b")
+    assert capsys.readouterr().err == "verifier 'my:f' raised on the response to d.jsonl, line 2:\n"
 
 
 def test_async_calls_go_on_together_so_many_at_once_on_one_loop(monkeypatch):
@@ -196,110 +134,20 @@ def test_async_calls_go_on_together_so_many_at_once_on_one_loop(monkeypatch):
         running[0] += 1
         most[0] = max(most[0], running[0])
         loops.add(asyncio.get_running_loop())
-        assert threading.current_thread() is threading.main_thread()
         await asyncio.sleep(0.01 * (3 - len(response)))  # they end in another order
         running[0] -= 1
         return len(response)
 
-    texts = ["a", "bb", "ccc"] * 3
-    assert called(function, *texts) == [1, 2, 3] * 3 and most == [3]
-    called(function, "a")
-    assert loops == {functions.event_loop()}
+    scorer = FunctionScorer("my:f", function)
+    assert scorer(samples(*["a", "bb", "ccc"] * 3)) == [1, 2, 3] * 3 and most == [3]
+    scorer(samples("a"))
+    assert len(loops) == 1  # a client that the function keeps belongs to it
 
 
-def test_an_async_function_that_does_not_answer_is_cancelled_and_named(monkeypatch):
-    monkeypatch.setattr(functions, "AWAIT_TIMEOUT", 0.05)
-    cancelled = []
-
-    async def slow(response, row):
-        try:
-            await asyncio.sleep(3600 if response == "slow" else 0)
-        except asyncio.CancelledError:
-            cancelled.append(response)
-            raise
-        return 1.0
-
-    with pytest.raises(InputError, match=r"did not return within 0.05 s; .* the response to d.jsonl, line 2$"):
-        called(slow, "a", "slow")
-    assert cancelled == ["slow"] and called(slow, "a") == [1.0]
-
-    async def times_out_by_itself(response, row):
-        raise TimeoutError("the server says nothing")
-
-    with pytest.raises(InputError, match="raised TimeoutError: the server says nothing"):
-        called(times_out_by_itself, "a")
-
-
-def test_an_async_batch_that_does_not_return_is_cancelled(monkeypatch):
-    monkeypatch.setattr(functions, "FUNCTION_TIMEOUT", 0.1)
-    cancelled = []
-
-    async def child(name):
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            cancelled.append(name)
-            raise
-
-    async def never(responses, rows):
-        return await asyncio.gather(*(child(r) for r in responses))
-
-    with pytest.raises(InputError, match="did not return within 0.1 s"):
-        called(never, "a", "b")
-    assert sorted(cancelled) == ["a", "b"] and not asyncio.all_tasks(functions.event_loop())
-
-
-def states():
-    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-
-def test_a_function_moves_no_generator_of_the_run_and_draws_other_numbers_at_each_step():
-    def reseeds(responses, rows):
-        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
-        random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
-        return [0.0] * len(responses)
-
-    async def async_reseeds(response, row):
-        return reseeds([response], [row])[0]
-
-    drawn = []
-    torch.manual_seed(7)
-    for function in (reseeds, async_reseeds):
-        before = states()
-        called(function, "a")
-        called(function, "a")
-        assert states() == before and drawn[0] == drawn[1]  # as a resumed run would
-        torch.rand(1)  # as sampling does
-        called(function, "a")
-        assert all(x != y for x, y in zip(drawn[0], drawn[2], strict=True))
-        drawn.clear()
-
-
-def test_a_function_changes_no_type_of_the_runs_tensors():
-    def function(responses, rows):
-        torch.set_default_dtype(torch.float64)
-        return [1.0 for _ in responses]
-
-    called(function, "a", "b")
-    assert torch.get_default_dtype() == torch.float32
-
-
-def test_a_module_that_seeds_when_it_is_imported_moves_no_generator(tmp_path, monkeypatch):
-    (tmp_path / "seeding_module.py").write_text(
-        "import torch\ntorch.manual_seed(0)\ndef f(responses, rows): return []\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = states()
-    load_function("seeding_module:f", "verifier")
-    assert states() == before
-
-
-def edits(responses, rows):
-    for row in rows:
-        row["answer"] = "mine"
-        row["metadata"]["level"] = 9
-        assert not [name for name in row if name.startswith("_")]
-    return [0.0] * len(rows)
+def edits(response, row):
+    row["answer"] = "mine"
+    row["metadata"]["level"] = 9
+    return 0.0
 
 
 def edits_ids(completions, completion_ids, metadata, **columns):
@@ -316,86 +164,126 @@ def test_a_function_sees_copies_of_rows_and_ids(function):
     assert seen[0].response.ids == [5, 5]
 
 
-class Unreadable(Exception):
-    def __str__(self):
-        raise SystemExit("no text")
-
-
-class Base(BaseException):
-    pass
-
-
-def of_error(error):
-    def function(response, row):
-        raise error
-
-    return function
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (Unreadable(), "raised Unreadable: its message cannot be read"),
-        (Base("x\ny"), "raised Base: x y"),
-        (KeyboardInterrupt(), "raised KeyboardInterrupt: no reason given"),
-        (GeneratorExit(), "raised GeneratorExit"),
-        (asyncio.CancelledError(), "raised CancelledError"),
-        (ValueError("m" * 100_000), "raised ValueError: mmm"),
-        (SystemExit("m" * 100_000), "called sys.exit.'mmm"),
-    ],
-)
-def test_whatever_a_function_raises_is_one_line_with_the_row(error, said):
-    async def awaits(response, row):
-        raise error
-
-    for function in (of_error(error), lambda responses, rows: of_error(error)(responses, rows), awaits):
-        with pytest.raises(InputError, match=f"verifier 'my:f' {said}") as refused:
-            called(function, "a")
-        assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
-        assert "d.jsonl, line 1" in str(refused.value)
-
-
-@pytest.fixture
-def ctrl_c():
-    """As in a terminal, whatever this process was started by: one in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_inside_a_function_stops_at_once(ctrl_c):
-    def interrupted(responses, rows):
-        signal.raise_signal(signal.SIGINT)
-        return [0.0]
-
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        called(interrupted, "a")
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_the_first_ctrl_c_of_a_run_is_noted_inside_a_function_and_the_second_stops(ctrl_c):
-    interruption = Interruption()
-    interruption.begin()
-    try:
-        assert called(lambda responses, rows: [signal.raise_signal(signal.SIGINT) or 1.0], "a") == [1.0]
-        assert interruption.received
-        with pytest.raises(KeyboardInterrupt):
-            called(lambda responses, rows: [signal.raise_signal(signal.SIGINT)], "a")
-    finally:
-        interruption.end()
-
-
 @pytest.mark.parametrize("score", [torch.tensor(0.5), numpy.float32(0.5), numpy.array(0.5), torch.tensor([0.5]), True])
 def test_a_score_may_be_any_one_number(score):
-    seen = samples("a", "b")
-    found = check_scores("my:f", FunctionScorer("my:f", lambda responses, rows: [score, None])(seen), seen)
+    seen = samples("a", "")
+    found = check_scores("my:f", FunctionScorer("my:f", lambda response, row: score if response else None)(seen), seen)
     assert found[0] == float(score) and found[1].isnan()
-    found = check_scores("my:f", FunctionScorer("my:f", lambda responses, rows: map(float, [score] * 2))(seen), seen)
+    found = check_scores("my:f", FunctionScorer("my:f", lambda completions: map(float, [score] * 2))(seen), seen)
     assert found.tolist() == [float(score)] * 2
 
 
-@pytest.mark.parametrize("returned", [torch.tensor(0.5), numpy.array(0.5), 0.5, None])
-def test_one_number_for_all_responses_is_refused(returned):
-    with pytest.raises(InputError, match="scorer 'my:f' returned .*; it must return a list of one score for each"):
-        check_scores("my:f", returned, samples("a", "b"))
+BROKEN = {
+    "None": "returned None; it must return a list",
+    "torch.tensor(0.5)": "it must return a list of one score for each",
+    "'11'": "returned '11' .str.; it must return a list",
+    "0.5": "returned 0.5 .float.; it must return a list",
+    "{'a': 1.0}": ".dict.; it must return a list",
+    "[1.0]": "returned 1 scores for 2 responses",
+    "[1.0, '1']": "returned '1' .str. as the score of d.jsonl, line 2",
+    "[1.0, float('nan')]": "returned nan .float. as the score of d.jsonl, line 2",
+    "[1.0, -float('inf')]": "returned -inf .float. as the score of d.jsonl, line 2",
+    "[1.0, 10 ** 400]": "returned 1000+….* .int. as the score of d.jsonl, line 2",
+    "[1.0, 1e39]": "returned 1e.39 .float. as the score of d.jsonl, line 2",
+    "[1.0, [1.0]]": "returned .* .list. as the score of d.jsonl, line 2",
+}
+
+
+@pytest.mark.parametrize("returned", BROKEN)
+def test_scores_that_are_none_are_a_line_with_name_and_row(returned):
+    with pytest.raises(InputError, match=f"^scorer 'my:f' .*{BROKEN[returned]}"):
+        check_scores("my:f", eval(returned), samples("a", "b"))
+
+
+def half(response, row):
+    """Its scores end at 0.5."""
+    return 0.5
+
+
+def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
+    config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", verifier_weights=[1, 2, 3])
+    given = with_scorers(config, ["math", half, Judge()])
+    assert [(one.name, one.weight) for one in read(given)] == [("math", 1), ("half", 2), ("Judge", 3)]
+    assert "verifiers:\n- math\n- half\n- Judge\n" in to_yaml(given) and config.verifiers is None
+    (scorer,) = load_scorers(with_scorers(ScorerConfig(), [half]))
+    assert scorer.function is half and (scorer.name, scorer.solved_at) == ("half", 1.0)
+    with pytest.raises(InputError, match="are both given"):
+        with_scorers(ScorerConfig(verifiers="math"), [half])
+    with pytest.raises(InputError, match="'half' is named 2 times"):
+        read(with_scorers(ScorerConfig(), [half, half]))
+    with pytest.raises(InputError, match="expected names and functions, got 3"):
+        read(with_scorers(ScorerConfig(), [half, 3]))
+
+
+three = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "there is no module 'no_such_module' in .*, the current folder, and among"),
+        (f"{HERE}:none_such", ".*test_functions.py has no function 'none_such'"),
+        (f"{HERE}:three", ".*test_functions.py has no function 'three'"),
+        ("own.py:f", "expected module:function"),
+        ("own", "expected module:function"),
+    ],
+)
+def test_a_name_that_is_no_function_is_a_line(name, message):
+    with pytest.raises(InputError, match=f"^surrogate '{name}': {message}"):
+        load_function("surrogate", name)
+
+
+def test_what_a_module_raises_is_its_own(tmp_path, monkeypatch):
+    (tmp_path / "imports_nothing.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        load_function("surrogate", "imports_nothing:f")
+
+
+# Surrogates.
+
+
+def plain(log_ratio, advantages, logprobs, sequences, options):
+    return -log_ratio.exp() * advantages
+
+
+@needs_sequences
+def of_sequences(log_ratio, advantages, logprobs, sequences, options):
+    return -sequences.expand(sequences.mean(log_ratio)) * advantages
+
+
+def reduces(log_ratio, advantages, logprobs, sequences, options):
+    return plain(log_ratio, advantages, logprobs, sequences, options).sum()
+
+
+def constant(log_ratio, advantages, logprobs, sequences, options):
+    return advantages
+
+
+def two(log_ratio, advantages):
+    return -log_ratio * advantages
+
+
+def checked(surrogate):
+    options.check_loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", surrogate=surrogate))
+
+
+@pytest.mark.parametrize("surrogate", [plain, of_sequences, f"{HERE}:plain"])
+def test_a_surrogate_is_an_object_or_a_name(surrogate):
+    checked(surrogate)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        (reduces, "the surrogate reduces must return the loss of each token"),
+        (lambda *_: None, "must return the loss of each token"),
+        (f"{HERE}:constant", "returns a loss without a gradient"),
+        (two, "the surrogate two is called with .log_ratio, advantages, .* does not take these"),
+        (f"{HERE}:Judge", "the surrogate Judge .* it is a class; pass a function"),
+        (f"{HERE}:three", "has no function 'three'"),
+    ],
+)
+def test_what_is_no_surrogate_is_refused_before_the_run(surrogate, message):
+    with pytest.raises(InputError, match=message):
+        checked(surrogate)

@@ -107,12 +107,10 @@ def test_an_option_without_a_meaning_is_one_line_at_the_start(words, message):
     "words",
     [
         "--std_floor 0 --preset rloo",
-        "--zero_variance keep --max_refills 3 --overlong_factor 1 --ref_mixup_alpha 1",
         "--clip_low 0.2 --sapo_temperature_pos 1 --preset rloo",  # the values that there would be anyway
         "--std_floor 0.1 --advantage batch-std",
         "--zero_variance refill --max_refills 9 --overlong_buffer 256 --overlong_factor 0.5",
         "--ref_sync_every 3 --ref_mixup_alpha 0.6 --kl_coef 0.1 --kl_every 0",
-        "--kl_in loss --kl_coef 0",  # the default, spelled out
         "--surrogate tests.trainers.test_grpo:own_surrogate --sapo_temperature_pos 2",  # which may read anything
     ],
 )

@@ -449,14 +449,14 @@ def test_a_sampler_of_the_users_own_is_called_in_the_thread(files, tmp_path, mon
     config = grpo_config(files, tmp_path / "thread", **SMALL, lag=2, **KEPT)
     grpo.train(config, sampler=Guessing)
     monkeypatch.setattr(lag, "Thread", InTurn)
-    grpo.train(dataclasses.replace(config, output_dir=str(tmp_path / "turns")), sampler=Guessing)
+    grpo.train(config.changed(output_dir=str(tmp_path / "turns")), sampler=Guessing)
     assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
     forget_after(tmp_path / "thread", tmp_path / "stopped", 3)
-    grpo.train(dataclasses.replace(config, output_dir=str(tmp_path / "stopped"), resume=True), sampler=Guessing)
+    grpo.train(config.changed(output_dir=str(tmp_path / "stopped"), resume=True), sampler=Guessing)
     assert_equal_runs(tmp_path / "stopped", tmp_path / "thread")
 
 
-class Silent(Told):
+class Silent(Told, tiny.Sampler):
     tells_logprobs = False
 
     def __init__(self, built, tokenizer):

@@ -37,7 +37,7 @@ def test_a_wrong_kernel_is_found(error, monkeypatch, capsys):
 
 
 def test_it_works_with_torch_alone(tmp_path):
-    absent = ("deepspeed", "transformers", "datasets", "peft", "jsonargparse", "rich", "yaml", "numpy", "regex")
+    absent = ("deepspeed", "transformers", "datasets", "peft", "pydantic", "rich", "yaml", "numpy", "regex")
     code = f"import sys; sys.modules |= dict.fromkeys({absent})\nfrom fused_rl.trainers.commands import doctor\n"
     env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", code + "doctor.main([])"], cwd=tmp_path, env=env, capture_output=True)

@@ -92,6 +92,6 @@ def test_a_loss_that_becomes_nan_stops_sft_and_leaves_the_last_checkpoint(files,
 
 
 def test_a_reward_that_overflows_fp32_stops_grpo(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "odd_characters", lambda responses, rows: [1e39] * len(responses))
+    monkeypatch.setattr(tiny, "odd_characters", lambda response, row: 1e39)
     with pytest.raises(InputError, match=f"'{VERIFIER}' returned 1e[+]39"):
         grpo.train(grpo_config(files, tmp_path))

@@ -246,12 +246,12 @@ def test_the_critics_optimizer_is_its_own(files, tmp_path):
 # What can go wrong.
 
 
-def nothing(responses, rows):
-    return [None for _ in responses]
+def nothing(response, row):
+    return None
 
 
-def not_a_number(responses, rows):
-    return [float("nan") for _ in responses]
+def not_a_number(response, row):
+    return float("nan")
 
 
 def step_with(files, responses, scorers=None, **options):

@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from fused_rl.trainers.rollouts import types
+
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
@@ -92,14 +94,14 @@ def sums(count: int) -> list[dict]:
     return [{"question": f"{i}+{i % 7}?", "answer": f"Add them.\n#### {i + i % 7}"} for i in range(count)]
 
 
-def odd_characters(responses: list[str], rows: list[dict]) -> list[float]:
+def odd_characters(response: str, row: dict) -> float:
     """A verifier that random weights satisfy often enough: the fraction of characters with odd codes."""
-    return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
+    return sum(ord(c) % 2 for c in response) / max(len(response), 1)
 
 
-def first_is_odd(responses: list[str], rows: list[dict]) -> list[float]:
+def first_is_odd(response: str, row: dict) -> float:
     """A verifier that says right or wrong, so that in many small groups all rewards are equal."""
-    return [float(ord(r[:1] or "a") % 2) for r in responses]
+    return float(ord(response[:1] or "a") % 2)
 
 
 def settled(options: dict) -> dict:
@@ -176,10 +178,8 @@ def generate(lm, prompts: list[list[int]], sampling, batch_size: int) -> list[li
     return [response.ids for response in respond(lm, prompts, sampling, batch_size)]
 
 
-class Sampler:
-    """What a sampler declares that tells nothing but its responses: the ground of those that tests make."""
-
-    tells_logprobs = records_support = has_versions = False
+class Sampler(types.Sampler):
+    """One that draws from nothing, so that there is nothing to publish: the ground of those that tests make."""
 
     def publish(self, step, save):
         pass

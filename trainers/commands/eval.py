@@ -14,10 +14,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -26,12 +26,21 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints
-from fused_rl.trainers.data.rows import load_rows
+from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import InputError, NonNegativeInt, PositiveInt, Seed, check_revision, names_of
-from fused_rl.trainers.options.handed import HERE
-from fused_rl.trainers.options.needs import HUB_NEEDS, TEMPLATE_NEEDS, Needs, check_needs, without
+from fused_rl.trainers.options.config import (
+    TEMPLATE_NEEDS,
+    InputError,
+    Needs,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    check_revision,
+    names_of,
+    of_hub,
+    without,
+)
 from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
@@ -45,7 +54,7 @@ from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.samplers.options import SamplingConfig
 from fused_rl.trainers.scorers.load import load_chosen
-from fused_rl.trainers.scorers.options import SCORER_NEEDS, ScorerConfig
+from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 
 MAX_NEW_TOKENS = 512
@@ -61,18 +70,14 @@ OF_THE_RUN = (
 )
 
 
-@dataclass(kw_only=True)
+NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
+
+
 class EvalConfig(ScorerConfig, SamplingConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response."""
 
-    command: ClassVar[str] = "eval"
-    sections: ClassVar[dict[str, str]] = {
-        "model revision attn_implementation dtype": "model",
-        "dataset dataset_config dataset_split max_rows max_prompt_length": "data",
-        "prompt_column raw_prompt system_prompt chat_template_kwargs": "data",
-        "samples k max_new_tokens batch_size": "rollout",
-    }
-
+    command: ClassVar = "eval"
+    main: ClassVar = ("model", "dataset", "dataset_split", "output_dir", "verifiers", "samples", "max_new_tokens", "k")
     model: str
     """A causal language model, or adapters to one: a Hub name, a local folder, or the folder of a run."""
     revision: str | None = None
@@ -81,7 +86,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
-    dataset: str
+    dataset: str | None = None
     """A local file (.jsonl, .json, .csv, .parquet) or folder (of save_to_disk too), or the name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
@@ -95,7 +100,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Give text prompts to the model as they are, even where it has a chat template; None is the run's, else false."""
     system_prompt: str | None = None
     """System message before a text prompt; None is the run's, else none."""
-    chat_template_kwargs: dict | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """What the chat template is told besides the messages, as YAML or JSON; None is the run's, else nothing."""
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
@@ -117,22 +122,19 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     overwrite: bool = False
     """Replace what an evaluation before this one left in output_dir."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    needs: ClassVar = (
+        *of_hub("dataset", "dataset_config", "dataset_split"),
+        *TEMPLATE_NEEDS,
+        *(Needs(name, lambda config: config.samples > 0, NO_SAMPLES) for name in names_of(SamplingConfig)),
+        *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in JUDGED[1:]),
+        Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
+    )
+
+    def check(self) -> None:
+        super().check()
         if self.k is not None and self.k > self.samples:
             raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
         check_revision(self.model, self.revision)
-
-
-NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
-NEEDS = (
-    *HUB_NEEDS,
-    *TEMPLATE_NEEDS,
-    *SCORER_NEEDS,
-    *(Needs(name, lambda config: config.samples > 0, NO_SAMPLES) for name in names_of(SamplingConfig)),
-    *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in JUDGED[1:]),
-    Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
-)
 
 
 def as_its_run(config: EvalConfig) -> EvalConfig:
@@ -141,7 +143,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
     is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     if not is_model and (folder / "config.yaml").is_file() and (folder / "model").is_dir():
         folder = folder / "model"
-        config = dataclasses.replace(config, model=str(folder))
+        config = config.changed(model=str(folder))
         _say(f"model: {folder}")
     described = folder.parent / "config.yaml"
     if folder.name != "model" or not described.is_file():
@@ -154,15 +156,9 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
     open_options = [name for name in OF_THE_RUN if getattr(config, name) is None]
     open_options = [*JUDGED, *open_options] if config.verifiers is None else open_options
     taken = {name: run[name] for name in open_options if run.get(name) is not None}
-    of_a_script = [verifier for verifier in taken.get("verifiers", []) if verifier.startswith(HERE)]
-    if of_a_script:
-        raise InputError(
-            f"{described}: the run was judged by {', '.join(of_a_script)}, of a script or notebook, and whether that "
-            "function is here is not known; give verifiers again"
-        )
     if taken:
         _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
-    return dataclasses.replace(config, **taken)
+    return config.changed(**taken)
 
 
 def _say(line: str) -> None:
@@ -203,11 +199,11 @@ class Subject:
     """Responses drawn together."""
 
 
-def load(config: EvalConfig, device: torch.device) -> tuple[Subject, Sampling]:
+def load(config: EvalConfig, device: torch.device, dataset: Given = None) -> tuple[Subject, Sampling]:
     """The subject, and how its responses are drawn; every row has been checked by every scorer."""
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        rows = load_rows(config.dataset, config.dataset_config, config.dataset_split)
+        rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
         dtype, attention = _dtype(config, device), config.attn_implementation
         reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
@@ -315,16 +311,18 @@ def _progress(what: str, total: int) -> Iterator:
     yield advance
 
 
-def evaluate(config: EvalConfig) -> dict[str, object]:
-    """Run the whole evaluation; returns the figures, the same on every rank."""
-    check_needs(config, NEEDS)
+def evaluate(
+    config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable | str] | None = None
+) -> dict[str, Any]:
+    """Run the whole evaluation, of rows and scorers that are given or that the config names; returns the figures."""
+    config = with_scorers(config, scorers)
     device = engine.setup(config.seed, trains=False)
-    fingerprints.check_ranks(dataclasses.asdict(config))
+    fingerprints.check_ranks(config.plain())
     config = as_its_run(config)
     there.check(config.model, config.revision, [config.dataset])
     if config.output_dir is not None:
         ranks.on_first_rank(lambda: _check_folder(config))
-    subject, sampling = load(config, device)
+    subject, sampling = load(config, device, dataset)
     began = time.monotonic()
     greedy, sampled = respond(subject, dataclasses.replace(sampling, temperature=0.0), 1), Responses()
     if config.samples:
@@ -343,7 +341,7 @@ def evaluate(config: EvalConfig) -> dict[str, object]:
             tell(why_unknown(subject.scorers, len(drawn["greedy"] + drawn["sampled"])))
     _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
     if config.output_dir is not None:
-        described = dataclasses.asdict(subject.config) | {"max_new_tokens": sampling.max_new_tokens}
+        described = subject.config.plain() | {"max_new_tokens": sampling.max_new_tokens}
         ranks.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
     return figures
 
@@ -357,7 +355,7 @@ def _gathered(responses: Responses) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl eval`."""
     with command.around("fused-rl eval"):
-        evaluate(parse(EvalConfig, sys.argv[1:] if argv is None else argv, "fused-rl eval"))
+        evaluate(parse(EvalConfig, sys.argv[1:] if argv is None else argv))
         ranks.barrier()  # else two processes can abort at exit
 
 

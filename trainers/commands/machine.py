@@ -11,7 +11,7 @@ import fused_rl
 from fused_rl import reference
 
 EXTRAS = {
-    "train": ("triton", "deepspeed", "transformers", "datasets", "peft", "jsonargparse", "tensorboard", "math-verify"),
+    "train": ("triton", "deepspeed", "transformers", "datasets", "peft", "pydantic", "tensorboard", "math-verify"),
     "demo": ("reasoning-gym",),
 }
 

@@ -91,6 +91,8 @@ def foresee(config: Config, data: DataConfig) -> tuple[Config, dict[str, str]]:
 
     Rows that are too long are not known yet, and no Hub dataset is read. A file that is not there `there.check` tells.
     """
+    if data.dataset is None:
+        raise InputError("dataset is missing; give --dataset")
     is_file = Path(data.dataset).suffix in FILES and Path(data.dataset).is_file()
     if config.num_train_epochs is None or not is_file or config.splits_rows:
         return config, {}

@@ -5,14 +5,19 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.formats import read_csv, read_json, read_jsonl, read_parquet
 from fused_rl.trainers.options.config import FILES, DataConfig, InputError, is_saved
-from fused_rl.trainers.options.handed import are_rows, rows_of
 from fused_rl.trainers.options.text import in_a_line
 
+if TYPE_CHECKING:
+    import datasets
+
+Given: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
+"""Rows in Python: a name, or the rows themselves."""
 # Each returns the rows, and the line that each stands on, where that is not its number.
 READERS = {
     ".jsonl": read_jsonl,
@@ -130,10 +135,23 @@ class Rows:
         return before, Rows(self.rows[cut:], self.source, numbers[cut:])
 
 
+def given_rows(option: str, given: Given) -> Rows:
+    """Rows that Python gave."""
+    import datasets
+
+    if isinstance(given, datasets.DatasetDict):
+        raise InputError(
+            f"{option} has several splits ({', '.join(map(str, given))}); give one of them, {option}[name]"
+        )
+    rows = given.to_list() if isinstance(given, datasets.Dataset) else given
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        expected = "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
+        raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
+    return _some(Rows([dict(row) for row in rows], f"{option}="))
+
+
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Rows of a file, a folder or a Hub dataset, or that Python gave; an error names what cannot be read."""
-    if are_rows(name):
-        return _some(Rows(rows_of(name), name))
+    """Rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
     path, numbers = Path(name), None
     if path.suffix in FILES:
         if not path.is_file():
@@ -156,17 +174,26 @@ def _some(rows: Rows) -> Rows:
     return rows
 
 
-def load_train_eval(config: DataConfig) -> tuple[Rows, Rows]:
-    """The rows to train on and the held-out rows that a run config names."""
-    train = load_rows(config.dataset, config.dataset_config, config.dataset_split)
+def chosen_rows(option: str, given: Given, named: str | None, config_name: str | None, split: str) -> Rows:
+    """The rows that Python gave for an option, or that the config names."""
+    if given is not None and not isinstance(given, str):
+        return given_rows(option, given)
+    if given is None and named is None:
+        raise InputError(f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)")
+    return load_rows(given or named, config_name, split)
+
+
+def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Given = None) -> tuple[Rows, Rows]:
+    """The rows to train on and the held-out rows: those given, or those that a run config names."""
+    train = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
     if not config.eval_size:
-        return train, Rows([], config.dataset)
-    if config.eval_dataset is None:
+        return train, Rows([], train.source)
+    if config.eval_dataset is None and eval_dataset is None:
         return train.split(config.eval_size)
     configuration = config.eval_dataset_config
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config
-    held_out = load_rows(config.eval_dataset, configuration, config.eval_split)
+    held_out = chosen_rows("eval_dataset", eval_dataset, config.eval_dataset, configuration, config.eval_split)
     if len(held_out) < config.eval_size and rank() == 0:
         tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
     if len(held_out) > config.eval_size and rank() == 0:

@@ -1,32 +1,32 @@
-"""What a run is told: options with their ranges, read from YAML and the command line, and the error for bad input.
+"""The options of a run: a field, its range and its docstring declare the option, the YAML key, the flag and the help.
 
 Options stand in groups (`OptimConfig`, `EngineConfig`, …), and a run's config is all of them: a room that needs the
 optimizer's options takes an `OptimConfig`, and so works for a policy and a critic alike.
 """
 
+import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
-import operator
 import os
 import re
+import textwrap
+import types
 import typing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import pydantic
 import yaml
-from jsonargparse.typing import (
-    ClosedUnitInterval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    restricted_number_type,
-)
+from pydantic import ConfigDict
+from typing_extensions import Self
 
-from fused_rl.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from fused_rl import checks
 from fused_rl.trainers.options.errors import InputError
-from fused_rl.trainers.options.handed import named
+from fused_rl.trainers.options.functions import name_of
 from fused_rl.trainers.options.names import unknown
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
@@ -37,137 +37,212 @@ def is_saved(name: str, *marks: str) -> bool:
     return any((Path(name) / mark).is_file() for mark in marks or ("state.json", "dataset_dict.json"))
 
 
-# Numbers with a range. NaN is in none of them, infinity only where it says so.
-Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**31)])
-Finite = restricted_number_type("Finite", float, [(">", -math.inf), ("<", math.inf)])
-Positive = restricted_number_type("Positive", float, [(">", 0), ("<", math.inf)])
-NonNegative = restricted_number_type("NonNegative", float, [(">=", 0), ("<", math.inf)])
-Temperature = restricted_number_type("Temperature", float, [(">=", LEAST_TEMPERATURE), ("<=", MOST_TEMPERATURE)])
-PositiveFraction = restricted_number_type("PositiveFraction", float, [(">", 0), ("<=", 1)])
-Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)])
-Smoothing = restricted_number_type("Smoothing", float, [(">=", 0), ("<", 0.5)])
+# Numbers with a range, in the words that --help and errors say; NaN is in none of them.
+Finite = Annotated[float, "a finite number"]
+Positive = Annotated[float, "a finite number above 0"]
+NonNegative = Annotated[float, "a finite number, 0 or more"]
+Unit = Annotated[float, "a number from 0 to 1"]
+PositiveFraction = Annotated[float, "a number above 0, at most 1"]
+Decay = Annotated[float, "a number from 0 to below 1"]
+Smoothing = Annotated[float, "a number from 0 to below 0.5"]
+Temperature = Annotated[float, "a number from 1e-06 to 1e+06"]
+PositiveInt = Annotated[int, "a whole number above 0"]
+NonNegativeInt = Annotated[int, "a whole number, 0 or more"]
+Seed = Annotated[int, "a whole number from 0 to 2^31 - 1"]
+
+RANGES = checks.RANGES | {
+    "a number from 0 to below 1": lambda x: 0 <= x < 1,
+    "a number from 1e-06 to 1e+06": lambda x: checks.LEAST_TEMPERATURE <= x <= checks.MOST_TEMPERATURE,
+    "a whole number above 0": lambda x: x > 0,
+    "a whole number, 0 or more": lambda x: x >= 0,
+    "a whole number from 0 to 2^31 - 1": lambda x: 0 <= x < 2**31,
+}
 LARGEST = {int: 2**63 - 1, float: 3.4e38}  # of tensors' int64 and fp32
-RANGES = {
-    PositiveInt: "a whole number above 0",
-    NonNegativeInt: "a whole number, 0 or more",
-    Seed: "a whole number from 0 to 2^31 - 1",
-    Finite: "a finite number",
-    Positive: "a finite number above 0",
-    NonNegative: "a finite number, 0 or more",
-    Temperature: f"a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
-    NonNegativeFloat: "a number, 0 or more, or inf",
-    ClosedUnitInterval: "a number from 0 to 1",
-    PositiveFraction: "a number above 0, at most 1",
-    Decay: "a number from 0 to below 1",
-    Smoothing: "a number from 0 to below 0.5",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    str | list[str]: "text, or a list of texts",
-    list[Finite]: "a list of finite numbers",
-    list[Finite | None]: "a list of finite numbers, or of null",
-    dict: "a mapping from names to values, such as {enable_thinking: false}",
+WORDS = {
+    (bool,): "true or false",
+    (str,): "text",
+    (str, Callable): "text",
+    (str, list[str]): "text, or a list of texts",
+    (list[Finite],): "a list of finite numbers",
+    (list[Finite | None],): "a list of finite numbers, or of null",
+    (dict[str, Any],): "a mapping from names to values, such as {enable_thinking: false}",
 }
 
 
-_kinds = functools.cache(typing.get_type_hints)
+class Needs(NamedTuple):
+    """An option that means something only beside another one."""
+
+    option: str
+    met: Callable[[Any], bool]
+    """Whether the config gives it a meaning."""
+    unmet: str
+    """What is said after `option=value` where it does not: why, and how to mend it."""
 
 
-@dataclass(kw_only=True)
-class Options:
-    """A group of options that keeps to its ranges, however it is made."""
+def without(condition: str) -> str:
+    """The usual words."""
+    return f"has no meaning without {condition}; give it, or leave the option out"
 
-    sections: ClassVar[dict[str, str]] = {}
-    """Names of options, or `*` for all of the group -> their section of --help (`help.SECTIONS`)."""
+
+class Options(pydantic.BaseModel):
+    """A group of options, which keep to their types and ranges whenever they are set."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        validate_assignment=True,
+        use_attribute_docstrings=True,
+    )
     command: ClassVar[str | None] = None
     """`fused-rl <command>`, of a config that is whole."""
+    main: ClassVar[tuple[str, ...]] = ()
+    """The options that --help lists; none is all of them."""
+    needs: ClassVar[tuple[Needs, ...]] = ()
+    """What options of this group, and of those below it, need beside them."""
 
-    def __new__(cls, *args, **given):
-        """Refuse an unknown name in Python as on the command line, in place of a TypeError without a remedy."""
-        known = names_of(cls)
-        for name in given:
-            if name not in known:
-                raise InputError(f"{cls.__name__}: {unknown(name, known, cls.command)}")
-        return super().__new__(cls)
+    if not typing.TYPE_CHECKING:  # a type checker has the fields
 
-    def __setattr__(self, name: str, value):
-        """Options keep to their ranges when they are set later, too; `train` checks what they are together."""
-        known = names_of(type(self))
-        if name not in known:
-            raise AttributeError(f"{type(self).__name__}: {unknown(name, known, self.command)}")
-        super().__setattr__(name, _checked(name, value, _kinds(type(self))[name]))
+        def __init__(self, **given):
+            try:
+                super().__init__(**given)
+            except pydantic.ValidationError as error:
+                raise first_of(error, type(self), given) from None
+            self.check()
 
-    def __post_init__(self):
-        """Check the options together; once more does no harm."""
+        def __setattr__(self, name: str, value):
+            try:
+                super().__setattr__(name, value)
+            except pydantic.ValidationError as error:
+                raise first_of(error, type(self), {name: value}) from None
+
+    def check(self) -> None:
+        """Check the options together: an option that was given, and not left at its default, must mean something.
+
+        A config checks itself when it is made, and a run checks it again when it begins.
+        """
+        for need in (need for group in type(self).__mro__ for need in vars(group).get("needs", ())):
+            value = getattr(self, need.option)  # null, false and 0 ask for nothing
+            if value and need.option in self.model_fields_set and not need.met(self):
+                raise InputError(f"{need.option}={value} {need.unmet}")
+
+    def changed(self, **options: Any) -> Self:
+        """A copy with other values, which are not checked."""
+        return self.model_copy(update=options)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """A path is text; so is one of the home folder, which a shell sees neither in YAML nor in --option=~/..."""
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        is_home = isinstance(value, str) and re.fullmatch(r"~/\S*", value)
+        return os.path.expanduser(value) if is_home else value
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _in_its_range(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if not _fits(kinds_of(cls)[name], value):
+            raise ValueError("out of its range")
+        if type(value) in LARGEST and LARGEST[type(value)] < abs(value) < math.inf:
+            limit = f"the largest number that can be computed with is {LARGEST[type(value)]:g}"
+            raise InputError(f"{name}={value!r}: {limit}")
+        return value
+
+    def plain(self) -> dict[str, Any]:
+        """The options as YAML and metrics have them, a function by its name."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        named = {name: [*map(_plain, value)] if isinstance(value, list) else value for name, value in values.items()}
+        return {name: _plain(value) for name, value in named.items()}
+
+
+@functools.cache
+def kinds_of(config_class: type[Options]) -> dict[str, Any]:
+    """The types of its options by name, with their ranges."""
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    return {name: hints[name] for name in config_class.model_fields}
 
 
 def names_of(config_class: type[Options]) -> list[str]:
     """The names of its options."""
-    return [field.name for field in dataclasses.fields(config_class)]
+    return [*config_class.model_fields]
 
 
-def _without_none(kind):
-    """(X, whether None will do as well) of a type X or X | None."""
-    choices = typing.get_args(kind)
-    if type(None) not in choices:
-        return kind, False
-    others = [choice for choice in choices if choice is not type(None)]
-    return functools.reduce(operator.or_, others), True
+def _plain(value: Any) -> Any:
+    return name_of(value) if callable(value) else value
 
 
-def _checked(name: str, value, kind):
-    """`value` as the plain number or text that an option of type `kind` takes; raises on everything else."""
-    kind, optional = _without_none(kind)
-    if value is None and optional:
-        return None
-    value = named(name, value)
-    refusal = InputError(f"{name}={value!r}: expected {in_words(kind)}")
-    if typing.get_origin(kind) is Literal:
-        if value not in typing.get_args(kind):
-            raise refusal
-        return value
-    if kind in (str, str | list[str]):
-        return _text(value, kind, refusal)
-    if typing.get_origin(kind) is list:
-        if not isinstance(value, list):
-            raise refusal
-        return [_checked(name, one, typing.get_args(kind)[0]) for one in value]
-    if kind is bool and not isinstance(value, bool):
-        raise refusal
-    if kind is dict and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
-        raise refusal
-    if kind is bool or not isinstance(kind, type) or not issubclass(kind, (int, float)):
-        return value
-    plain = int if issubclass(kind, int) else float
-    try:
-        number = plain(kind(value))  # a restricted type is not YAML
-    except (TypeError, ValueError) as error:
-        raise refusal from error
-    if LARGEST[plain] < abs(number) < math.inf:
-        raise InputError(f"{name}={value!r}: the largest number that can be computed with is {LARGEST[plain]:g}")
-    return number
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The types X and Y of X | Y | None."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return tuple(choice for choice in (typing.get_args(kind) if is_union else (kind,)) if choice is not type(None))
 
 
-def _text(value, kind, refusal: InputError):
-    """Text, of a path too, or where the option takes them a list of texts; raises `refusal` on everything else."""
-    if kind is not str and isinstance(value, list):
-        return [_text(one, str, refusal) for one in value]
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if not isinstance(value, str):
-        raise refusal
-    if kind is str and re.fullmatch(r"~/\S*", value):
-        return str(Path(value).expanduser())  # as a shell does, which sees neither YAML nor --option=~/...
-    return value
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value of the type is in the type's range."""
+    for choice in _choices(kind):
+        if typing.get_origin(choice) is Annotated and value is not None:
+            return RANGES[choice.__metadata__[0]](value)
+        if typing.get_origin(choice) is list and isinstance(value, list):
+            return all(_fits(typing.get_args(choice)[0], one) for one in value)
+    return True
 
 
-def in_words(kind) -> str:
-    """What an option of this type takes, in words."""
-    kind, _ = _without_none(kind)
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
-    return RANGES[kind]
+def in_words(kind: Any) -> str:
+    """What an option of this type takes."""
+    first, *others = _choices(kind)
+    if typing.get_origin(first) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(first)))
+    return first.__metadata__[0] if typing.get_origin(first) is Annotated else WORDS[(first, *others)]
+
+
+def first_of(error: pydantic.ValidationError, config_class: type[Options], given: dict[str, Any]) -> InputError:
+    """The first of the errors in a line: which option, what came, what was expected."""
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    if first["type"] == "extra_forbidden" or first["type"] == "no_such_attribute":
+        return InputError(unknown(name, names_of(config_class), config_class.command))
+    if first["type"] == "missing":
+        return InputError(f"{name} is missing; give --{name}, or {name}: … in the file of --config")
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        return raised
+    return InputError(f"{name}={given[name]!r}: expected {in_words(kinds_of(config_class)[name])}")
+
+
+def fields_of(source: type) -> dict[str, tuple[Any, Any, str]]:
+    """(type, default, docstring) of each field of a dataclass or a group, in their order."""
+    if issubclass(source, Options):
+        kinds, fields = kinds_of(source), source.model_fields
+        return {name: (kinds[name], field.default, field.description or "") for name, field in fields.items()}
+    told = {}
+    for group in reversed(source.__mro__[:-1]):
+        told |= docstrings(group)
+    kinds = typing.get_type_hints(source, include_extras=True)
+    return {field.name: (kinds[field.name], field.default, told[field.name]) for field in dataclasses.fields(source)}
+
+
+def docstrings(source: type) -> dict[str, str]:
+    """What stands under each field of a class."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+    told = {}
+    for field, under in itertools.pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
+            told[field.target.id] = inspect.cleandoc(under.value.value)
+    return told
+
+
+def derived(source: type, names: Iterable[str], prefix: str = "", said: str = "", **defaults: Any) -> Any:
+    """A group of options that are declared elsewhere, with their ranges and docstrings; None where no default is.
+
+    `said` stands behind each docstring.
+    """
+    declared, made = fields_of(source), {}
+    for name in names:
+        kind, _, told = declared[name]
+        default = defaults.get(name)
+        described = pydantic.Field(default=default, description=f"{told} {said}".strip())
+        made[prefix + name] = (kind if name in defaults else kind | None, described)
+    return pydantic.create_model(f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made)
 
 
 def check_revision(model: str, revision: str | None) -> None:
@@ -176,11 +251,8 @@ def check_revision(model: str, revision: str | None) -> None:
         raise InputError(f"revision={revision} is of a model on the Hub, and model={model} is a folder")
 
 
-@dataclass(kw_only=True)
 class ModelConfig(Options):
     """Which model, and which of its weights are trained."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "model"}
 
     model: str
     """A causal language model, or adapters to one: a Hub name or a local folder."""
@@ -207,8 +279,8 @@ class ModelConfig(Options):
     """Of the logits of bfloat16 weights, in sampling and in the loss (loss_from linear): float32, or rounded to
     bfloat16, by which log-probabilities are off by about 0.01. auto is float32 on a GPU, bfloat16 on a CPU."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         check_revision(self.model, self.revision)
         if self.loss_from == "logits" and self.head_dtype != "auto":
             raise InputError(
@@ -217,13 +289,35 @@ class ModelConfig(Options):
             )
 
 
-@dataclass(kw_only=True)
+def on_hub(name: str | None) -> bool:
+    """Whether a dataset's name is not that of a file, or of a folder that holds one table."""
+    return name is not None and Path(name).suffix not in FILES and not is_saved(name, "state.json")
+
+
+def of_hub(dataset: str, *options: str) -> list[Needs]:
+    """What options of a Hub dataset need."""
+    unmet = "has no meaning for a file, which has no configurations or splits; leave it out"
+    unmet = unmet if dataset == "dataset" else without(f"an {dataset} of the Hub")
+    return [Needs(option, lambda config: on_hub(getattr(config, dataset)), unmet) for option in options]
+
+
+NO_TEMPLATE = "needs the chat template, which raw_prompt=true leaves out: drop one of them"
+TEMPLATE_NEEDS = tuple(
+    Needs(option, lambda config: not config.raw_prompt, NO_TEMPLATE)
+    for option in ("system_prompt", "chat_template_kwargs")
+)
+NO_EVALUATION = "has no meaning with eval_size=0, which evaluates nothing; leave it out, or give --eval_size"
+
+
+def evaluates(config: Any) -> bool:
+    """Whether a run evaluates."""
+    return config.eval_size > 0
+
+
 class DataConfig(Options):
     """Which rows, and how they become prompts."""
 
-    sections: ClassVar[dict[str, str]] = {"*": "data"}
-
-    dataset: str
+    dataset: str | None = None
     """A local file (.jsonl, .json, .csv, .parquet) or folder (of save_to_disk too), or the name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
@@ -241,17 +335,21 @@ class DataConfig(Options):
     """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
     system_prompt: str | None = None
     """System message before a text prompt; needs a chat template."""
-    chat_template_kwargs: dict | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
 
+    needs: ClassVar = (
+        *of_hub("dataset", "dataset_config", "dataset_split"),
+        *TEMPLATE_NEEDS,
+        Needs("eval_dataset", evaluates, NO_EVALUATION),
+        *of_hub("eval_dataset", "eval_dataset_config", "eval_split"),
+    )
 
-@dataclass(kw_only=True)
+
 class OptimConfig(Options):
     """How weights are optimised."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "optimizer"}
 
     lr: NonNegative = 1e-6
     """Peak learning rate of AdamW."""
@@ -271,11 +369,8 @@ class OptimConfig(Options):
     """Gradients are scaled down to this norm; 0 switches it off."""
 
 
-@dataclass(kw_only=True)
 class EngineConfig(Options):
     """How DeepSpeed holds and splits a model."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "optimizer"}
 
     micro_batch_size: PositiveInt = 8
     """Sequences per forward and backward; changes speed and memory, never the result."""
@@ -288,8 +383,14 @@ class EngineConfig(Options):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU. bfloat16 keeps fp32 master weights."""
 
+    needs: ClassVar = (
+        Needs(
+            "offload", lambda config: config.zero_stage >= 2, "needs zero_stage 2 or 3, which split what is offloaded"
+        ),
+        Needs("stage3_param_persistence_threshold", lambda config: config.zero_stage == 3, without("--zero_stage 3")),
+    )
 
-@dataclass(kw_only=True)
+
 class OutputConfig(Options):
     """What a run leaves behind and where, and whether it goes on with what is there."""
 
@@ -319,12 +420,24 @@ class OutputConfig(Options):
     hub_private_repo: bool = False
     """Make that repository a private one; one that is public already is refused."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.resume = self.resume or self.resume_from is not None
+    needs: ClassVar = (
+        Needs(
+            "keep_checkpoints",
+            lambda config: config.save_every > 0,
+            "has no meaning with save_every=0, which keeps no checkpoint but the last; leave it out, or give "
+            "--save_every",
+        ),
+        Needs("accept_changes", lambda config: config.resume or config.resume_from, without("--resume")),
+        Needs("hub_model_id", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
+        Needs("hub_private_repo", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.resume_from is not None:
+            self.resume = True
 
 
-@dataclass(kw_only=True)
 class StepsConfig(Options):
     """How long a run is."""
 
@@ -341,22 +454,22 @@ class StepsConfig(Options):
         """Whether a row may be trained on as several, so that their number is known only when they are tokens."""
         return False
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.num_train_epochs is None:
-            self.steps = 100 if self.steps is None else self.steps
+            self.steps = self.steps or 100
         elif self.steps is not None:
             raise InputError(
                 f"num_train_epochs={self.num_train_epochs} and steps={self.steps} are both given; give one of them "
                 "(--steps null takes back what a file says)"
             )
+        super().check()
 
 
-@dataclass(kw_only=True)  # --help lists the last group first
+MAIN = ("model", "dataset", "output_dir", "eval_dataset", "steps", "num_train_epochs", "lr", "micro_batch_size")
+
+
 class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
     """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "run"}
 
     seed: Seed = 1
     """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
@@ -365,6 +478,8 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, look whether model and rows are there, then stop."""
 
+    needs: ClassVar = (Needs("eval_every", evaluates, NO_EVALUATION),)
+
 
 # What is done with a run, not what the run is.
 ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
@@ -372,7 +487,7 @@ ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
 
 def to_yaml(config: Options) -> str:
     """The complete config as YAML that `--config` reads back."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in ACTIONS}
+    values = {name: value for name, value in config.plain().items() if name not in ACTIONS}
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

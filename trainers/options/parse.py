@@ -1,125 +1,104 @@
-"""The command line and YAML files of a command, parsed into its config: every refusal is one line.
+"""The command line, YAML files and --help of a command: every refusal is one line.
 
 Left out: subcommands inside YAML, environment variables, configs that include configs.
 """
 
-import dataclasses
-import itertools
 import re
-import sys
+import textwrap
 import typing
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import jsonargparse
 import yaml
 
-from fused_rl.trainers.options import help
-from fused_rl.trainers.options.config import InputError, Options, in_words, names_of
+from fused_rl.trainers.options.config import InputError, Options, in_words, kinds_of, names_of
 from fused_rl.trainers.options.names import unknown
-from fused_rl.trainers.options.text import shown
 
 Config = TypeVar("Config", bound=Options)
 
 
-class Refused(SystemExit):
-    """A command line that was refused, after its one line was printed."""
-
-    def __init__(self, line: str):
-        super().__init__(2)
-        self.line = line
+class _Values(yaml.SafeLoader):
+    """YAML 1.1, which reads 1e-6 as a text, with numbers as everybody writes them."""
 
 
-class _Parser(jsonargparse.ArgumentParser):
-    """Errors in one line, without the usage of 40 options before them."""
-
-    def error(self, message, ex=None):
-        line = self._in_a_line(message)
-        self._print_message(f"{self.prog}: error: {shown(line)}\n", sys.stderr)
-        raise Refused(line)
-
-    def format_help(self) -> str:
-        """As `help.text`."""
-        return help.text(self.config_class, self.prog, {action.dest: action.help for action in self._actions})
-
-    def _in_a_line(self, message: str) -> str:
-        found = re.match(r'Parser key "([\w.]+)":', message)
-        if found is None or found[1] not in names_of(self.config_class):
-            return " ".join(message.split())
-        kind = typing.get_type_hints(self.config_class)[found[1]]
-        value = re.search(r"Given value: (.*)|: (\S+) does not conform|'([^']*)'$|Got value: (.*)", message)
-        came = "" if value is None else f", got {next(v for v in value.groups() if v is not None)}"
-        return f"{found[1]}: expected {in_words(kind)}{came}"
+_Values.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan"), list("-+.0123456789in")
+)
 
 
-def parse(config_class: type[Config], argv: list[str], prog: str) -> Config:
-    """The config from `--config file.yaml` and `--key value`, later ones first; exits with a line on a bad key."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = _Parser(prog=prog, allow_abbrev=False)
-    parser.config_class = config_class
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(config_class)
-    argv = _spell_out_flags(config_class, argv)
-    try:
-        _check_names(config_class, argv)
-        for path in config_files(argv):
-            _check_file(path, config_class)
-    except InputError as error:
-        parser.error(str(error))
-    values = parser.parse_args(argv).as_dict()
-    values.pop("config")
-    try:
-        return config_class(**values)
-    except ValueError as error:  # from __post_init__
-        parser.error(str(error))
+def parse(config_class: type[Config], argv: list[str]) -> Config:
+    """The config from `--config file.yaml` and `--key value`, later ones first.
 
-
-def _spell_out_flags(config_class: type[Options], argv: list[str]) -> list[str]:
-    """`--resume` means `--resume true`; a launcher's `--local_rank` is read from the environment instead.
-
-    After `--server` there may be several words.
+    Raises:
+        InputError: in a line, what is wrong with an option or a file.
     """
-    flags = {f"--{f.name}" for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}
-    spelled = []
-    for i, word in enumerate(argv):
-        if word.startswith("--local_rank"):
-            continue
-        if spelled[-2:-1] == ["--server"] and not word.startswith("--"):
-            spelled[-1] += f",{word}"
-            continue
-        spelled.append(word)
-        if word in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
-            spelled.append("true")
-    return spelled
+    words = _joined(argv)
+    if words and words[0] in ("-h", "--help"):
+        print(help_text(config_class, everything=words[1:] == ["all"]))
+        raise SystemExit(0)
+    from_files, given = {}, {}
+    while words:
+        word = words.pop(0)
+        name, is_joined, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise InputError(f"expected --option value, got {word!r}; --help lists the options")
+        if not is_joined:
+            value = words.pop(0) if words and not words[0].startswith("--") else None
+        if name == "config":
+            read = read_file(Path(value or ""), config_class)
+            from_files |= read
+            given = {option: came for option, came in given.items() if option not in read}
+        elif name != "local_rank":  # a launcher's, which is read from the environment
+            given[name] = _value(config_class, name, value)
+    # A file may spell out every default, as a run's own config.yaml does: those were not given.
+    fields = config_class.model_fields
+    asked = {name: came for name, came in from_files.items() if came != fields[name].default}
+    for name, value in (asked | given).items():
+        if value == "" and name != "system_prompt":  # a message may have no text
+            raise InputError(f"{name}='' is empty; give it a value, or leave it out")
+    return config_class(**asked | given)
 
 
-def _check_names(config_class: type[Options], argv: list[str]) -> None:
-    """Refuse an unknown option, with the nearest one that there is."""
-    known = {"config", "help", "print_config", *names_of(config_class)}
+def _joined(argv: list[str]) -> list[str]:
+    """After `--server` there may be several words."""
+    words = []
     for word in argv:
-        name = word[2:].split("=")[0]
-        if not word.startswith("--") or not name or name in known:
-            continue
-        raise InputError(unknown(name, known, config_class.command))
-    kinds = {f"--{name}": str(kind) for name, kind in typing.get_type_hints(config_class).items()}
-    for i, option in enumerate(argv):
-        words = itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :])
-        if "list[" in kinds.get(option, "") and len(listed := list(words)) > 1:
-            raise InputError(f"{option}: several are one word, a list: {option} '[{', '.join(listed)}]'")
+        if words[-2:-1] == ["--server"] and not word.startswith("--"):
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    return words
 
 
-def config_files(argv: list[str]) -> list[Path]:
-    """The files that `--config` names and that exist; the parser speaks of the others."""
-    after = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
-    joined = [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    return [Path(name) for name in after + joined if Path(name).is_file()]
-
-
-def _check_file(path: Path, config_class: type[Options]) -> None:
-    """Refuse what is no YAML of the known options: the parser takes the last of two equal keys without a word."""
+def _value(config_class: type[Options], name: str, text: str | None) -> Any:
+    """What a word means for an option: as YAML, but what may be text and does not begin a list stays text."""
+    if name not in config_class.model_fields:
+        raise InputError(unknown(name, names_of(config_class), config_class.command))
+    kind = kinds_of(config_class)[name]
+    if text is None:  # a flag needs no value
+        if kind is bool:
+            return True
+        raise InputError(f"{name}: expected {in_words(kind)} after --{name}")
+    choices = typing.get_args(kind) or (kind,)
+    if text == "null" and type(None) in choices:
+        return None
+    has_list = any(typing.get_origin(choice) is list for choice in choices)
+    if str in choices and not (has_list and text.startswith("[")):
+        return text
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return yaml.load(text, _Values)
+    except yaml.YAMLError as error:
+        raise InputError(f"{name}={text!r}: expected {in_words(kind)}") from error
+
+
+def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
+    """A file of `option: value` lines."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node, values = yaml.compose(text, _Values), yaml.load(text, _Values)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise InputError(f"{path}: expected lines of `option: value`")
@@ -133,3 +112,37 @@ def _check_file(path: Path, config_class: type[Options]) -> None:
         seen[key.value] = line
         if key.value not in known:
             raise InputError(f"{path}, line {line}: {unknown(key.value, known, config_class.command)}")
+    return values or {}
+
+
+def help_text(config_class: type[Options], *, everything: bool) -> str:
+    """What `--help` prints: the options that matter, or `everything` in groups."""
+    doc = (config_class.__doc__ or "").strip().splitlines()[0]
+    lines = [f"usage: fused-rl {config_class.command} [--config FILE] [--key value ...]", "", doc, ""]
+    if config_class.main and not everything:
+        for name in config_class.main:
+            lines += _described(config_class, name, in_short=True)
+        hidden = len(config_class.model_fields) - len(config_class.main)
+        lines += ["", f"--help all lists the other {hidden} options, too; FILE has lines of `key: value`."]
+        return "\n".join(lines)
+    seen = set()
+    for group in reversed(config_class.__mro__):
+        own = [name for name in vars(group).get("__annotations__", {}) if name in config_class.model_fields]
+        new = [name for name in own if name not in seen]
+        seen |= {*new}
+        lines += [(group.__doc__ or "").strip().splitlines()[0], ""] if new else []
+        for name in new:
+            lines += _described(config_class, name, in_short=False)
+        lines += [""] if new else []
+    return "\n".join(lines)
+
+
+def _described(config_class: type[Options], name: str, *, in_short: bool) -> list[str]:
+    """An option in lines of 110 characters."""
+    field = config_class.model_fields[name]
+    default = "required" if field.is_required() else f"default {yaml.safe_dump(field.default).splitlines()[0]}"
+    told = " ".join((field.description or "").split())
+    if in_short:
+        told = told.partition(". ")[0].removesuffix(".") + "."
+    text = f"--{name}  {told} ({in_words(kinds_of(config_class)[name])}; {default})"
+    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ")

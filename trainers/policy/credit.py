@@ -12,36 +12,34 @@ import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.metrics.keys import explained_variance
 from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.options.config import ClosedUnitInterval, Finite, InputError, NonNegative, Positive
-from fused_rl.trainers.options.needs import Needs, without
+from fused_rl.trainers.options.config import Finite, InputError, Needs, NonNegative, Positive, Unit, without
 from fused_rl.trainers.policy.options import RolloutConfig
 from fused_rl.trainers.policy.policy import Measured, rows_of
-from fused_rl.trainers.policy.reference import KL_NEEDS, KLConfig
+from fused_rl.trainers.policy.reference import KLConfig
 from fused_rl.trainers.rollouts.roll_out import scorer_metrics
 from fused_rl.trainers.rollouts.types import Rollout
 
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
 
-@dataclass(kw_only=True)
 class CreditConfig(RolloutConfig, KLConfig):
     """How scores become the reward, the advantage and the return of each token."""
 
-    sections: ClassVar[dict[str, str]] = {"*": "loss"}
-
-    gamma: ClosedUnitInterval = 1.0
+    gamma: Unit = 1.0
     """Discount per token."""
-    gae_lambda: ClosedUnitInterval = 0.95
+    gae_lambda: Unit = 0.95
     """Of the policy's advantages: 1 is the whole return less the value, 0 the next value alone."""
     gae_alpha: Positive | None = None
     """Takes 1 - 1 / (gae_alpha * length) of each response for gae_lambda (arXiv:2504.05118, section 4.2)."""
-    value_gae_lambda: ClosedUnitInterval | None = None
+    value_gae_lambda: Unit | None = None
     """Of the returns that the critic is fitted to; None is gae_lambda (without gae_alpha)."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks, after the returns are taken."""
     whiten_rewards: bool = False
     """Rewards of a rollout get variance 1 and keep their mean, before everything else."""
     kl_in: Literal["reward", "loss"] = "reward"
+    """reward: each token pays for its KL, by k1; loss: the loss has it, by the estimator rk3. It is measured in any
+    case."""
     kl_target: Positive | None = None
     """Adapt kl_coef so that the KL per response comes to this many nats (arXiv:1909.08593, section 2.2)."""
     kl_horizon: Positive = 10_000.0
@@ -51,21 +49,19 @@ class CreditConfig(RolloutConfig, KLConfig):
     missing_eos_penalty: NonNegative = 0.0
     """Subtracted from the score of a response that was cut."""
 
-
-CREDIT_NEEDS = (
-    *KL_NEEDS,
-    Needs(
-        "kl_target",
-        lambda config: config.kl_coef > 0,
-        "has no meaning with kl_coef=0: no factor moves a zero; give --kl_coef, its first value",
-    ),
-    Needs("kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")),
-    Needs(
-        "gae_lambda",
-        lambda config: config.gae_alpha is None or config.value_gae_lambda is None,
-        "has no meaning beside gae_alpha and value_gae_lambda, which take its place; leave it out",
-    ),
-)
+    needs: ClassVar = (
+        Needs(
+            "kl_target",
+            lambda config: config.kl_coef > 0,
+            "has no meaning with kl_coef=0: no factor moves a zero; give --kl_coef, its first value",
+        ),
+        Needs("kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")),
+        Needs(
+            "gae_lambda",
+            lambda config: config.gae_alpha is None or config.value_gae_lambda is None,
+            "has no meaning beside gae_alpha and value_gae_lambda, which take its place; leave it out",
+        ),
+    )
 
 
 def check_credit(config: CreditConfig) -> None:

@@ -5,10 +5,8 @@ A critic of its own is a reward model that is read at every token; it is saved a
 Left out: heads of more than one layer, distributions over values, saving a shared head apart from checkpoints.
 """
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -18,15 +16,15 @@ from fused_rl.trainers.models.reward_model import check_reads_policy, load_rewar
 from fused_rl.trainers.models.value_model import Critic, PolicyWithValues
 from fused_rl.trainers.options.config import (
     InputError,
+    Needs,
     NonNegative,
     NonNegativeInt,
     OptimConfig,
     Positive,
     RunConfig,
+    derived,
     names_of,
 )
-from fused_rl.trainers.options.derived import as_options
-from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.policy.policy import Passed, Policy
 
 SHARED = "shared"  # as `critic`: the policy's own backbone
@@ -34,11 +32,11 @@ Config = TypeVar("Config", bound=RunConfig)
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
 
-@dataclass(kw_only=True)
-class CriticConfig(as_options(OptimConfig, APART, "critic_", "Of the critic; None is the policy's."), OptimConfig):
-    """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
+_OfTheCritic: Any = derived(OptimConfig, APART, "critic_", "Of the critic; None is the policy's.")
 
-    sections: ClassVar[dict[str, str]] = {"*": "critic"}
+
+class CriticConfig(_OfTheCritic, OptimConfig):
+    """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
 
     critic: str | None = None
     """Folder or Hub name of what it starts from: a causal language model (with a head of zeros), a reward model or a
@@ -49,6 +47,14 @@ class CriticConfig(as_options(OptimConfig, APART, "critic_", "Of the critic; Non
     """Weight of the value loss beside the policy's, where the backbone is shared."""
     critic_only: NonNegativeInt = 0
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
+
+    needs: ClassVar = (
+        Needs(
+            "value_coef",
+            lambda config: config.critic == SHARED,
+            "has no meaning for a critic of its own, with its own optimizer; leave it out, or give --critic shared",
+        ),
+    )
 
 
 def optim_of(config: CriticConfig) -> OptimConfig:
@@ -73,20 +79,11 @@ def check_critic(config: CriticConfig) -> None:
         )
 
 
-CRITIC_NEEDS = (
-    Needs(
-        "value_coef",
-        lambda config: config.critic == SHARED,
-        "has no meaning for a critic of its own, which has its own optimizer; leave it out, or give --critic shared",
-    ),
-)
-
-
 def planned(config: Config) -> Config:
     """A run's config with the steps of `critic_only`, where they are given."""
     if not isinstance(config, CriticConfig) or not config.critic_only:  # what is none is refused when the run begins
         return config
-    return dataclasses.replace(config, steps=config.critic_only, num_train_epochs=None)
+    return config.changed(steps=config.critic_only, num_train_epochs=None)
 
 
 class SharedCritic:

@@ -15,8 +15,15 @@ import fused_rl
 from fused_rl.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import InputError, NonNegative, NonNegativeInt, Positive, PositiveInt
-from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.options.config import (
+    InputError,
+    Needs,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    without,
+)
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
@@ -26,11 +33,8 @@ ADVANTAGES = get_args(ResponseAdvantage)
 DIVIDED = ("group-std", "batch-std", "group-mean-batch-std")  # by a standard deviation
 
 
-@dataclass(kw_only=True)
 class GroupConfig(RolloutConfig, LossConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     group_size: PositiveInt = 8
     """Responses per prompt."""
@@ -53,37 +57,38 @@ class GroupConfig(RolloutConfig, LossConfig):
     """Compute a prompt once for several of its responses, where that is cheaper; minibatches are then of whole groups,
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
-
-GROUP_NEEDS = (
-    Needs(
-        "std_floor",
-        lambda config: advantage_of(config) in DIVIDED,
-        f"has no meaning with this advantage, which divides by no standard deviation; leave it out, or choose "
-        f"--advantage {' or '.join(DIVIDED)}",
-    ),
-    Needs(
-        "zero_variance",
-        lambda config: advantage_of(config) != "batch-std",
-        "has no meaning with advantage=batch-std, which compares with the whole batch, so that groups of equal rewards "
-        "teach too; leave it out, or choose --advantage group-mean-batch-std",
-    ),
-    Needs(
-        "max_refills",
-        lambda config: config.zero_variance == "refill",
-        "has no meaning without --zero_variance refill; give it, or leave max_refills out",
-    ),
-    Needs("lag", lambda config: config.zero_variance != "refill", "draws before refills are known; drop one of them"),
-    Needs(
-        "overlong_factor",
-        lambda config: config.overlong_buffer > 0,
-        "has no meaning without --overlong_buffer; give it, or leave overlong_factor out",
-    ),
-    Needs(
-        "overlong_buffer",
-        lambda config: config.overlong_buffer <= config.max_new_tokens,
-        "is more than max_new_tokens: even an empty response would lose some of its reward; choose a smaller one",
-    ),
-)
+    needs: ClassVar = (
+        Needs(
+            "std_floor",
+            lambda config: advantage_of(config) in DIVIDED,
+            f"has no meaning with this advantage, which divides by no standard deviation; leave it out, or choose "
+            f"--advantage {' or '.join(DIVIDED)}",
+        ),
+        Needs(
+            "zero_variance",
+            lambda config: advantage_of(config) != "batch-std",
+            "has no meaning with advantage=batch-std, which compares with the whole batch, so that groups of equal "
+            "rewards teach too; leave it out, or choose --advantage group-mean-batch-std",
+        ),
+        Needs(
+            "max_refills",
+            lambda config: config.zero_variance == "refill",
+            without("--zero_variance refill"),
+        ),
+        Needs(
+            "lag", lambda config: config.zero_variance != "refill", "draws before refills are known; drop one of them"
+        ),
+        Needs(
+            "overlong_factor",
+            lambda config: config.overlong_buffer > 0,
+            without("--overlong_buffer"),
+        ),
+        Needs(
+            "overlong_buffer",
+            lambda config: config.overlong_buffer <= config.max_new_tokens,
+            "is more than max_new_tokens: even an empty response would lose some of its reward; choose a smaller one",
+        ),
+    )
 
 
 def advantage_of(config: GroupConfig) -> str:

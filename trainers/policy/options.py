@@ -1,26 +1,37 @@
 """The options that PPO and GRPO share: how responses are drawn, and what their loss can be told."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, resolve_options
-from fused_rl.trainers.options.config import InputError, Options, PositiveInt, RunConfig, names_of
-from fused_rl.trainers.options.derived import as_options
-from fused_rl.trainers.options.needs import NO_EVALUATION, RUN_NEEDS, Needs
-from fused_rl.trainers.policy.own_surrogate import load_surrogate
-from fused_rl.trainers.samplers.options import SAMPLER_NEEDS, SamplerConfig
+from fused_rl.presets import PolicyLossOptions, PresetName, resolve_options
+from fused_rl.trainers.options import config
+from fused_rl.trainers.options.config import (
+    NO_EVALUATION,
+    InputError,
+    Needs,
+    PositiveInt,
+    RunConfig,
+    derived,
+    evaluates,
+)
+from fused_rl.trainers.options.functions import load_function
+from fused_rl.trainers.samplers.options import SamplerConfig
 
-WEIGHTS = {"kl_coef": 0.0, "entropy_coef": 0.0}  # of the loss: numbers, on which other options depend
+LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
+# Two weights are numbers, on which other options depend; what is None is the preset's.
+_OfTheLoss: Any = derived(PolicyLossOptions, LOSS, kl_coef=0.0, entropy_coef=0.0)
 
 
-@dataclass(kw_only=True)
+MAIN = (*config.MAIN, "verifiers", "prompts_per_step", "max_new_tokens", "temperature")
+
+
 class RolloutConfig(SamplerConfig):
     """Which prompts are rolled out, and how long their responses may be."""
 
     batch_option: ClassVar[str] = "prompts_per_step"
-    sections: ClassVar[dict[str, str]] = {"*": "rollout", "prompt_column": "data"}
-
     prompt_column: str | None = None
     """Text or messages; None takes prompt, messages or question, whichever is there."""
     prompts_per_step: PositiveInt = 32
@@ -31,13 +42,13 @@ class RolloutConfig(SamplerConfig):
     """Longer responses are cut; they are scored as they are."""
 
 
-@dataclass(kw_only=True)
-class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WEIGHTS), Options):
+class LossConfig(_OfTheLoss):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
-    sections: ClassVar[dict[str, str]] = {"*": "loss"}
-
-    preset: str = "grpo"
+    surrogate: str | Callable | None = None
+    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours: as an object in Python, or
+    my_module:function (docs/losses.md)."""
+    preset: PresetName = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
     mask_truncated: bool = False
     """Leave responses that were cut out of the loss."""
@@ -47,7 +58,6 @@ class LossConfig(as_options(PolicyLossOptions, names_of(PolicyLossOptions), **WE
     """Passes over a rollout."""
 
 
-@dataclass(kw_only=True)
 class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
     """Rollouts, their evaluation, and the policy loss."""
 
@@ -57,14 +67,25 @@ class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
     """Responses shown at each evaluation, chosen at random: half of held-out rows, the same ones each time, and half of
     the step's own."""
 
+    needs: ClassVar = (
+        Needs("eval_samples", evaluates, NO_EVALUATION),
+        Needs("show_samples", evaluates, NO_EVALUATION),
+        Needs(
+            "lag",
+            lambda config: config.zero_stage < 3 or config.server is not None,
+            "with zero_stage=3 would draw from weights that ranks must gather together, while they train on them; give "
+            "--server, or --zero_stage 2",
+        ),
+    )
+
 
 def loss_options(config: LossConfig) -> dict[str, object]:
     """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
-    given = {name: getattr(config, name) for name in names_of(PolicyLossOptions)}
+    given = {name: getattr(config, name) for name in LOSS}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
-    if ":" in given.get("surrogate", ""):
-        given["surrogate"] = load_surrogate(given["surrogate"])
+    if ":" in str(given.get("surrogate")):
+        given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
     try:
         resolve_options(config.preset, given)
     except ValueError as error:
@@ -73,15 +94,21 @@ def loss_options(config: LossConfig) -> dict[str, object]:
 
 
 def check_loss_options(config: LossConfig) -> None:
-    """Refuse an unknown preset, and options that contradict each other, or that the chosen surrogate does not read."""
-    if config.preset not in fused_rl.PRESETS:
-        raise InputError(f"preset={config.preset!r} is not one of {sorted(fused_rl.PRESETS)}")
-    loss_options(config)
-
-
-POLICY_NEEDS = (
-    *RUN_NEEDS,
-    *SAMPLER_NEEDS,
-    Needs("eval_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
-    Needs("show_samples", lambda config: config.eval_size > 0, NO_EVALUATION),
-)
+    """Refuse options that contradict each other, or that the chosen surrogate does not read."""
+    options = loss_options(config)
+    if callable(options.get("surrogate")):
+        logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+        mask, kl_coef = torch.ones(1, 2, dtype=torch.bool), {"kl_coef": 0.0, "kl_estimator": "rk3"}
+        batch = {
+            "ref_logprobs": logprobs.detach(),
+            "entropy": -logprobs.detach(),
+            "rollout_logprobs": logprobs.detach(),
+        }
+        try:
+            loss, _ = fused_rl.policy_loss(
+                logprobs, logprobs.detach(), torch.ones(1), mask, **batch, **options | kl_coef
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if not loss.requires_grad:
+            raise InputError(f"surrogate {config.surrogate} returns a loss without a gradient")

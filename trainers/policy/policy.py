@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, resolve_options, wide_option
+from fused_rl.presets import resolve_options, wide_option
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import Scored, keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
-from fused_rl.trainers.options.config import names_of
-from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
+from fused_rl.trainers.policy.options import LOSS, LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
 from fused_rl.trainers.rollouts.mismatch import mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out
@@ -188,7 +187,7 @@ class Policy:
 
 def is_token_level(options: dict[str, object]) -> bool:
     """Whether a token's loss depends on nothing else in its sequence or batch; of a user's surrogate nobody knows."""
-    of_loss = {name: options[name] for name in names_of(PolicyLossOptions) if name in options}
+    of_loss = {name: options[name] for name in LOSS if name in options}
     chosen = resolve_options(options["preset"], of_loss)
     return wide_option(chosen) is None and not callable(chosen.surrogate)
 

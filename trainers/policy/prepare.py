@@ -10,7 +10,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import in_run, in_steps
-from fused_rl.trainers.data.rows import Rows, load_train_eval
+from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy.options import PolicyConfig
@@ -78,13 +78,17 @@ def read(
     run: Run,
     load_scorers: Callable,
     reader: Callable,
+    given: tuple[Given, Given] = (None, None),
     sampler: Make | None = None,
     critic: str | None = None,
 ) -> Read:
     """Read all but the models, and compare it with what the other processes and a resumed run have read."""
     with phase("read tokenizer, scorers and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        rows, judges = load_train_eval(config), reader(config, config, tokenizer, run.device, config.rollout_batch_size)
+        rows, judges = (
+            load_train_eval(config, *given),
+            reader(config, config, tokenizer, run.device, config.rollout_batch_size),
+        )
         config, scorers = load_scorers(config, rows, judges, run.recorded)
         prompts, held_out = load_prompts(config, tokenizer, scorers, rows)
         check_own(config)

@@ -1,14 +1,12 @@
 """The model that a policy is held to: how the KL to it is estimated and paid for, and when it moves to the policy."""
 
 import warnings
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
 import fused_rl
-from fused_rl.trainers.options.config import NonNegativeInt, PositiveFraction
-from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.options.config import Needs, NonNegativeInt, PositiveFraction, without
 from fused_rl.trainers.policy.options import LossConfig
 from fused_rl.trainers.policy.policy import Measured
 
@@ -18,15 +16,14 @@ NO_REFERENCE = (
 NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
 
 
-@dataclass(kw_only=True)
 class KLConfig(LossConfig):
     """Where the KL to the reference is paid for."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: token by token, by the estimator rk3 where none is given; reward: less reward for it before the advantages
     are taken, by k1. It is measured in any case."""
+
+    needs: ClassVar = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
 
     @property
     def estimator(self) -> str:
@@ -53,11 +50,8 @@ class KLConfig(LossConfig):
             )
 
 
-@dataclass(kw_only=True)
 class ReferenceConfig(KLConfig):
     """Which model the reference is, and when it is read."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "loss"}
 
     kl_every: NonNegativeInt = 1
     """Measure the exact KL to the reference every so many steps, by one more pass of both models; 0 is never, and then
@@ -67,30 +61,27 @@ class ReferenceConfig(KLConfig):
     ref_mixup_alpha: PositiveFraction = 1.0
     """How far: reference = alpha * policy + (1 - alpha) * reference. 1 is a copy."""
 
-
-KL_NEEDS = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
-REFERENCE_NEEDS = (
-    *KL_NEEDS,
-    Needs(
-        "ref_sync_every",
-        lambda config: config.lora_rank == 0,
-        "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
-    ),
-    *(
-        Needs(option, lambda config: needs_reference(config), NO_REFERENCE)
-        for option in ("ref_sync_every", "kl_estimator")
-    ),
-    Needs(
-        "ref_sync_every",
-        lambda config: config.steps is None or config.ref_sync_every <= config.steps,
-        "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
-    ),
-    Needs(
-        "ref_mixup_alpha",
-        lambda config: config.ref_sync_every > 0,
-        "has no meaning without --ref_sync_every; give it, or leave ref_mixup_alpha out",
-    ),
-)
+    needs: ClassVar = (
+        Needs(
+            "ref_sync_every",
+            lambda config: config.lora_rank == 0,
+            "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
+        ),
+        *(
+            Needs(option, lambda config: needs_reference(config), NO_REFERENCE)
+            for option in ("ref_sync_every", "kl_estimator")
+        ),
+        Needs(
+            "ref_sync_every",
+            lambda config: config.steps is None or config.ref_sync_every <= config.steps,
+            "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
+        ),
+        Needs(
+            "ref_mixup_alpha",
+            lambda config: config.ref_sync_every > 0,
+            without("--ref_sync_every"),
+        ),
+    )
 
 
 def needs_reference(config: ReferenceConfig) -> bool:

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling, of_response
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, shortened, support_of, where
+
+ROUNDING = 1e-4  # nats by which a log-probability may be above 0
 
 
 def check_sampler(sampler: Sampler, sampling: Sampling) -> None:
@@ -32,52 +35,35 @@ def check_correction(sampler: Sampler, given: Sequence[str]) -> None:
         )
 
 
-def check_declared(
-    sampler: Sampler, responses: list[Response], prompts: list[Prompt], version: int | None = None
-) -> None:
-    """Refuse responses that are not what their sampler declares, or drawn with other weights than was agreed.
-
-    `version` is the step whose weights they must be of; None where that is not known.
-    """
-    for response, prompt in zip(responses, prompts, strict=True):
-        problem = _undeclared(sampler, response) or _other_weights(response.weight_version, version)
-        if problem is not None:
-            raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
-
-
-def _undeclared(sampler: Sampler, response: Response) -> str | None:
-    tells = response.logprobs is not None
-    if tells != sampler.tells_logprobs:
-        return f"{'' if tells else 'no '}logprobs, but the sampler declares tells_logprobs = {sampler.tells_logprobs}"
-    if sampler.has_versions and response.weight_version is None:
-        return "no weight_version, but the sampler declares has_versions = True"
-    return None
-
-
-def _other_weights(found: int | None, version: int | None) -> str | None:
-    if found is None or version is None or found == version:
-        return None
-    return (
-        f"drawn with the weights after step {found}, but those after step {version} are to be sampled: the sampler did "
-        "not take what was published, or somebody else gave it other weights"
-    )
-
-
 def check_responses(
-    responses: list[Response], prompts: list[Prompt], sampling: Sampling, vocab: int | None = None
+    responses: Any,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    vocab: int | None = None,
+    *,
+    sampler: Sampler | None = None,
+    version: int | None = None,
 ) -> None:
-    """Refuse what breaks the promises of `Response`; an error names the prompt's row."""
+    """Refuse what breaks the promises of `Response`; an error names the prompt's row.
+
+    Where they are known: `vocab`, the size of the model's vocabulary, `sampler`, what declares what it tells, and
+    `version`, the step whose weights were to be sampled.
+    """
     if not isinstance(responses, list) or len(responses) != len(prompts):
         came = len(responses) if isinstance(responses, list) else type(responses).__name__
         raise InputError(
             f"the sampler returned {came} responses to {len(prompts)} prompts; it must return one for each"
         )
     for response, prompt in zip(responses, prompts, strict=True):
-        problem = _broken_promise(response, sampling) or _broken_record(response, sampling.truncates)
+        problem = _broken_promise(response, sampling, vocab) or _broken_record(response, sampling.truncates)
+        problem = problem or _undeclared(response, sampler, version)
         if problem is not None:
             raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
+    _check_sets(responses, prompts, vocab)
 
-    # What is in the kept sets, of all responses at once: one by one it would take longer than all else.
+
+def _check_sets(responses: Sequence[Response], prompts: Sequence[Prompt], vocab: int | None) -> None:
+    """What is in the kept sets, of all responses at once: one by one it would take longer than all else."""
     support = support_of(responses)
     if support is None:
         return
@@ -94,29 +80,45 @@ def check_responses(
         raise InputError(f"the sampler's response to {place}: the kept set of token {token} {problem}")
 
 
-def _broken_promise(response: Response, sampling: Sampling) -> str | None:
+def _undeclared(response: Response, sampler: Sampler | None, version: int | None) -> str | None:
+    """What its sampler declares and it lacks, or the other weights that it was drawn with."""
+    tells, found = response.logprobs is not None, response.weight_version
+    if sampler is not None and tells != sampler.tells_logprobs:
+        return f"{'' if tells else 'no '}logprobs, but the sampler declares tells_logprobs = {sampler.tells_logprobs}"
+    if sampler is not None and sampler.has_versions and found is None:
+        return "no weight_version, but the sampler declares has_versions = True"
+    if None in (found, version) or found == version:
+        return None
+    return (
+        f"drawn with the weights after step {found}, but those after step {version} are to be sampled: the sampler did "
+        "not take what was published, or somebody else gave it other weights"
+    )
+
+
+def _broken_promise(response: Response, sampling: Sampling, vocab: int | None) -> str | None:
+    if not isinstance(response, Response) or not isinstance(response.ids, list):
+        return f"expected a Response with a list of token ids, got {shortened(response)}"
     ids, told, trained = response.ids, response.logprobs, response.trained
     if len(ids) > sampling.max_new_tokens:
         return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
-        return "ids must be whole numbers, 0 or more"
+    bad = [token for token in ids if not isinstance(token, int) or not 0 <= token < (vocab or math.inf)]
+    if bad:
+        return f"ids must be whole numbers from 0 to below {vocab or 'the vocabulary size'}, got {shortened(bad[0])}"
     if response.finish not in ("stop", "length"):
         return f"finish={response.finish!r}, which must be stop or length"
     if trained is not None and not _are_flags(trained, len(ids)):
         return f"trained is {shortened(trained)}; it must be a bool for each of {len(ids)} ids"
     if told is not None and len(told) != len(ids):
         return f"{len(told)} logprobs for {len(ids)} ids"
-    if told is not None and not all(map(_is_finite, response.drawn(told))):
-        return "a logprob is NaN or infinite"
+    drawn = [] if told is None else response.drawn(told)
+    bad = [value for value in drawn if value is None or not -math.inf < value <= ROUNDING]
+    if bad:
+        return f"a logprob is {bad[0]}; it must be finite, and at most 0"
     return _broken_end(response, sampling.stop_ids)
 
 
 def _are_flags(trained: list[bool], count: int) -> bool:
     return isinstance(trained, list) and [type(flag) for flag in trained] == [bool] * count
-
-
-def _is_finite(logprob: float | None) -> bool:
-    return logprob is not None and math.isfinite(logprob)
 
 
 def _broken_end(response: Response, stop_ids: Sequence[int]) -> str | None:

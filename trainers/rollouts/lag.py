@@ -23,7 +23,7 @@ from threading import Thread
 from fused_rl import TokenSupport
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.rollouts.checks import check_declared, check_responses
+from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler
 
@@ -44,14 +44,12 @@ class Pending:
     """A list of `Response`, when it is there."""
 
 
-class Ahead:
+class Ahead(Sampler):
     """A sampler that draws rollouts ahead, from another one; what is asked for beside them it draws at once."""
 
     def __init__(self, drawn_from: Sampler, lag: int):
+        super().__init__(drawn_from)
         self.drawn_from, self.lag = drawn_from, lag
-        self.tells_logprobs = drawn_from.tells_logprobs
-        self.records_support = drawn_from.records_support
-        self.has_versions = drawn_from.has_versions
         self.pending: dict[int, Pending] = {}  # by step
         self.due: int | None = None  # the step whose rollout is asked for next
         self.published, self.restored = 0, False
@@ -120,8 +118,8 @@ class Ahead:
         for pending in self.pending.values():
             responses = pending.responses.result()
             if pending.sampling is not None:
-                check_responses(responses, pending.prompts, pending.sampling)
-                check_declared(self, responses, pending.prompts, pending.version)
+                known = {"sampler": self, "version": pending.version}
+                check_responses(responses, pending.prompts, pending.sampling, **known)
         self.drawn_from.publish(step, save)
         self.published = step
 
@@ -154,8 +152,8 @@ class Ahead:
 
 
 def ids_of(prompts: list[Prompt]) -> list[list[int]]:
-    """The token ids of each."""
-    return [prompt.ids for prompt in prompts]
+    """The token ids of each, for a sampler to change."""
+    return [list(prompt.ids) for prompt in prompts]
 
 
 def digest(prompts: list[list[int]]) -> str:

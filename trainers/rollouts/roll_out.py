@@ -17,7 +17,6 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.checks import (
-    check_declared,
     check_responses,
     check_sampler,
     check_scores,
@@ -58,8 +57,7 @@ def roll_out(
     check_sampler(sampler, sampling)
     prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
     responses = _sampled(sampler, prompts, sampling)
-    check_responses(responses, prompts, sampling, vocab)
-    check_declared(sampler, responses, prompts, version)
+    check_responses(responses, prompts, sampling, vocab, sampler=sampler, version=version)
     sampled = time.monotonic()
 
     texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
@@ -82,7 +80,7 @@ def roll_out(
 def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> list[Response]:
     """The sampler's responses; logits to draw from that are none are an error with their rows."""
     try:
-        return sampler.sample([prompt.ids for prompt in prompts], sampling)
+        return sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
     except NoDistribution as error:
         rows = ", ".join(dict.fromkeys(where(prompts[number]) for number in error.responses))
         raise InputError(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -67,19 +67,32 @@ class Sample:
     """As of its prompt."""
 
 
-class Sampler(Protocol):
-    """Draws responses; every rank calls it with its own prompts."""
+class Sampler:
+    """Draws responses; every rank calls it with its own prompts. A sampler of your own is a subclass.
 
-    tells_logprobs: bool
+    Args:
+        built: the sampler that the options make, to draw from; what that one declares, this one does.
+        tokenizer: the policy's.
+    """
+
+    tells_logprobs: bool = False
     """Every response has the log-probabilities of its ids; False where they are the policy's own, as the trainer
     measures them."""
-    records_support: bool
+    records_support: bool = False
     """Every response has its kept sets, where the sampling truncates."""
-    has_versions: bool
+    has_versions: bool = False
     """Every response says of which step the weights are that it was drawn with."""
+
+    def __init__(self, built: "Sampler | None" = None, tokenizer: Any = None):
+        self.built: Any = built
+        self.tokenizer = tokenizer
+        if built is not None:
+            self.tells_logprobs = built.tells_logprobs
+            self.records_support, self.has_versions = built.records_support, built.has_versions
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """One response per prompt (token ids), in their order."""
+        raise NotImplementedError
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """The policy's weights have changed: after an update, when a run begins, and after a resume.
@@ -87,6 +100,7 @@ class Sampler(Protocol):
         `save(folder)` writes them in the Hub format, gathered and with adapters merged, complete or not at all; all
         ranks call it together, or none.
         """
+        self.built.publish(step, save)
 
 
 class Scorer(Protocol):

@@ -7,7 +7,6 @@ run.has_read(tokenizer, asked, rows=…, held_out=…)
 loop = Loop(config, run, …)
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,14 +81,14 @@ def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
             f"train() takes a {expected.__module__}.{expected.__qualname__}, got a {came}; of TRL's configs "
             "docs/from_trl.md says what each option is called here"
         )
-    config.__post_init__()  # what was set since it was made
+    config.check()  # what was set since it was made
     if config.dry_run:
         raise InputError(
             f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
         )
     arithmetic(config, ranks.processes())
     device = engine.setup(config.seed)
-    fingerprints.check_ranks({"command": config.command, **dataclasses.asdict(config)})
+    fingerprints.check_ranks({"command": config.command, **config.plain()})
     require_trackers(config)
     if config.push_to_hub:
         ranks.on_first_rank(lambda: hub.check(config))

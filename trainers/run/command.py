@@ -29,7 +29,7 @@ def run(
     """`main` of every trainer: parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
-        config = parse(config_class, argv, f"fused-rl {config_class.command}")
+        config = parse(config_class, argv)
         if config.dry_run:
             counted, steps = foresee(config, config)
             tell(describe(config, arithmetic(counted, ranks.processes()) | steps), as_is=True)

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
 
@@ -35,12 +34,12 @@ class Logger:
         self.history = _kept(self.folder / "metrics.jsonl", start)
         _kept(self.folder / "samples.jsonl", start)
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what auto is here
-        self.watch = Watch(asdict(config) | {"dtype": dtype})
+        self.watch = Watch(config.plain() | {"dtype": dtype})
         for entry in self.history:  # told when they were made
             self.watch.see(entry)
         self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
-        self.trackers = _trackers(config, asdict(config))
+        self.trackers = _trackers(config, config.plain())
         self.progress = _progress_bar(columns, self.steps, start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

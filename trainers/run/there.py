@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fused_rl.trainers.options.config import FILES, InputError
-from fused_rl.trainers.options.handed import are_rows, rows_of
 from fused_rl.trainers.options.text import in_a_line
 
 OF_A_MODEL = ("config.json", "adapter_config.json")  # the folder of a run has neither
@@ -22,11 +21,9 @@ def check(model: str, revision: str | None, datasets: Iterable[str | None]) -> N
     if not folder.exists():
         _ask_hub(f"model={model}", "model", model, revision)
     for name in [name for name in datasets if name is not None]:
-        if are_rows(name):
-            rows_of(name)
-        elif Path(name).suffix in FILES and not Path(name).is_file():
+        if Path(name).suffix in FILES and not Path(name).is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
-        elif not Path(name).exists():
+        if not Path(name).exists():
             _ask_hub(f"dataset={name}", "dataset", name, None)
 
 

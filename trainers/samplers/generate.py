@@ -17,7 +17,7 @@ from torch import nn
 from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
-from fused_rl.trainers.rollouts.types import Response
+from fused_rl.trainers.rollouts.types import Response, Sampler
 
 LOOK_EVERY = 16  # tokens of each response, on an accelerator
 NOTED = 1 << 28  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     """Of each token, in nats; None where they are not asked for."""
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """Draws from the policy itself, so nothing needs to be published, and records what it draws from.
 
     Args:

@@ -1,27 +1,22 @@
 """What a run is told about its responses: who draws them, and from what."""
 
-import dataclasses
-from dataclasses import dataclass
-from typing import ClassVar
+import pydantic
 
 from fused_rl.trainers.options.config import (
-    ClosedUnitInterval,
     InputError,
     NonNegativeInt,
     Options,
     PositiveFraction,
     PositiveInt,
     Temperature,
+    Unit,
+    names_of,
 )
-from fused_rl.trainers.options.needs import Needs
 from fused_rl.trainers.rollouts.sampling import Sampling
 
 
-@dataclass(kw_only=True)
 class SamplingConfig(Options):
     """What each token of a response is drawn from."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "rollout"}
 
     temperature: Temperature = 1.0
     """Of the distribution drawn from, and of every log-probability in a loss."""
@@ -30,20 +25,17 @@ class SamplingConfig(Options):
     this, top_k or min_p leaves tokens out, every log-probability, entropy and KL is over what was left."""
     top_k: NonNegativeInt = 0
     """Draw from so many of the likeliest tokens; 0 draws from all."""
-    min_p: ClosedUnitInterval = 0.0
+    min_p: Unit = 0.0
     """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
 
     def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
         """As a sampler takes it."""
-        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingConfig)}
+        chosen = {name: getattr(self, name) for name in names_of(SamplingConfig)}
         return Sampling(max_new_tokens=max_new_tokens, stop_ids=stop_ids, **chosen)
 
 
-@dataclass(kw_only=True)
 class SamplerConfig(SamplingConfig):
     """Who draws responses."""
-
-    sections: ClassVar[dict[str, str]] = {"*": "rollout"}
 
     rollout_batch_size: PositiveInt = 64
     """Responses generated together."""
@@ -56,19 +48,10 @@ class SamplerConfig(SamplingConfig):
     """Draw the responses of a step with the weights of so many steps earlier, while those in between are trained on;
     what that changes is corrected by rollout_correction (docs/rollouts.md)."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if isinstance(self.server, str):
-            self.server = [url.strip() for url in self.server.split(",")]
-        if self.server is not None and not all(self.server):
-            raise InputError(f"server={self.server!r}: expected URLs, such as http://127.0.0.1:8000")
-
-
-SAMPLER_NEEDS = (
-    Needs(
-        "lag",
-        lambda config: config.zero_stage < 3 or config.server is not None,
-        "with zero_stage=3 would draw from weights that ranks must gather together, while they train on them; give "
-        "--server, or --zero_stage 2",
-    ),
-)
+    @pydantic.field_validator("server")
+    @classmethod
+    def _urls(cls, value: str | list[str] | None) -> list[str] | None:
+        urls = [url.strip() for url in value.split(",")] if isinstance(value, str) else value
+        if urls is not None and not all(urls):
+            raise InputError(f"server={value!r}: expected URLs, such as http://127.0.0.1:8000")
+        return urls

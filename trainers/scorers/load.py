@@ -4,19 +4,17 @@ Each is a `Scorer` (rollouts/types.py): it knows its weight, and from which scor
 each may do to a run, and what the limits are: docs/verifiers.md.
 """
 
-import dataclasses
 import difflib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.guests import Expired, load_function, within
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options.functions import load_function
 from fused_rl.trainers.rollouts.types import Scorer
-from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.answers import ANSWER_COLUMNS, answer_of
 from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern
 from fused_rl.trainers.scorers.functions import FunctionScorer
@@ -63,7 +61,7 @@ def load_chosen(
         verifiers, why = recorded.get("verifiers"), "as in the run that is resumed"
         if verifiers is None:
             verifiers, why = named_by(rows, config.answer_column), "since the rows name their dataset"
-        config = dataclasses.replace(config, verifiers=verifiers)
+        config = config.changed(verifiers=[verifiers] if isinstance(verifiers, str) else verifiers)
         if ranks.rank() == 0:
             tell(f"verifiers: {', '.join(config.verifiers)}, {why}")
     return config, load_scorers(config, reader)
@@ -143,11 +141,7 @@ def _tokens(part: Spelled) -> int:
 
 def _function(part: Spelled) -> Callable:
     try:
-        return within(functions.FUNCTION_TIMEOUT, lambda: load_function(part.detail, "verifier"))
-    except Expired as error:
-        late = f"its module was not imported within {functions.FUNCTION_TIMEOUT:g} s"
-        raise InputError(f"verifier {part.name!r}: {late}") from error
+        return part.detail if callable(part.detail) else load_function("verifier", part.detail)
     except InputError as error:
-        near = difflib.get_close_matches(part.detail.partition(":")[0], KINDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"{error}{hint}") from error
+        near = difflib.get_close_matches(part.name.partition(":")[0], KINDS, n=1)
+        raise InputError(f"{error}; did you mean {near[0]!r}?" if near else str(error)) from error

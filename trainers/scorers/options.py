@@ -9,15 +9,14 @@ What follows a prefix is taken whole, whatever stands in it.
 
 import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
-import yaml
+import pydantic
 
-from fused_rl.trainers.options.config import Finite, InputError, Options
-from fused_rl.trainers.options.handed import is_function
-from fused_rl.trainers.options.needs import Needs
+from fused_rl.trainers.options.config import Finite, InputError, Needs, Options
+from fused_rl.trainers.options.functions import name_of
 
 
 class Kind(NamedTuple):
@@ -41,20 +40,14 @@ KINDS = {
 FUNCTION = "function"
 COMPARING = ", ".join(name for name, kind in KINDS.items() if kind.compares)
 NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({COMPARING} do)"
-# In a name that is none of ours: what it was told by before these were lists, and how it is now.
-OF_BEFORE = {
-    "(": "what a scorer is told follows a colon (regex:<pattern>, length:<tokens>, exact_match:ignore_case)",
-    "*": "weights are a list of their own (verifier_weights: [1, 0.2])",
-    ">=": "thresholds are a list of their own (solved_at: [null, 0.5])",
-    ",": "several verifiers are a list (verifiers: [math, my_module:f]; --verifiers '[math, my_module:f]')",
-}
 
 
-@dataclass(kw_only=True)
+Config = TypeVar("Config", bound="ScorerConfig")
+
+
 class ScorerConfig(Options):
     """Who judges a response, and what that is worth."""
 
-    sections: ClassVar[dict[str, str]] = {"*": "scorers"}
     verifiers: str | list[str] | None = None
     """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
     regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,
@@ -69,34 +62,21 @@ class ScorerConfig(Options):
     answer_column: str | None = None
     """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if isinstance(self.verifiers, str):
-            self.verifiers = _as_list(self.verifiers)
+    needs: ClassVar = (Needs("answer_column", lambda config: compares(config), NO_ANSWER),)
+
+    @pydantic.field_validator("verifiers")
+    @classmethod
+    def _listed(cls, value: str | list[str] | None) -> list[str] | None:
+        return [value] if isinstance(value, str) else value
 
     def reward_models(self) -> dict[str, str]:
         """The folders of the reward models that score, by the verifier that names them."""
         return {part.text: part.detail for part in read(self) if part.kind == "reward_model"}
 
 
-def _as_list(text: str) -> list[str]:
-    """One verifier, or a list of them on the command line: no verifier begins with a bracket."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        listed = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"verifiers={text!r} is no list: {' '.join(str(error).split())}") from error
-    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise InputError(f"verifiers={text!r}: expected a list of texts; quote what holds a colon and a space")
-    return listed
-
-
-def _compares(options: ScorerConfig) -> bool:
+def compares(options: ScorerConfig) -> bool:
+    """Whether a scorer compares with the answer."""
     return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
-
-
-SCORER_NEEDS = (Needs("answer_column", _compares, NO_ANSWER),)
 
 
 class Spelled(NamedTuple):
@@ -106,8 +86,8 @@ class Spelled(NamedTuple):
     """As it stands in the list."""
     kind: str
     """One of `KINDS`, or `FUNCTION`."""
-    detail: str
-    """After the colon: a dataset, a folder, a pattern; of a function the whole module:function."""
+    detail: str | Callable
+    """After the colon: a dataset, a folder, a pattern; a function, or the whole module:function."""
     name: str
     """In metrics: what it is, and where two are of one kind the whole of it."""
     weight: float
@@ -123,6 +103,7 @@ def read(options: ScorerConfig) -> list[Spelled]:
     kinds = [kind for kind, _ in named]
     for text, meant in zip(texts, named, strict=True):
         if named.count(meant) > 1:
+            text = text if isinstance(text, str) else name_of(text)
             raise InputError(f"verifiers: {text!r} is named {named.count(meant)} times; for a weight: verifier_weights")
     weights = _aligned(options, "verifier_weights", 1.0)
     thresholds = _aligned(options, "solved_at", None)
@@ -131,8 +112,9 @@ def read(options: ScorerConfig) -> list[Spelled]:
     found = []
     for i, (kind, detail) in enumerate(named):
         own_name = kind not in (FUNCTION, "reasoning_gym") and kinds.count(kind) == 1
-        name = kind if own_name else detail if kind == FUNCTION else texts[i]
-        found.append(Spelled(texts[i], kind, detail, name, weights[i], thresholds[i]))
+        whole = texts[i] if isinstance(texts[i], str) else name_of(texts[i])
+        name = kind if own_name else detail if kind == FUNCTION and isinstance(detail, str) else whole
+        found.append(Spelled(whole, kind, detail, name, weights[i], thresholds[i]))
     return found
 
 
@@ -148,8 +130,21 @@ def _aligned(options: ScorerConfig, option: str, default: float | None) -> list[
     return given
 
 
-def _kind_of(text: str) -> tuple[str, str]:
+def with_scorers(config: Config, scorers: Sequence[Callable | str] | None) -> Config:
+    """The config with the scorers that Python gave: names as in `verifiers`, and functions."""
+    if scorers is None:
+        return config
+    if config.verifiers is not None:
+        raise InputError(f"verifiers={config.verifiers} and scorers={scorers} are both given; give one of them")
+    return config.changed(verifiers=[scorers] if isinstance(scorers, str) or callable(scorers) else [*scorers])
+
+
+def _kind_of(text: str | Callable) -> tuple[str, str | Callable]:
     """(kind, detail) of one verifier."""
+    if not isinstance(text, str):
+        if not callable(text):
+            raise InputError(f"scorers: expected names and functions, got {text!r}")
+        return FUNCTION, text
     name, colon, detail = text.partition(":")
     if name in KINDS:
         kind = KINDS[name]
@@ -157,8 +152,6 @@ def _kind_of(text: str) -> tuple[str, str]:
         if not fits and (colon or not kind.bare):
             expected = [name] * kind.bare + [f"{name}:{kind.after}"] * (kind.after is not None)
             raise InputError(f"verifier {text!r}: expected {' or '.join(expected)}")
-        if is_function(text):
-            raise InputError(f"verifiers: {text} is also a verifier of ours; rename the module of your function")
         of_home = name == "reward_model" and detail.startswith("~/")
         return name, str(Path(detail).expanduser()) if of_home else detail
     if re.fullmatch(r".*\.py:\w+", text):
@@ -167,8 +160,7 @@ def _kind_of(text: str) -> tuple[str, str]:
         return FUNCTION, text
     if re.fullmatch(r"[\w.]+\.\w+", text):
         return FUNCTION, ":".join(text.rsplit(".", 1))
-    now = "; ".join(said for sign, said in OF_BEFORE.items() if sign in text)
-    raise InputError(f"verifier {text!r}: {f'this spelling is of before: {now}' if now else _unknown(name)}")
+    raise InputError(f"verifier {text!r}: {_unknown(name)}")
 
 
 def _unknown(name: str) -> str:

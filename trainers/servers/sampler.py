@@ -22,7 +22,7 @@ from fused_rl.trainers.base.files import delete, storing
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Response
+from fused_rl.trainers.rollouts.types import Response, Sampler
 from fused_rl.trainers.servers.digests import to_compare
 from fused_rl.trainers.servers.inference import Server
 from fused_rl.trainers.servers.kinds import connect
@@ -32,7 +32,7 @@ PUBLISHED = "published"  # in the folder of a run
 AT_ONCE = 256  # requests under way, of one rank
 
 
-class ServerSampler:
+class ServerSampler(Sampler):
     """Draws from the models of inference servers, whose weights are those of the last `publish`.
 
     Args:

@@ -9,8 +9,8 @@ from tests.trainers.bad_inputs.data import DATA
 from tests.trainers.bad_inputs.models import MODELS
 from tests.trainers.bad_inputs.options import OPTIONS
 from tests.trainers.bad_inputs.places import PLACES
-from tests.trainers.bad_inputs.verifiers import JUDGES, MODULES, VERIFIERS
+from tests.trainers.bad_inputs.verifiers import JUDGES, VERIFIERS
 
-__all__ = ["CASES", "JUDGES", "MODULES", "Case"]
+__all__ = ["CASES", "JUDGES", "Case"]
 
 CASES = {"options": OPTIONS, "models": MODELS, "data": DATA, "verifiers": VERIFIERS, "output_dir": PLACES}

@@ -1,0 +1,265 @@
+"""The declaration of options: files, the command line, Python, ranges, help, and what an option needs beside it."""
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import fused_rl
+from fused_rl.presets import PolicyLossOptions
+from fused_rl.surrogates import READS
+from fused_rl.trainers import cli, grpo, ppo, reward, sft
+from fused_rl.trainers.commands import eval
+from fused_rl.trainers.options.config import InputError, fields_of, in_words, kinds_of, names_of, to_yaml
+from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.policy import options
+from fused_rl.trainers.policy.credit import adapted, check_credit
+from fused_rl.trainers.scorers.options import read
+from tests.trainers.bad_inputs import CASES
+from tests.trainers.test_faults import GOOD
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TRAINERS = {"sft": sft.SFTConfig, "reward": reward.RewardConfig, "grpo": grpo.GRPOConfig, "ppo": ppo.PPOConfig}
+COMMANDS = TRAINERS | {"eval": eval.EvalConfig}
+NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
+
+
+def made(*argv, config=grpo.GRPOConfig):
+    return parse(config, [*NEEDED, *argv])
+
+
+def test_the_command_line_wins_over_the_file_and_over_the_defaults(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 1e-3\ngroup_size: 16\nraw_prompt: true\n")
+    config = made("--config", str(tmp_path / "c.yaml"), "--lr", "2e-3", "--resume", "--local_rank=1")
+    assert (config.lr, config.group_size, config.raw_prompt, config.resume, config.minibatches) == (
+        *(2e-3, 16, True, True),
+        grpo.GRPOConfig.model_fields["minibatches"].default,
+    )
+
+
+def test_every_bad_option_that_needs_no_file_of_a_run_is_refused_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = 0
+    for case in CASES["options"]:
+        if case.command not in COMMANDS:
+            continue
+        if case.spoil is not None:
+            case.spoil(tmp_path)
+        try:
+            parse(COMMANDS[case.command], [*GOOD[case.command], *case.options])
+        except InputError as error:
+            assert re.search(case.message, f"error: {error}"), (case.title, str(error))
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused >= 150  # the others are refused by a run: tests/trainers/test_faults.py
+
+
+def test_what_was_not_given_needs_nothing(tmp_path):
+    """A run's own config.yaml spells out every default; on the command line a default is given like another value."""
+    whole = to_yaml(made())
+    assert "max_refills: 3" in whole and "eval_split: test" in whole
+    (tmp_path / "c.yaml").write_text(whole)
+    assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml")]) == made()
+    with pytest.raises(InputError, match="max_refills=3 has no meaning without --zero_variance refill"):
+        made("--max_refills", "3")
+    assert made("--hub_private_repo", "false").hub_private_repo is False  # nothing is asked for
+
+
+def test_a_mapping_is_read_from_a_file_and_as_text_and_printed_as_it_was(tmp_path):
+    for text in ('{"enable_thinking": false}', "{enable_thinking: false}"):
+        config = made("--chat_template_kwargs", text, "--system_prompt", "a: b", "--clip_high", "inf")
+        assert config.chat_template_kwargs == {"enable_thinking": False}
+        (tmp_path / "again.yaml").write_text(to_yaml(config))
+        assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "again.yaml")]) == config
+
+
+def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
+    changed = {
+        "ratio_level": "sequence",
+        "loss_agg": "seq-mean-token-sum",
+        "kl_coef": 0.1,
+        "kl_estimator": "k3",
+        "entropy_coef": 0.01,
+        "rollout_correction": "sequence-mask",
+        "rollout_low": 0.5,
+        "rollout_high": 3.0,
+        "off_policy_threshold": 0.2,
+        "top_entropy": 0.5,
+        "skip_impossible": True,
+        "delta": 5.0,
+    }
+    of_surrogates = {*itertools.chain(*READS.values())}
+    for name in PolicyLossOptions.__dataclass_fields__.keys() - {"surrogate", "entropy_threshold"}:
+        changed.setdefault(name, 1.5)
+    for surrogate, reads in READS.items():
+        unread = of_surrogates - {*reads}
+        given = {name: value for name, value in changed.items() if name not in unread} | {"surrogate": surrogate}
+        assert options.loss_options(made(*(f"--{name}={value}" for name, value in given.items()))) == {
+            "preset": "grpo",
+            **given,
+        }
+    other = {"preset": "dapo", "entropy_threshold": 0.5, "kl_coef": 0.0, "kl_estimator": "rk3", "entropy_coef": 0.0}
+    assert options.loss_options(made("--entropy_threshold", "0.5", "--preset", "dapo")) == other
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, capsys):
+    config_class, printed = COMMANDS[command], []
+    for words in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit) as stopped:
+            parse(config_class, words)
+        printed.append(capsys.readouterr().out)
+        assert stopped.value.code == 0
+    short, whole = printed
+    assert len(short.splitlines()) <= 45 and all(f"\n  --{name} " in short for name in config_class.main)
+    flat = " ".join(whole.split())
+    for name, field in config_class.model_fields.items():
+        _, _, after = flat.partition(f" --{name} ")
+        assert " ".join(field.description.split()) in after, name
+        assert f"({in_words(kinds_of(config_class)[name])}; " in after, name
+    assert list(dict.fromkeys(re.findall(r"^  --(\w+) ", whole, re.M))).__len__() == len(config_class.model_fields)
+
+
+def test_the_options_of_the_loss_are_the_librarys_with_their_words_and_ranges():
+    for name, (kind, _, told) in fields_of(PolicyLossOptions).items():
+        if name not in vars(options.LossConfig)["__annotations__"]:
+            assert options.LossConfig.model_fields[name].description == told
+            assert in_words(kinds_of(grpo.GRPOConfig)[name]) == in_words(kind)
+
+
+def test_the_help_of_the_program_says_what_each_command_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fused-rl", "--help"])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert cli.TOLD.keys() == cli.COMMANDS.keys()
+    for name, told in cli.TOLD.items():
+        assert f"  {name:<12} {told}" in lines and len(told) <= 60
+
+
+def test_what_draws_no_gradient_takes_no_option_of_a_loss():
+    for name in names_of(options.LossConfig):
+        with pytest.raises(InputError, match=f"unknown option --{name}"):
+            made(f"--{name}", "1", config=eval.EvalConfig)
+
+
+@pytest.mark.parametrize(
+    ("argv", "advantage"),
+    [
+        (["--preset", "rloo"], "leave-one-out"),
+        (["--preset", "reinforce++"], "batch-std"),
+        (["--preset", "dr_grpo"], "group-mean"),
+        (["--preset", "rloo", "--advantage", "group-std"], "group-std"),
+        (["--preset", "ppo", "--advantage", "group-std"], "group-std"),
+    ],
+)
+def test_a_preset_brings_its_advantage_and_an_option_overrides_it(argv, advantage):
+    assert grpo.advantage_of(made(*argv)) == advantage
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "message"),
+    [
+        (["--prompts_per_step", "3"], 2, "prompts_per_step=3 does not divide over 2 processes"),
+        (["--minibatches", "3"], 1, "minibatches=3 does not divide the 256 responses"),
+        (["--group_size", "1"], 1, "at least 2"),
+        (["--preset", "ppo"], 1, "preset=ppo takes its advantages from gae, which needs a critic"),
+        (["--delta", "1.1"], 1, "delta must lie above 1 \\+ clip_high"),
+        (["--surrogate", "clap"], 1, "surrogate must be one of clip"),
+    ],
+)
+def test_arithmetic_that_does_not_work_out_is_refused(argv, world, message):
+    with pytest.raises(InputError, match=message):
+        grpo.arithmetic(made(*argv), world)
+
+
+def test_batch_arithmetic():
+    found = grpo.arithmetic(made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5"), 2)
+    assert found["responses per process and step"] == 12
+    assert found["responses per process and minibatch"] == 6
+    assert found["optimizer updates in the run"] == 5 * 2 * 3
+    found = sft.arithmetic(made("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2)
+    assert found["micro-batches per process and step"] == "3 of at most 5"
+
+
+def test_dry_run_prints_the_resolved_config_though_files_are_not_there(files, tmp_path, capsys):
+    argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--lr", "0.25", "--model", files[0], "--dataset", "none.jsonl"]
+    with pytest.raises(SystemExit, match="error: dataset file .*none.jsonl does not exist"):
+        grpo.main([*argv, "--dry_run"])
+    printed = capsys.readouterr().out
+    assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
+    assert "# responses per step: 256 = 32 prompts x 8" in printed
+    (tmp_path / "printed.yaml").write_text(printed)
+    again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"])
+    assert again == parse(grpo.GRPOConfig, argv)
+
+
+def test_every_recipe_parses():
+    recipes = [path for path in RECIPES.glob("*.yaml") if re.search("sft|grpo|gsm8k|ppo|reward", path.name)]
+    for recipe in recipes:
+        name = next((name for name in TRAINERS if name in recipe.name), "grpo")
+        parse(TRAINERS[name], ["--config", str(recipe)])
+    assert len(recipes) > 4
+
+
+def test_the_version_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fused-rl", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"fused-rl {fused_rl.__version__}\n"
+
+
+def test_an_unknown_command_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fused-rl", "grop"])
+    with pytest.raises(SystemExit, match="grop"):
+        cli.main()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"verifiers": 5}, r"verifiers=5: expected text, or a list of texts"),
+        ({"verifiers": ["math", 5]}, r"verifiers=\['math', 5\]: expected text, or a list"),
+        ({"model": object}, "model=<class 'object'>: expected text"),
+        ({"overwrite": "false"}, "overwrite='false': expected true or false"),
+        ({"resume": 1}, "resume=1: expected true or false"),
+        ({"group_size": "8"}, "group_size='8': expected a whole number above 0"),
+        ({"lr": -1}, "lr=-1: expected a finite number, 0 or more"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs=.1: 2.: expected a mapping"),
+        ({"steps": 3, "num_train_epochs": 2}, "num_train_epochs=2.0 and steps=3 are both given"),
+        ({"stpes": 3}, "unknown option --stpes; did you mean --steps"),
+    ],
+)
+def test_python_gives_options_of_the_types_that_the_command_gives(given, expected):
+    with pytest.raises(InputError, match=expected):
+        grpo.GRPOConfig(**{"model": "m", "dataset": "d.jsonl", "output_dir": "o"} | given)
+
+
+def test_a_path_is_text_and_one_from_home_that_of_a_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = grpo.GRPOConfig(model=Path("m"), dataset=Path("d.jsonl"), output_dir=Path("~/o"))
+    assert (config.model, config.dataset, config.output_dir) == ("m", "d.jsonl", str(tmp_path / "o"))
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": "~/m"}))
+    config = made("--config", str(tmp_path / "c.yaml"), "--verifiers", "reward_model:~/rm")
+    assert read(config)[0].detail == str(tmp_path / "rm")
+
+
+def test_what_is_set_later_is_checked_as_what_is_given(tmp_path):
+    config = grpo.GRPOConfig(model="m", dataset="d.jsonl", output_dir=str(tmp_path / "o"))
+    with pytest.raises(InputError, match="unknown option --stpes; did you mean --steps"):
+        config.stpes = 3
+    with pytest.raises(InputError, match="lr='fast': expected a finite number"):
+        config.lr = "fast"
+    config.steps, config.num_train_epochs = 3, 2
+    with pytest.raises(InputError, match="num_train_epochs=2.0 and steps=3 are both given"):
+        grpo.train(config)
+
+
+def test_a_controller_never_turns_the_sign_of_its_coefficient():
+    config = made("--verifiers=length:3", "--kl_target=1", "--kl_horizon=6.5", config=ppo.PPOConfig)
+    check_credit(config)  # 32 responses: 0.2 * 32 = 6.4
+    assert adapted(0.1, 0.0, 32, 1.0, 6.5) > 0 and adapted(0.1, -9.0, 32, 1.0, 6.5) > 0
+    config.kl_horizon = 6.4
+    with pytest.raises(InputError, match=r"kl_horizon=6.4: 32 responses .* 1 - 0.2 \* 32 / 6.4 = 0, .*more than 6.4$"):
+        ppo.arithmetic(config, 1)
