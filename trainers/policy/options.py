@@ -1,6 +1,5 @@
 """The options that PPO and GRPO share: how responses are drawn, and what their loss can be told."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -45,9 +44,6 @@ class RolloutConfig(SamplerConfig):
 class LossConfig(_OfTheLoss):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
-    surrogate: str | Callable | None = None
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours: as an object in Python, or
-    my_module:function (docs/losses.md)."""
     preset: PresetName = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
     mask_truncated: bool = False
