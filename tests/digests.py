@@ -127,7 +127,8 @@ def digest(output_dir: Path) -> dict:
             if isinstance(value, (int, float)):
                 series.setdefault(key, []).append(value)
     means = {key: sum(series[key]) / len(series[key]) for key in sorted(series)}
-    config = json.loads((output_dir / "model" / "config.json").read_text()) if (output_dir / "model").exists() else {}
+    config = output_dir / "model" / "config.json"  # adapters have none
+    config = json.loads(config.read_text()) if config.exists() else {}
     means |= {key: config[key] for key in ("score_mean", "score_std") if key in config}
     return {"weights": sha.hexdigest()[:16], "norm": math.sqrt(squares), "metrics": means}
 

@@ -633,7 +633,7 @@ MUTATIONS = {
         "trainers/metrics/sums.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
     ),
     "a gradient below its limit is scaled up": Mutation(
-        "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k 'own_step and 1'"
+        "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k bits"
     ),
     "a finding is told at every step": Mutation(
         "trainers/metrics/rules.py",

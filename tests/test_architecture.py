@@ -38,8 +38,7 @@ ROOMS = {
     "servers": DATA | {"rollouts"},
     "samplers": DATA | {"rollouts", "servers"},
     "policy": UPPER,
-    "workers": set(),
-    "scorers": UPPER | {"workers"},
+    "scorers": UPPER,
     "commands": UPPER | {"policy", "scorers"},
 }
 # Every file of trainers/ that has a command of its own to train with.

@@ -214,7 +214,7 @@ REFUSED = {
     "--temperature 0": "temperature=0: expected a number from 1e-06 to 1e",
     "--dataset none.jsonl": "dataset file none.jsonl does not exist",
     "--dataset empty.jsonl": "dataset empty.jsonl has no rows",
-    "--dataset bare.jsonl": r"bare.jsonl, line 1: nothing to judge responses by; the row has .*; name scorers",
+    "--dataset bare.jsonl": r"bare.jsonl, line 1: --verifiers is missing; .*and no answer",
     "--verifiers typo": "verifier 'typo': expected math",
     "--verifier_weights [1]": "verifier_weights=.1.0. has no meaning without --verifiers",
     "--solved_at [1]": "solved_at=.1.0. has no meaning without --verifiers",

@@ -50,7 +50,7 @@ def test_a_response_that_reasoning_gym_cannot_score_is_wrong_and_reported(monkey
     monkeypatch.setattr(scorer, "scorer", picky)
     rows = [{"answer": "1"} for _ in (1, 2)]
     assert scorer(samples(["1", "one"], rows)) == [1.0, 0.0]
-    assert scorer.take_incidents().first.startswith("d.jsonl, line 2 raised ValueError: could not convert")
+    assert scorer.take_broken()[0].startswith("d.jsonl, line 2 raised ValueError: could not convert")
     scorer.check(rows[0])
     (other,) = load_scorers("reasoning_gym:chain_sum")
     monkeypatch.setattr(other, "scorer", picky)

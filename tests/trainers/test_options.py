@@ -123,7 +123,7 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
 
 
 def test_the_options_of_the_loss_are_the_librarys_with_their_words_and_ranges():
-    for name, (kind, _, told) in fields_of(PolicyLossOptions).items():
+    for name, (kind, told) in fields_of(PolicyLossOptions).items():
         if name not in vars(options.LossConfig)["__annotations__"]:
             assert options.LossConfig.model_fields[name].description == told
             assert in_words(kinds_of(grpo.GRPOConfig)[name]) == in_words(kind)

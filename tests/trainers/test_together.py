@@ -12,7 +12,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.roll_out import roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Incidents, Prompt, Response
+from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -35,23 +35,23 @@ class OneToken(tiny.Sampler):
 
 
 class Fixed:
-    """A scorer with a given score, and incidents."""
+    """A scorer with a given score, and samples that broke its limits."""
 
     name, weight, solved_at = "fixed", 1.0, 1.0
 
-    def __init__(self, incidents):
-        self.incidents = incidents
+    def __init__(self, broken):
+        self.broken = broken
 
     def __call__(self, samples):
         return [1.0] * len(samples)
 
-    def take_incidents(self):
-        return self.incidents
+    def take_broken(self):
+        return self.broken
 
 
 def sums_of_ranks(rank, world):
     engine.setup(1)
-    scorer = Fixed(Incidents(rank, 2 * rank, "d.jsonl, line 9 took too long" if rank else None))
+    scorer = Fixed(["d.jsonl, line 9 took too long"] * rank)
     prompts = [Prompt([7, 8], {}, f"d.jsonl, line {rank}")] * (rank + 1)
     device = torch.device("cpu")
     rollout = roll_out(OneToken(), [scorer], prompts, Sampling(1.0, 1, (3,)), tiny.tokenizer(), device)
@@ -68,7 +68,7 @@ def sums_of_ranks(rank, world):
 
 
 def test_sums_and_refusals_are_the_same_on_all_ranks():
-    struck = {"verifier/fixed/timeouts": 1.0, "verifier/fixed/restarts": 2.0}
+    struck = {"verifier/fixed/timeouts": 1.0}
     assert run_distributed(sums_of_ranks, 2) == [(struck, [3, 1], 1.0, ["InputError: no"] * 2)] * 2
 
 

@@ -113,7 +113,7 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
 
 def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
     partition = {
-        "stage": zero.stage(config),
+        "stage": 1 if zero.own_step(config) else config.zero_stage,
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
@@ -123,7 +123,7 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
         partition["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
             partition["offload_param"] = {"device": "cpu"}
-    if partition["stage"] == 1 and zero.own_step(config):
+    if zero.own_step(config):
         partition["contiguous_gradients"] = False  # no hooks that copy gradients: autograd adds them up
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
@@ -157,12 +157,8 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
     if world_size() == 1 and not config.zero_stage:
         engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
     engine.last_step = last_step
-    engine.before_step = None
     if zero.own_step(config):
-        if config.zero_stage:
-            zero.PartitionedStep(engine)
-        elif world_size() > 1:
-            engine.before_step = zero.WholeStep(engine)
+        zero.Step(engine)
     return engine
 
 
@@ -184,8 +180,6 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
     A gradient that is not finite is an error in which no weight has changed: without ZeRO the step raises before it
     begins, and ZeRO leaves it out.
     """
-    if engine.before_step is not None:
-        engine.before_step()
     engine.step()
     last = engine.last_step
     norm = float(engine.get_global_grad_norm() if last.grad_norm is None else last.grad_norm)

@@ -106,7 +106,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
     """Scorers as in grpo (docs/verifiers.md); None is the run's with its weights and thresholds where `model` is of a
-    run, else chosen by the answers of the rows, as in grpo."""
+    run, else that of the rows, if they name their reasoning_gym dataset."""
     samples: NonNegativeInt = 4
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None

@@ -43,7 +43,7 @@ def _of_folder(name: str, revision: str | None, config_file: str) -> str:
         from transformers.utils.hub import cached_file, extract_commit_hash
 
         return str(extract_commit_hash(cached_file(name, config_file, revision=revision), None))
-    files = sorted(file for pattern in OF_A_MODEL for file in folder.glob(pattern))
+    files = sorted(set().union(*(folder.glob(pattern) for pattern in OF_A_MODEL)))
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         sums = list(zip([file.name for file in files], pool.map(fingerprint, files), strict=True))
     return of_text(str(sums))

@@ -11,7 +11,14 @@ from fused_rl import tiles
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.adapters import find_adapters
 from fused_rl.trainers.models import four_bit, lora
-from fused_rl.trainers.models.pretrained import check_causal, check_weights, readable, save, switch_off_dropout
+from fused_rl.trainers.models.pretrained import (
+    check_causal,
+    check_dtypes,
+    check_weights,
+    readable,
+    save,
+    switch_off_dropout,
+)
 from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
 
@@ -215,6 +222,7 @@ def _read_lm(name: str, revision: str | None, what: str, device: torch.device, *
     # All of its weights.
     reading = {"output_loading_info": True, "trust_remote_code": False, **options}
     with readable(what, options["attn_implementation"]):
+        check_dtypes(name, what)
         lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
     hint = "; it is a reward model: a causal LM is needed" if "score.weight" in report["unexpected_keys"] else ""
     for kind in ("missing", "unexpected", "mismatched"):

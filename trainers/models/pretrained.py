@@ -27,6 +27,18 @@ def readable(what: str, attention: str | None = None):
         raise InputError(f"{told}: {in_a_line(error)}") from error
 
 
+def check_dtypes(name: str, what: str) -> None:
+    """Refuse a folder with weights of 8 bits: without their scales they would be trained as plain numbers."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(name).glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            dtypes = {weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+        quantised = sorted(dtype for dtype in dtypes if dtype in ("I8", "U8") or dtype.startswith("F8"))
+        if quantised:
+            raise InputError(f"{what} has {quantised[0]} weights in {file.name}; give the model in bfloat16 or float32")
+
+
 def check_weights(model: nn.Module, what: str) -> None:
     """Refuse weights that are not finite."""
     broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -60,6 +72,13 @@ def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], 
     if tokenizer.vocab_size > embedded:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds {embedded}"
         raise InputError(f"{what}: they do not belong together, or model.resize_token_embeddings was forgotten")
+    largest = max(tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if largest >= embedded:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise InputError(
+            f"the tokenizer's token {token!r} has id {largest}, but the model embeds ids 0 to {embedded - 1}: is "
+            "tokenizer_config.json missing, or model.resize_token_embeddings forgotten?"
+        )
 
     # What it has made.
     for ids, where in rows:

@@ -19,7 +19,7 @@ from fused_rl.trainers.data.adapters import base_of, find_adapters
 from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.packing import Packed
-from fused_rl.trainers.models.pretrained import check_weights, readable, save, switch_off_dropout
+from fused_rl.trainers.models.pretrained import check_dtypes, check_weights, readable, save, switch_off_dropout
 from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
 
 
@@ -82,6 +82,7 @@ class RewardModel(nn.Module):
         # Its weights; the head may be new.
         reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False, **options}
         with readable(repr(name), options.get("attn_implementation")):
+            check_dtypes(name, repr(name))
             classifier, report = _classifier_class(config).from_pretrained(name, config=config, dtype=dtype, **reading)
         check_weights(classifier, f"model={name!r}")
         model, lacking = cls(classifier), set(report["missing_keys"])

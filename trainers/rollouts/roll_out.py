@@ -69,7 +69,7 @@ def roll_out(
     rewards = _rewards(scorers, scores, samples)
 
     # The batch to train on.
-    incidents = _report_incidents(scorers, len(samples))
+    incidents = _report_broken(scorers, len(samples))
     scored = time.monotonic()
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
@@ -98,25 +98,18 @@ def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
     return batch if support is None else replace(batch, support=support)
 
 
-def _report_incidents(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
+def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     """The metrics of what struck on any rank since the last time; rank 0 prints a line where something did."""
     metrics = {}
     for scorer in scorers:
         if not isinstance(scorer, Watched):
             continue
-        of_ranks, counts = zip(*ranks.gather((scorer.take_incidents(), count)), strict=True)
-        timeouts, restarts = sum(i.timeouts for i in of_ranks), sum(i.restarts for i in of_ranks)
-        metrics[f"verifier/{scorer.name}/timeouts"] = float(timeouts)
-        metrics[f"verifier/{scorer.name}/restarts"] = float(restarts)
-
-        said = []
-        if timeouts:
-            first = next(i.first for i in of_ranks if i.first is not None)
-            said.append(f"{timeouts} of {sum(counts)} answers broke a limit and score 0; first: {first}")
-        if restarts:
-            said.append(f"{restarts} processes died, and their answers were scored again")
-        if said and ranks.rank() == 0:
-            tell(f"{scorer.name}: {'; '.join(said)}")
+        of_ranks, counts = zip(*ranks.gather((scorer.take_broken(), count)), strict=True)
+        broken = [*chain.from_iterable(of_ranks)]
+        metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
+        if broken and ranks.rank() == 0:
+            told = f"{len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}"
+            tell(f"{scorer.name}: {told}")
     return metrics
 
 

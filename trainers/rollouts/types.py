@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -119,23 +119,12 @@ class Scorer(Protocol):
         """One score per sample; None where the scorer does not apply to it."""
 
 
-class Incidents(NamedTuple):
-    """How often the limits of a scorer struck in one call."""
-
-    timeouts: int
-    """Samples that broke a limit and score 0 for it."""
-    restarts: int
-    """Processes that died of something else; their samples were scored again."""
-    first: str | None
-    """The first of the samples that broke a limit, and how."""
-
-
 @runtime_checkable
 class Watched(Protocol):
     """A scorer that works under limits, and tells when they strike."""
 
-    def take_incidents(self) -> Incidents:
-        """Those since this was last called."""
+    def take_broken(self) -> list[str]:
+        """Each sample that broke a limit since the last call, and how, in words."""
 
 
 @dataclass
@@ -152,7 +141,7 @@ class Rollout:
     """(B,) bool: every scorer that tells right from wrong, and applies, says right."""
     seconds: dict[str, float]
     incidents: dict[str, float] = field(default_factory=dict)
-    """`verifier/<name>/timeouts` and `…/restarts` of the scorers that work under limits, over all ranks."""
+    """`verifier/<name>/timeouts` of the scorers that work under limits, over all ranks."""
 
     @property
     def stopped(self) -> torch.Tensor:

@@ -12,7 +12,9 @@ its name when all its files are on the disk, so the one with the most steps is t
 """
 
 import contextlib
+import functools
 import json
+import operator
 import random
 import re
 import shutil
@@ -189,6 +191,7 @@ class RunFolder:
         whole = whole_folder(folder) if rank() == 0 else contextlib.nullcontext()
         with storing(f"checkpoint {folder.name}", self.checkpoints):
             with whole:
+                # All files, from every rank; then their checksums.
                 barrier()
                 for name, trained in engines.items():
                     trained.save_checkpoint(str(place), tag=name, save_latest=False)
@@ -210,8 +213,7 @@ class RunFolder:
         sums = {path.relative_to(folder).as_posix(): fingerprint(path) for path in files}
         parts = ranks.gather(sums)
         if rank() == 0:
-            files = {name: of_file for part in parts for name, of_file in part.items()}
-            (folder / "manifest.json").write_text(json.dumps(files, indent=1))
+            (folder / "manifest.json").write_text(json.dumps(functools.reduce(operator.or_, parts), indent=1))
 
     def _options(self) -> dict[str, object]:
         """The options of the run, and what else must be the same when it is resumed, as JSON has them."""

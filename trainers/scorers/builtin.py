@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import regex
 
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.types import Incidents, Sample, where
+from fused_rl.trainers.rollouts.types import Sample, where
 from fused_rl.trainers.scorers.answers import answer_of
 
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
@@ -49,11 +49,10 @@ class Limited(Named):
         super().__init__(name, weight, solved_at)
         self.broken: list[str] = []
 
-    def take_incidents(self) -> Incidents:
+    def take_broken(self) -> list[str]:
         """Those since this was last called."""
-        incidents = Incidents(len(self.broken), 0, self.broken[0] if self.broken else None)
-        self.broken.clear()
-        return incidents
+        broken, self.broken = self.broken, []
+        return broken
 
 
 class ExactMatch(Named):

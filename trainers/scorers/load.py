@@ -15,11 +15,11 @@ from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.functions import load_function
 from fused_rl.trainers.rollouts.types import Scorer
+from fused_rl.trainers.scorers.answers import ANSWER_COLUMNS, answer_of
 from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern
-from fused_rl.trainers.scorers.choose import choose
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
-from fused_rl.trainers.scorers.math import MathVerifier
+from fused_rl.trainers.scorers.math import MathVerifier, math_fits
 from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read
 from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
 
@@ -34,7 +34,7 @@ def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
         imports: also import the modules of functions, and reasoning_gym where a dataset of it is named.
     """
     if options.verifiers is None:
-        return "chosen by the answers, when the rows are read (--verifiers names it)"
+        return "reasoning_gym, of rows that name their dataset; others need --verifiers"
     spelled = read(options)
     for part in spelled:
         if part.kind == "math" and importlib.util.find_spec("math_verify") is None:
@@ -49,10 +49,10 @@ def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
 def load_chosen(
     config: Config, rows: Sequence[Rows], reader: Reader, recorded: Mapping[str, object]
 ) -> tuple[Config, list[Scorer]]:
-    """The config with its scorers, chosen by the rows where it names none, and these, loaded.
+    """The config with its scorers, and these, loaded; rows of reasoning_gym name theirs.
 
     Args:
-        config: names them, or leaves it open.
+        config: names them, unless the rows do.
         rows: to train and to evaluate on.
         reader: what reward models need.
         recorded: the options of the run that is resumed: who judged there goes on.
@@ -60,11 +60,28 @@ def load_chosen(
     if config.verifiers is None:
         verifiers, why = recorded.get("verifiers"), "as in the run that is resumed"
         if verifiers is None:
-            verifiers, why = choose([part for part in rows if len(part)], config.answer_column)
+            verifiers, why = named_by(rows, config.answer_column), "since the rows name their dataset"
         config = config.changed(verifiers=[verifiers] if isinstance(verifiers, str) else verifiers)
         if ranks.rank() == 0:
             tell(f"verifiers: {', '.join(config.verifiers)}, {why}")
     return config, load_scorers(config, reader)
+
+
+def named_by(rows: Sequence[Rows], answer_column: str | None) -> str:
+    """reasoning_gym, if the first row names its dataset; else an error that suggests a scorer for the row's answer."""
+    part = next(part for part in rows if len(part))
+    first = part.rows[0]
+    metadata = first.get("metadata")
+    if isinstance(metadata, dict) and metadata.get("source_dataset"):
+        return "reasoning_gym"
+    ours = ", ".join(f"{name}:{kind.after}" if not kind.bare else name for name, kind in KINDS.items())
+    problem = f"{part.where(0)}: --verifiers is missing; it names what scores a response: {ours} or module:function"
+    columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
+    if all(first.get(column) is None for column in columns):
+        raise InputError(f"{problem}; the row has {sorted(first)}, and no answer: name its column with --answer_column")
+    answer = answer_of(first, answer_column)
+    fits = "math" if math_fits(answer) else "exact_match"
+    raise InputError(f"{problem}; for the answer {answer!r:.40}: --verifiers {fits}")
 
 
 def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Scorer]:

@@ -53,8 +53,8 @@ class ScorerConfig(Options):
     regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,
     reward_model:<folder> (docs/verifiers.md). The reward is the sum of their scores. Those that compare with the answer
     say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
-    solved_at says so; reward models and length do with solved_at alone. None is chosen by the answers of the rows,
-    and told: math where all are mathematics, exact_match where they are words; answers of both kinds are refused."""
+    solved_at says so; reward models and length do with solved_at alone. Required, unless the
+    rows name their reasoning_gym dataset."""
     verifier_weights: list[Finite] | None = None
     """Of each verifier's score in the reward; 0 logs a score and leaves it out. None is 1 for each."""
     solved_at: list[Finite | None] | None = None

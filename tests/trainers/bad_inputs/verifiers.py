@@ -1,7 +1,5 @@
 """Verifiers that a command must refuse: functions of judges.py, which stands in the folder of each case."""
 
-import re
-
 from tests.trainers.bad_inputs.cases import Case, of
 from tests.trainers.bad_inputs.data import cell
 
@@ -31,15 +29,6 @@ def judge(name: str, message: str, **fields) -> list[Case]:
 def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
     """What is refused before the run."""
     return of("grpo", f"verifiers {spelled!r}", message, "--verifiers", spelled, *more)
-
-
-def unfit(answers: str) -> list[Case]:
-    """Answers that mathematics cannot judge."""
-    made = []
-    for answer in answers.split():
-        message = f"verifier 'math' cannot judge the answer {re.escape(repr(answer))}: .*exact_match"
-        made += cell("grpo", "answer", answer, message, options=("--verifiers", "math"))
-    return made
 
 
 VERIFIERS = [
@@ -90,14 +79,7 @@ VERIFIERS = [
     *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
     *verifiers("reward_model:./rm", "reward_model:./rm is neither there"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
-    *unfit("Paris yes B (A) 12:30 2024-01-05 v1.0 H2O sqrt(2) ½ n/a"),
-    *cell("grpo", "answer", "[1, 2]", "cannot judge the answer '.1, 2.': a list", options=("--verifiers", "math")),
-    *cell(
-        "eval",
-        "answer",
-        "Paris",
-        "no one scorer fits all answers: 5 are .* 1 are not .'Paris'",
-        options=("--verifiers", "null"),
-    ),
+    *cell("grpo", "answer", "Paris", "the answer 'Paris' has the word .*exact_match", options=("--verifiers", "math")),
+    *cell("eval", "answer", "?", "--verifiers is missing; .* for the answer '2': ", options=("--verifiers", "null")),
     *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
 ]

@@ -1,0 +1,152 @@
+"""The verifier `math`: mathematics is compared by value, under limits that strike one answer alone."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.roll_out import rollout_metrics
+from fused_rl.trainers.scorers import load, math
+from fused_rl.trainers.scorers.pool import Pool
+from tests.trainers.test_verifiers import load_scorers, rolled_out, samples
+
+ROOT = Path(__file__).parents[2]
+CASES = [
+    ("The answer is \\boxed{42}.", "42", 1),
+    ("so we get 42", "6*7 = 42\n#### 42", 1),
+    ("#### 1,000", "#### 1000", 1),
+    ("#### 41", "#### 42", 0),
+    ("$\\frac{1}{2}$", "0.5", 1),
+    ("\\boxed{x^2+2x+1}", "(x+1)^2", 1),
+    ("\\boxed{-5}", "-$5", 1),
+    ("#### 1234.5", "$1,234.50", 1),
+    ("\\boxed{x = 3}", "3", 1),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", 1),
+    ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", 1),
+    ("\\boxed{(1, 2)}", "(1, 3)", 0),
+    ("\\boxed{50\\%}", "0.5", 1),
+    ("\\boxed{3 \\text{ cm}}", "3", 1),
+    ("x+1", "x+1", 1),  # without a sign of LaTeX: as text
+    ("no idea", "42", 0),
+    ("", "42", 0),
+    ("\\boxed{\\frac{", "42", 0),
+]
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    found = math.MathVerifier(timeout=5)
+    yield found
+    found.close()
+
+
+def test_mathematics_is_compared_by_value(verifier):
+    assert verifier(samples([c[0] for c in CASES], [{"answer": c[1]} for c in CASES])) == [c[2] for c in CASES]
+    assert verifier.take_broken() == []
+
+
+def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
+    for answer in (
+        "42",
+        "1,234.5",
+        "50%",
+        "x = 3",
+        "2\\pi",
+        "5 \\text{ cm}",
+        "[0, \\infty)",
+        "\\text{(B)}",
+        "\\frac12",
+    ):
+        verifier.check({"answer": answer})
+    for answer, what in {"Paris": "has the word 'Paris'", "5 dollars": "has the word", "?": "cannot be parsed"}.items():
+        with pytest.raises(InputError, match=f"^verifier 'math': the answer .* {what}.*exact_match"):
+            verifier.check({"answer": answer})
+
+
+def test_an_answer_that_never_ends_costs_itself_alone_and_is_a_metric_and_a_line(capsys):
+    verifier = math.MathVerifier(timeout=0.5)
+    rows, texts = [{"answer": "7"}] * 4, ["7", "\\boxed{(10^{10})!}", "\\boxed{7}", "\\boxed{(10^{10})!}"]
+    rollout = rolled_out([verifier], texts, rows)  # of which two are equal, and are judged once
+    verifier.close()
+    assert rollout.scores["math"].tolist() == [1, 0, 1, 0]
+    assert (
+        rollout.incidents
+        == {"verifier/math/timeouts": 2.0}
+        == {key: value for key, value in rollout_metrics(rollout, 2, 1).items() if key.startswith("verifier/")}
+    )
+    said = "math: 2 of 4 answers broke a limit and score 0; first: d.jsonl, line 2 took more than 0.5 s of CPU\n"
+    assert capsys.readouterr().out == said
+
+
+def judged(what):
+    """A judge whose cases are commands."""
+    if what == "memory":
+        bytearray(1 << 31)
+    if what == "crash":
+        os._exit(7)
+    if what == "print":
+        os.write(1, b"nobody reads this")
+    if what == "raise":
+        raise ValueError("no such number")
+    if what == "draw":
+        import random
+
+        return random.random()
+    return float(what != "wrong")
+
+
+def test_a_limit_costs_its_own_case(capfd):
+    pool = Pool(judged, cpu_seconds=5.0)
+    verdicts = pool.judge([(what,) for what in ("right", "memory", "crash", "raise", "wrong", "print", "right")])
+    drawn = {verdict.score for verdict in pool.judge([("draw",)] * 4)}
+    pool.close()
+    assert [verdict.score for verdict in verdicts] == [1, 0, 0, 0, 0, 1, 1] and len(drawn) == 1
+    assert ["MemoryError" in v.broke for v in verdicts if v.broke] == [True, False, False]
+    assert "no such number" in verdicts[3].broke and verdicts[4].broke is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_process_outlives_a_run_that_was_killed():
+    code = """
+        import os, signal
+        from fused_rl.trainers.scorers.pool import Pool
+        pool = Pool(os.getpid, 5.0)
+        print(int(pool.judge([()])[0].score), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    stat, end = Path(f"/proc/{int(done.stdout)}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_math_verify_that_is_missing_or_wrong_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(math, "judge", lambda *case: False)
+    with pytest.raises(InputError, match="math-verify does not find .* equal"):
+        load_scorers("math")
+    monkeypatch.setattr(math, "judge", lambda *case: __import__("no_such_module"))
+    with pytest.raises(InputError, match="No module named 'no_such_module'; pip install 'math-verify"):
+        load_scorers("math")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"answer": "42"}, "--verifiers is missing; .*math, .*module:function; for the answer '42': --verifiers math$"),
+        ({"answer": "\\frac{1}{2}"}, "--verifiers math$"),
+        ({"answer": "Paris"}, "for the answer 'Paris': --verifiers exact_match$"),
+        ({"text": "a"}, r"the row has \['text'\], and no answer: name its column with --answer_column$"),
+    ],
+)
+def test_without_verifiers_the_error_suggests_one_for_the_first_row(row, said):
+    with pytest.raises(InputError, match=f"^d.jsonl, line 1: .*{said}"):
+        load.named_by([Rows([], "e.jsonl"), Rows([row], "d.jsonl")], None)
+    gym = row | {"metadata": {"source_dataset": "chain_sum"}}
+    assert load.named_by([Rows([gym], "d.jsonl")], None) == "reasoning_gym"
