@@ -144,7 +144,11 @@ AIMED = {
 }
 WHOLE = ("--zero_stage", "3", "--stage3_param_persistence_threshold", "0")
 KILLED = [(command, ()) for command in RUNS]
-KILLED += [("sft", (*WHOLE, "--lora_rank", "2")), ("ppo", WHOLE), ("grpo", ("--zero_stage", "1", "--lag", "2"))]
+KILLED += [
+    ("sft", (*WHOLE, "--lora_rank", "2", "--save_merged")),
+    ("ppo", WHOLE),
+    ("grpo", ("--zero_stage", "1", "--lag", "2")),
+]
 
 
 @pytest.fixture(scope="module")
