@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from numbers import Real
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ RANGES = {
     "a number above 0, at most 1": lambda x: 0 < x <= 1,
     "a number from 0 to below 0.5": lambda x: 0 <= x < 0.5,
 }
+# The types of numbers with such a range.
+Finite = Annotated[float, "a finite number"]
+Positive = Annotated[float, "a finite number above 0"]
+NonNegative = Annotated[float, "a finite number, 0 or more"]
+MayBeInf = Annotated[float, "a number, 0 or more, or inf"]
+Fraction = Annotated[float, "a number above 0, at most 1"]
 _TEMPERATURE_RANGE = (
     f"temperature must be a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} (0.01 comes close to the greedy "
     "choice)"

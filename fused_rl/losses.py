@@ -8,17 +8,16 @@ options and the known algorithms in fused_rl/presets.py.
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from fused_rl.aggregation import LossAgg, TokenBatch, aggregate, possible
 from fused_rl.checks import check_choice, check_range, check_tensors
 from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import (
     ROLLOUT_BOUNDS,
-    PolicyLossChanges,
     PolicyLossOptions,
     Preset,
     PresetName,
@@ -27,7 +26,6 @@ from fused_rl.presets import (
     surrogate_of,
 )
 from fused_rl.surrogates import (
-    CLIPPED,
     RATIO_LEVELS,
     NoSequences,
     RatioLevel,
@@ -95,7 +93,7 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     truncated: Tensor | None = None,
     sequence_ids: Tensor | None = None,
-    **changes: Unpack[PolicyLossChanges],
+    **changes: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss: ratio level x surrogate x aggregation, with a KL term, an entropy bonus and off-policy corrections.
 
@@ -220,8 +218,9 @@ def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
         "ratio_minus_1": ratio_minus_1,
         "ratio_minus_1_square": ratio_minus_1.square(),
     }
-    if not callable(chosen.surrogate) and chosen.surrogate in CLIPPED:
-        metrics["clipfrac"] = CLIPPED[chosen.surrogate](level, advantages, chosen).to(level.dtype)
+    clipped = getattr(surrogate_of(chosen), "clipped", None)
+    if clipped is not None:
+        metrics["clipfrac"] = clipped(level, advantages, chosen).to(level.dtype)
     if entropy is not None:
         metrics["entropy"] = entropy
     return {name: batch.aggregate(values, "token-mean") for name, values in metrics.items()}
@@ -251,7 +250,7 @@ def policy_token_loss(
     num_tokens: int | Tensor | None = None,
     num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
-    **changes: Unpack[PolicyLossChanges],
+    **changes: Any,
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """`policy_loss` for `linear_token_loss`: a function of single tokens, and what it needs per token.
 

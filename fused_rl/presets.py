@@ -1,42 +1,44 @@
 """The options of `policy_loss`, and the known algorithms as a table of changes to them."""
 
 import dataclasses
-import itertools
 import typing
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, get_args
-
-from typing_extensions import TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from fused_rl.advantages import Advantage
 from fused_rl.aggregation import LOSS_AGGS, LossAgg
-from fused_rl.checks import check_choice, check_flag, check_range, described
+from fused_rl.checks import (
+    Finite,
+    Fraction,
+    MayBeInf,
+    NonNegative,
+    Positive,
+    check_choice,
+    check_flag,
+    check_range,
+    described,
+)
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
-from fused_rl.surrogates import RATIO_LEVELS, READS, SURROGATES, RatioLevel, Surrogate
+from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, SapoOptions, VespoOptions
 
-__all__ = ["PRESETS", "PolicyLossChanges", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
+__all__ = ["PRESETS", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
 ROLLOUT_BOUNDS = ("rollout_low", "rollout_high")
 
 
-# Types with their ranges, in the words in which a command line says them.
-Finite = Annotated[float, "a finite number"]
-Positive = Annotated[float, "a finite number above 0"]
-NonNegative = Annotated[float, "a finite number, 0 or more"]
-MayBeInf = Annotated[float, "a number, 0 or more, or inf"]
-Fraction = Annotated[float, "a number above 0, at most 1"]
-
-
 @dataclasses.dataclass(frozen=True)
-class PolicyLossOptions:
-    """Everything `policy_loss` lets you choose, with its defaults (PPO's); `PRESETS` are changes to these."""
+class PolicyLossOptions(SapoOptions, VespoOptions):
+    """Everything `policy_loss` lets you choose, with its defaults (PPO's); `PRESETS` are changes to these.
+
+    A surrogate's own options stand beside it (`surrogates.py`).
+    """
 
     ratio_level: RatioLevel = "token"
     """Whose probability ratio a token gets: its own, its sequence's geometric mean ("sequence"), or its sequence's
     product ("sequence-sum")."""
-    surrogate: Surrogate | Callable = "clip"
+    surrogate: str | Callable = "clip"
     """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours (docs/losses.md), on the command line
     module:function."""
     loss_agg: LossAgg = "token-mean"
@@ -47,18 +49,6 @@ class PolicyLossOptions:
     """See clip_low; inf is no upper bound."""
     delta: Positive | None = None
     """Bound on the ratio where the advantage is negative, above 1 + clip_high: dual clip (arXiv:1912.09729)."""
-    sapo_temperature_pos: Positive = 1.0
-    """Of SAPO's gate where the advantage is positive (arXiv:2511.20347)."""
-    sapo_temperature_neg: Positive = 1.05
-    """Of SAPO's gate elsewhere."""
-    vespo_k_pos: NonNegative = 2.0
-    """VESPO's power of the ratio where the advantage is 0 or more (arXiv:2602.10693)."""
-    vespo_lambda_pos: NonNegative = 3.0
-    """VESPO's rate there."""
-    vespo_k_neg: NonNegative = 3.0
-    """VESPO's power of the ratio where the advantage is negative."""
-    vespo_lambda_neg: NonNegative = 2.0
-    """VESPO's rate there."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the reference."""
     kl_estimator: KLEstimator = "rk3"
@@ -122,7 +112,10 @@ class PolicyLossOptions:
                 )
 
 
-_READERS = {name: [s for s, read in READS.items() if name in read] for name in {*itertools.chain(*READS.values())}}
+_READERS: dict[str, list[str]] = {}
+for _surrogate, _function in SURROGATES.items():
+    for _option in _function.reads:
+        _READERS.setdefault(_option, []).append(_surrogate)
 
 
 def _is_unread(name: str, surrogate: object) -> bool:
@@ -141,56 +134,29 @@ _RANGES = {
 }
 
 
-class PolicyLossChanges(TypedDict, total=False):
-    """The fields of `PolicyLossOptions`, each one optional: what a call may change, so that a type checker sees it."""
-
-    ratio_level: RatioLevel
-    surrogate: Surrogate | Callable
-    loss_agg: LossAgg
-    clip_low: float
-    clip_high: float
-    delta: float | None
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    vespo_k_pos: float
-    vespo_lambda_pos: float
-    vespo_k_neg: float
-    vespo_lambda_neg: float
-    kl_coef: float
-    kl_estimator: KLEstimator
-    entropy_coef: float
-    rollout_correction: RolloutCorrection | None
-    rollout_low: float
-    rollout_high: float
-    off_policy_threshold: float | None
-    top_entropy: float | None
-    entropy_threshold: float | None
-    skip_impossible: bool
-
-
 class Preset(NamedTuple):
     """A known algorithm: what it changes of `PolicyLossOptions`, and the advantages that its paper multiplies by."""
 
-    options: PolicyLossChanges
+    options: dict[str, Any]
     advantage: Advantage
     """A name of `fused_rl.ADVANTAGES`."""
     paper: str
     equation: str
 
 
-_GSPO: PolicyLossChanges = {
+_GSPO = {
     "ratio_level": "sequence",
     "clip_low": 3e-4,
     "clip_high": 4e-4,
     "loss_agg": "seq-mean-token-mean",
 }
-_LUSPO: PolicyLossChanges = {
+_LUSPO = {
     "ratio_level": "sequence",
     "clip_low": 2e-3,
     "clip_high": 2.5e-3,
     "loss_agg": "seq-mean-token-sum",
 }
-_GMPO: PolicyLossChanges = {
+_GMPO = {
     "surrogate": "geo-mean",
     "clip_low": 0.4,
     "clip_high": 0.4,
@@ -296,7 +262,7 @@ PRESETS: dict[PresetName, Preset] = {
 
 
 def resolve_options(
-    preset: PresetName | Preset | None, changes: PolicyLossChanges, options: PolicyLossOptions | None = None
+    preset: PresetName | Preset | None, changes: dict[str, Any], options: PolicyLossOptions | None = None
 ) -> PolicyLossOptions:
     """The options of a preset, or those given, overridden by `changes`; what is unknown is a ValueError."""
     if preset is not None and options is not None:

@@ -6,22 +6,23 @@ docs/losses.md shows a surrogate of your own in five lines.
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fused_rl.checks import described
+from fused_rl.checks import NonNegative, Positive, described
 from fused_rl.estimators import tangent_exp
 
 __all__ = [
-    "CLIPPED",
     "RATIO_LEVELS",
-    "READS",
     "SURROGATES",
+    "SapoOptions",
+    "VespoOptions",
+    "declares",
     "NoSequences",
     "RatioLevel",
-    "Surrogate",
     "applied",
     "by_token",
     "entropy_gate",
@@ -80,64 +81,21 @@ class NoSequences:
         )
 
 
-def _by_sign(positive, value, other, like):
-    return torch.full_like(like, other).masked_fill(positive, value)  # where() of two numbers would be fp32
+def declares(*reads: str, clipped: Callable | None = None):
+    """Decorator for a surrogate of the library: the options that it reads, and the tokens that its bounds change.
+
+    Options that only other surrogates read have no meaning beside it. `clipped` is a function of (log_ratio,
+    advantages, options) to (B, T) bool, for the metric `clipfrac`. A surrogate of yours may read any option.
+    """
+
+    def declared(surrogate):
+        surrogate.reads, surrogate.clipped = reads, clipped
+        return surrogate
+
+    return declared
 
 
-def _clip(log_ratio, advantages, logprobs, sequences, options):
-    """PPO's pessimistic minimum (arXiv:1707.06347, eq. 7); `delta` bounds it for negative advantages (dual clip)."""
-    ratio = tangent_exp(log_ratio)
-    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    if options.delta is not None:
-        ratio = ratio.clamp(max=options.delta)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
-
-
-def _cispo(log_ratio, advantages, logprobs, sequences, options):
-    """REINFORCE weighted by the clipped, detached ratio: no token loses its gradient (arXiv:2506.13585, eq. 4)."""
-    weight = tangent_exp(log_ratio.detach()).clamp(1 - options.clip_low, 1 + options.clip_high)
-    return -weight * advantages * logprobs
-
-
-def _sapo(log_ratio, advantages, logprobs, sequences, options):
-    """A sigmoid gate in place of the clip, steeper where the advantage is not positive (arXiv:2511.20347)."""
-    temperature = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages)
-    return -4 / temperature * torch.sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
-
-
-def _vespo(log_ratio, advantages, logprobs, sequences, options):
-    """REINFORCE weighted by phi(W) = W^k exp(lambda (1 - W)), detached, W the ratio (arXiv:2602.10693)."""
-    up = advantages >= 0
-    k = _by_sign(up, options.vespo_k_pos, options.vespo_k_neg, advantages)
-    rate = _by_sign(up, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages)
-    log_w = log_ratio.detach().clamp(math.log(1e-8), 20)
-    return -torch.exp(k * log_w + rate * (1 - log_w.exp())) * advantages * logprobs
-
-
-@needs_sequences
-def _geo_mean(log_ratio, advantages, logprobs, sequences, options):
-    """GMPO: clip each token's log-ratio as PPO clips the ratio, then the geometric mean (arXiv:2507.20673)."""
-    sign = torch.sign(advantages)
-    clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    return -tangent_exp(sequences.expand(sequences.mean(pessimistic))) * advantages
-
-
-def _policy_gradient(log_ratio, advantages, logprobs, sequences, options):
-    """REINFORCE (Williams 1992): no ratio."""
-    return -advantages * logprobs
-
-
-Surrogate = Literal["clip", "cispo", "sapo", "vespo", "geo-mean", "policy-gradient"]
-SURROGATES: dict[Surrogate, Callable] = {
-    "clip": _clip,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "vespo": _vespo,
-    "geo-mean": _geo_mean,
-    "policy-gradient": _policy_gradient,
-}
-# Which tokens a surrogate's bounds change: (log_ratio, advantages, options) -> (B, T) bool. Others clip nothing.
+_RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
 
 
 def _beyond_the_minimum(log_ratio, advantages, options):
@@ -158,17 +116,91 @@ def _beyond_in_nats(log_ratio, advantages, options):
     return torch.where(advantages > 0, above, (advantages < 0) & below)
 
 
-CLIPPED = {"clip": _beyond_the_minimum, "cispo": _beyond_the_bounds, "geo-mean": _beyond_in_nats}
-_RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
-_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-# The options that each reads: those of the others have no meaning beside it. A function of yours may read any.
-READS = {
-    "clip": (*_RATIO_AND_BOUNDS, "delta"),
-    "cispo": _RATIO_AND_BOUNDS,
-    "sapo": ("ratio_level", "sapo_temperature_pos", "sapo_temperature_neg"),
-    "vespo": ("ratio_level", *_VESPO),
-    "geo-mean": _RATIO_AND_BOUNDS,
-    "policy-gradient": (),
+def _by_sign(positive, value, other, like):
+    return torch.full_like(like, other).masked_fill(positive, value)  # where() of two numbers would be fp32
+
+
+@declares(*_RATIO_AND_BOUNDS, "delta", clipped=_beyond_the_minimum)
+def _clip(log_ratio, advantages, logprobs, sequences, options):
+    """PPO's pessimistic minimum (arXiv:1707.06347, eq. 7); `delta` bounds it for negative advantages (dual clip)."""
+    ratio = tangent_exp(log_ratio)
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    if options.delta is not None:
+        ratio = ratio.clamp(max=options.delta)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+@declares(*_RATIO_AND_BOUNDS, clipped=_beyond_the_bounds)
+def _cispo(log_ratio, advantages, logprobs, sequences, options):
+    """REINFORCE weighted by the clipped, detached ratio: no token loses its gradient (arXiv:2506.13585, eq. 4)."""
+    weight = tangent_exp(log_ratio.detach()).clamp(1 - options.clip_low, 1 + options.clip_high)
+    return -weight * advantages * logprobs
+
+
+@dataclass(frozen=True)
+class SapoOptions:
+    """SAPO's own."""
+
+    sapo_temperature_pos: Positive = 1.0
+    """Of SAPO's gate where the advantage is positive (arXiv:2511.20347)."""
+    sapo_temperature_neg: Positive = 1.05
+    """Of SAPO's gate elsewhere."""
+
+
+@declares("ratio_level", *SapoOptions.__dataclass_fields__)
+def _sapo(log_ratio, advantages, logprobs, sequences, options):
+    """A sigmoid gate in place of the clip, steeper where the advantage is not positive (arXiv:2511.20347)."""
+    temperature = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages)
+    return -4 / temperature * torch.sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
+
+
+@dataclass(frozen=True)
+class VespoOptions:
+    """VESPO's own."""
+
+    vespo_k_pos: NonNegative = 2.0
+    """VESPO's power of the ratio where the advantage is 0 or more (arXiv:2602.10693)."""
+    vespo_lambda_pos: NonNegative = 3.0
+    """VESPO's rate there."""
+    vespo_k_neg: NonNegative = 3.0
+    """VESPO's power of the ratio where the advantage is negative."""
+    vespo_lambda_neg: NonNegative = 2.0
+    """VESPO's rate there."""
+
+
+@declares("ratio_level", *VespoOptions.__dataclass_fields__)
+def _vespo(log_ratio, advantages, logprobs, sequences, options):
+    """REINFORCE weighted by phi(W) = W^k exp(lambda (1 - W)), detached, W the ratio (arXiv:2602.10693)."""
+    up = advantages >= 0
+    k = _by_sign(up, options.vespo_k_pos, options.vespo_k_neg, advantages)
+    rate = _by_sign(up, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages)
+    log_w = log_ratio.detach().clamp(math.log(1e-8), 20)
+    return -torch.exp(k * log_w + rate * (1 - log_w.exp())) * advantages * logprobs
+
+
+@needs_sequences
+@declares(*_RATIO_AND_BOUNDS, clipped=_beyond_in_nats)
+def _geo_mean(log_ratio, advantages, logprobs, sequences, options):
+    """GMPO: clip each token's log-ratio as PPO clips the ratio, then the geometric mean (arXiv:2507.20673)."""
+    sign = torch.sign(advantages)
+    clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    return -tangent_exp(sequences.expand(sequences.mean(pessimistic))) * advantages
+
+
+@declares()
+def _policy_gradient(log_ratio, advantages, logprobs, sequences, options):
+    """REINFORCE (Williams 1992): no ratio."""
+    return -advantages * logprobs
+
+
+SURROGATES: dict[str, Callable] = {
+    "clip": _clip,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "vespo": _vespo,
+    "geo-mean": _geo_mean,
+    "policy-gradient": _policy_gradient,
 }
 
 

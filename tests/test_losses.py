@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fused_rl
 from fused_rl import reference
 from fused_rl.aggregation import LOSS_AGGS
-from fused_rl.surrogates import RATIO_LEVELS, READS
+from fused_rl.surrogates import RATIO_LEVELS, SURROGATES
 from tests.marks import diagonal, slow
 from tests.papers import F64, MASKS, PAPERS, B, T, batch, head
 
@@ -70,7 +70,7 @@ def cells(preset, kind):
     """Every ratio level x aggregation x KL: what is expected, a random upstream gradient, arguments and options."""
     generator = torch.Generator().manual_seed(0)
     surrogate, _, _, *clip = PAPERS[preset]
-    levels = RATIO_LEVELS if "ratio_level" in READS[surrogate] else ["token"]
+    levels = RATIO_LEVELS if "ratio_level" in SURROGATES[surrogate].reads else ["token"]
     for level, loss_agg, kl in itertools.product(levels, LOSS_AGGS, KLS):
         want = expected(surrogate, level, loss_agg, *clip, kind, kl)
         upstream = torch.randn((), generator=generator, dtype=F64)

@@ -118,7 +118,7 @@ def test_the_demos_grpo_learns_as_it_does_in_process(servers, folders, tmp_path)
         config = demo.grpo_config(tmp_path, seed=1)
         chosen = {"steps": 60, "eval_every": 60, "max_prompt_length": 32}
         chosen |= {"output_dir": str(tmp_path / name), "server": server}
-        grpo.train(dataclasses.replace(config, **chosen))
+        grpo.train(config.changed(**chosen))
         found = [m["eval/accuracy_greedy"] for m in tiny.read_metrics(tmp_path / name) if "eval/accuracy_greedy" in m]
         learnt[name] = found[0], found[-1]
     # One start, and both a long way on; they draw other responses.

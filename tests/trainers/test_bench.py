@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,7 @@ SIZES = {"vocabulary": 200, "hidden": 128, "layers": 1, "prompt": 6, "response":
 def ours(tmp_path_factory):
     """A run on a tiny model whose weights stay as they are, after one step."""
     config = trainer_tasks.qwen(tmp_path_factory.mktemp("bench"), prompts=2, **SIZES)
-    config = replace(config, lr=0.0, steps=6, minibatches=2, micro_batch_size=8)
+    config = config.changed(lr=0.0, steps=6, minibatches=2, micro_batch_size=8)
     made = GRPO(config)
     made.step()
     return made

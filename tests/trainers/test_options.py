@@ -1,6 +1,5 @@
 """The declaration of options: files, the command line, Python, ranges, help, and what an option needs beside it."""
 
-import itertools
 import json
 import re
 import sys
@@ -10,7 +9,7 @@ import pytest
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions
-from fused_rl.surrogates import READS
+from fused_rl.surrogates import SURROGATES
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options.config import InputError, fields_of, in_words, kinds_of, names_of, to_yaml
@@ -91,11 +90,11 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         "skip_impossible": True,
         "delta": 5.0,
     }
-    of_surrogates = {*itertools.chain(*READS.values())}
+    of_surrogates = {name for function in SURROGATES.values() for name in function.reads}
     for name in PolicyLossOptions.__dataclass_fields__.keys() - {"surrogate", "entropy_threshold"}:
         changed.setdefault(name, 1.5)
-    for surrogate, reads in READS.items():
-        unread = of_surrogates - {*reads}
+    for surrogate, function in SURROGATES.items():
+        unread = of_surrogates - {*function.reads}
         given = {name: value for name, value in changed.items() if name not in unread} | {"surrogate": surrogate}
         assert options.loss_options(made(*(f"--{name}={value}" for name, value in given.items()))) == {
             "preset": "grpo",
@@ -124,7 +123,7 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
 
 
 def test_the_options_of_the_loss_are_the_librarys_with_their_words_and_ranges():
-    for name, (kind, _, told) in fields_of(PolicyLossOptions).items():
+    for name, (kind, told) in fields_of(PolicyLossOptions).items():
         if name not in vars(options.LossConfig)["__annotations__"]:
             assert options.LossConfig.model_fields[name].description == told
             assert in_words(kinds_of(grpo.GRPOConfig)[name]) == in_words(kind)

@@ -358,7 +358,7 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ({"critic": str(tmp_path / "bare")}, "has (no|another) tokenizer"),
         ({"verifiers": f"reward_model:{model}", **ONE}, "without a head for scores; train it first"),
         ({"verifiers": [f"reward_model:{reward}"] * 2}, "reward_model:.* is named 2 times"),
-        ({"verifiers": f"2*reward_model:{reward}", **ONE}, "weights are a list of their own"),
+        ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, reasoning_gym"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
         ({"critic": "shared", "loss_from": "logits"}, "critic=shared reads hidden states.*must be linear"),
     ):
@@ -374,7 +374,7 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ({"prompts_per_step": 3}, 2, "prompts_per_step=3 does not divide over 2 processes"),
         ({"preset": "rloo"}, 1, "preset=rloo takes its advantages from leave-one-out.*ppo has a critic.*fused-rl grpo"),
         ({"advantage": "group-std"}, 1, "advantage=group-std.*ppo has a critic.*--preset ppo --advantage gae"),
-        ({"preset": "grop"}, 1, "preset='grop' is not one of"),
+        ({"preset": "grop"}, 1, "preset='grop': expected one of"),
         (
             {"critic": "shared", "critic_lr": 1.0},
             1,

@@ -15,7 +15,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -209,39 +209,23 @@ def first_of(error: pydantic.ValidationError, config_class: type[Options], given
     return InputError(f"{name}={given[name]!r}: expected {in_words(kinds_of(config_class)[name])}")
 
 
-def fields_of(source: type) -> dict[str, tuple[Any, Any, str]]:
-    """(type, default, docstring) of each field of a dataclass or a group, in their order."""
-    if issubclass(source, Options):
-        kinds, fields = kinds_of(source), source.model_fields
-        return {name: (kinds[name], field.default, field.description or "") for name, field in fields.items()}
-    told = {}
+def fields_of(source: type) -> dict[str, tuple[Any, str]]:
+    """(type, docstring) of each field of a dataclass, in their order."""
+    told, kinds = {}, typing.get_type_hints(source, include_extras=True)
     for group in reversed(source.__mro__[:-1]):
-        told |= docstrings(group)
-    kinds = typing.get_type_hints(source, include_extras=True)
-    return {field.name: (kinds[field.name], field.default, told[field.name]) for field in dataclasses.fields(source)}
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+        for field, under in itertools.pairwise(tree.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
+                told[field.target.id] = inspect.cleandoc(under.value.value)
+    return {field.name: (kinds[field.name], told[field.name]) for field in dataclasses.fields(source)}
 
 
-def docstrings(source: type) -> dict[str, str]:
-    """What stands under each field of a class."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
-    told = {}
-    for field, under in itertools.pairwise(tree.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
-            told[field.target.id] = inspect.cleandoc(under.value.value)
-    return told
-
-
-def derived(source: type, names: Iterable[str], prefix: str = "", said: str = "", **defaults: Any) -> Any:
-    """A group of options that are declared elsewhere, with their ranges and docstrings; None where no default is.
-
-    `said` stands behind each docstring.
-    """
-    declared, made = fields_of(source), {}
-    for name in names:
-        kind, _, told = declared[name]
-        default = defaults.get(name)
-        described = pydantic.Field(default=default, description=f"{told} {said}".strip())
-        made[prefix + name] = (kind if name in defaults else kind | None, described)
+def derived(source: type, **defaults: Any) -> type[Options]:
+    """A group of options that a dataclass declares, with their ranges and docstrings; None where no default is."""
+    made = {}
+    for name, (kind, told) in fields_of(source).items():
+        described = pydantic.Field(default=defaults.get(name), description=told)
+        made[name] = (kind if name in defaults else kind | None, described)
     return pydantic.create_model(f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made)
 
 

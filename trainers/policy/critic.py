@@ -6,7 +6,7 @@ Left out: heads of more than one layer, distributions over values, saving a shar
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.reward_model import check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.models.value_model import Critic, PolicyWithValues
 from fused_rl.trainers.options.config import (
+    Decay,
     InputError,
     Needs,
     NonNegative,
@@ -22,7 +23,6 @@ from fused_rl.trainers.options.config import (
     OptimConfig,
     Positive,
     RunConfig,
-    derived,
     names_of,
 )
 from fused_rl.trainers.policy.policy import Passed, Policy
@@ -32,15 +32,24 @@ Config = TypeVar("Config", bound=RunConfig)
 APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
 
 
-_OfTheCritic: Any = derived(OptimConfig, APART, "critic_", "Of the critic; None is the policy's.")
-
-
-class CriticConfig(_OfTheCritic, OptimConfig):
+class CriticConfig(OptimConfig):
     """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
 
     critic: str | None = None
     """Folder or Hub name of what it starts from: a causal language model (with a head of zeros), a reward model or a
     saved critic (with their heads); None is the policy's starting model. shared: a head on the policy's backbone."""
+    critic_lr: NonNegative | None = None
+    """Peak learning rate of the critic; None is the policy's, here and below."""
+    critic_lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Its schedule after the warm-up."""
+    critic_warmup_steps: NonNegativeInt | None = None
+    """Its optimizer updates with a rising learning rate."""
+    critic_weight_decay: NonNegative | None = None
+    """Its decoupled weight decay."""
+    critic_adam_beta2: Decay | None = None
+    """Its decay of the second moment."""
+    critic_max_grad_norm: NonNegative | None = None
+    """Its gradients are scaled down to this norm; 0 switches it off."""
     value_clip: NonNegative | None = 0.2
     """A value gains nothing by moving further than this from what it was before the update; None is no bound."""
     value_coef: Positive = 0.1

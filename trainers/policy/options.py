@@ -1,7 +1,6 @@
 """The options that PPO and GRPO share: how responses are drawn, and what their loss can be told."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -12,6 +11,7 @@ from fused_rl.trainers.options.config import (
     NO_EVALUATION,
     InputError,
     Needs,
+    Options,
     PositiveInt,
     RunConfig,
     derived,
@@ -22,7 +22,13 @@ from fused_rl.trainers.samplers.options import SamplerConfig
 
 LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
 # Two weights are numbers, on which other options depend; what is None is the preset's.
-_OfTheLoss: Any = derived(PolicyLossOptions, LOSS, kl_coef=0.0, entropy_coef=0.0)
+if TYPE_CHECKING:
+
+    class _OfTheLoss(PolicyLossOptions, Options):  # pyright: ignore
+        """The fields as a type checker sees them."""
+
+else:
+    _OfTheLoss = derived(PolicyLossOptions, kl_coef=0.0, entropy_coef=0.0)
 
 
 MAIN = (*config.MAIN, "verifiers", "prompts_per_step", "max_new_tokens", "temperature")
@@ -45,9 +51,6 @@ class RolloutConfig(SamplerConfig):
 class LossConfig(_OfTheLoss):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
-    surrogate: str | Callable | None = None
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours: as an object in Python, or
-    my_module:function (docs/losses.md)."""
     preset: PresetName = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
     mask_truncated: bool = False
