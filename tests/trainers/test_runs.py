@@ -133,19 +133,6 @@ def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp
     assert tiny.untimed(tiny.read_metrics(tmp_path / "whole")) == tiny.untimed(tiny.read_metrics(stopped))
 
 
-def test_old_checkpoints_go_and_a_folder_is_not_overwritten_unasked(files, tmp_path):
-    config = sft_config(files, tmp_path, save_every=1, keep_checkpoints=2)
-    with pytest.raises(InputError, match="no checkpoint in"):
-        sft.train(sft_config(files, tmp_path, resume=True))
-    sft.train(config)
-    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert left == ["step-3", "step-4"]
-    with pytest.raises(InputError, match="is not empty.*--resume.*--overwrite"):
-        sft.train(config)
-    sft.train(sft_config(files, tmp_path, overwrite=True, steps=1))
-    assert [m["step"] for m in tiny.read_metrics(tmp_path)] == [0, 1]
-
-
 # What a run leaves and shows.
 
 
