@@ -20,7 +20,6 @@ BESIDE = {
     "overlong_factor": "--overlong_buffer 2",
     "ref_mixup_alpha": "--ref_sync_every 1",
     "kl_horizon": "--kl_target 1",
-    "value_coef": "--critic shared",
     "keep_checkpoints": "--save_every 1",
     "stage3_param_persistence_threshold": "--zero_stage 3",
     "num_train_epochs": "--steps null",
