@@ -29,14 +29,16 @@ from bench.repro import pushed_weights as weights
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
 from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.rollouts.mismatch import EXACT
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.servers.digests import tensors_of
-from fused_rl.trainers.servers.kinds import connect
-from fused_rl.trainers.servers.verify import EXACT, Expected, Verifier, scored
+from fused_rl.trainers.servers.inference import Http
+from fused_rl.trainers.servers.probe import TEXT, Probe
+from fused_rl.trainers.servers.sampler import connect
 
 RESULTS = results.RESULTS / "repro" / "stale_server.json"
 PICTURE = plots.DOCS / "stale-server.png"
 COPIES, TOKENS = 8, 8
+PASSES = "all checks pass"
 # Of every request that says nothing else: what is left out has the server's default.
 FIELDS = {
     "model": "policy",
@@ -154,7 +156,7 @@ class Trap(NamedTuple):
     flags: str = "right"
     asked: dict = {}
     prevented: str = ""
-    """What the trainer does that it cannot happen; empty where a check finds it."""
+    """What the trainer does that it cannot happen; empty where the probe finds it."""
 
 
 SERVERS = {
@@ -176,29 +178,23 @@ TRAPS = (
 )
 
 
-def expected_of(scene: Scene, temperature: float) -> Expected:
-    """The policy that the trainer's checks hold a server to."""
-
-    def score(prompts, responses, at, support):
-        return [right(scene.lm, *pair, at).tolist() for pair in zip(prompts, responses, strict=True)]
-
-    sampling = Sampling(temperature, TOKENS, ())
-    known = {"vocab": scene.lm.config.vocab_size, "longest": weights.POSITIONS, "exact": True}
-    return Expected(scene.tokenizer, sampling=sampling, score=score, **known)
-
-
 def sprung(trap: Trap, scene: Scene) -> dict:
-    """The row of a trap, its error in nats, and what the trainer's checks said."""
+    """Return the row of a trap: its error in nats, and what the trainer's probe said."""
     push(scene.url, scene.old)
-    verifier = Verifier(connect(scene.url), expected_of(scene, trap.temperature))
-    verifier.before_pushes()
+    server = connect(Http(), scene.url)
+    ids = scene.tokenizer.encode(TEXT, add_special_tokens=False)
+    probe = Probe(None, ids, scene.lm.config.vocab_size, True, Sampling(trap.temperature, TOKENS, ()))
+    probe.sample(server, 0)
     trap.act(scene)
     told = ask(scene.url, scene.prompts, **{"temperature": trap.temperature} | trap.asked)
     found = errors(scene.lm, told, trap.temperature)
     try:
-        probes = verifier.after_push(scene.new, 1, tensors_of(scene.new))
-        verifier.judge(probes, *scored(probes, verifier.expected.score), 1)
-        said = trap.prevented or "all checks pass"
+        responses = probe.sample(server, 1)
+        own = []
+        for prompt, response in zip(probe.prompts(server.room)[0], responses, strict=True):
+            own.append(torch.tensor(response.logprobs) - right(scene.lm, prompt, response.ids, trap.temperature))
+        probe.judge(server, 1, responses, own)
+        said = trap.prevented or PASSES
     except InputError as error:
         said = str(error).replace(scene.url, "")
     sizes = found.abs()
@@ -310,11 +306,11 @@ def table(rows: list[dict]) -> str:
 
 
 def check(rows: list[dict]) -> None:
-    """Raises AssertionError where a check missed a trap, or found one where there is none."""
+    """Raises AssertionError where the probe missed a trap, or found one where there is none."""
     for row in rows:
         if "max_abs" in row:
             right = row["trap"].startswith("none")
-            passed = row["said"] == "all checks pass"
+            passed = row["said"] == PASSES
             assert right == passed == (row["max_abs"] < EXACT), row
 
 
@@ -327,7 +323,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.plot([row["mean_abs"], row["max_abs"]], [y, y], color=colour, lw=3, alpha=0.5)
         axes.scatter([row["mean_abs"], row["max_abs"]], [y, y], color=colour, s=[24, 48], zorder=3)
     axes.axvline(EXACT, color="black", lw=1, ls="--")
-    axes.text(EXACT, -0.6, " what the checks allow in fp32", fontsize=8, va="bottom")
+    axes.text(EXACT, -0.6, " what the probe allows in fp32", fontsize=8, va="bottom")
     axes.set_yticks(range(len(shown)), [row["trap"] for row in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="nats that the server's log-probability of a token is off: mean and largest")

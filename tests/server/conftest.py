@@ -7,9 +7,8 @@ import pytest
 
 from bench import vllm_server
 from fused_rl.trainers.servers.inference import Server
-from fused_rl.trainers.servers.kinds import connect
 from tests.server import models
-from tests.trainers import tiny
+from tests.trainers import served, tiny
 
 
 class Servers:
@@ -32,8 +31,8 @@ class Servers:
 
     def holding(self, folder: str, *flags: str) -> Server:
         """The server with these flags, once it has the weights of a folder, as version 0."""
-        found = connect(self(*flags).url, seconds=5)
-        found.push(Path(folder), 0)
+        found = served.connected(self(*flags))
+        found.http.run([found.push(Path(folder), 0)])
         return found
 
     def stop(self) -> None:

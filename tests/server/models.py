@@ -35,14 +35,6 @@ def load(folder: str):
 
 
 @torch.no_grad()
-def logprobs(lm, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """(len(ids),) nats of each id after the prompt and those before it, in fp64."""
-    logits = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
-    logp = (logits / temperature).log_softmax(-1)
-    return logp.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-
-
-@torch.no_grad()
 def greedy(lm, prompt: list[int], count: int) -> list[int]:
     """The likeliest continuation, computed from the start for each token."""
     ids = list(prompt)

@@ -64,10 +64,9 @@ def fake(request, folder):
 
 @pytest.fixture
 def server(fake):
-    from fused_rl.trainers.servers.kinds import connect
-    from tests.trainers.served import QUICK
+    from tests.trainers.served import connected
 
-    return connect(fake.url, **QUICK)
+    return connected(fake)
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ REFUSED = {
     "--top_p 0": "top_p=0: expected a number above 0, at most 1",
     "--verifiers format,1*exact_match": "verifier 'format,1.exact_match': expected math",
     "--verifiers format --verifier_weights [1,2]": r"verifier_weights=.1.0, 2.0. has 2 numbers for 1 verifiers",
-    "--model none": "model=none does not exist here or on the Hub",
+    "--model none": "model=none does not exist here, and not on the Hub",
     "--output_dir model": r"output_dir=model already holds summary.json; replace",
     "--output_dir rows.jsonl": "output_dir=rows.jsonl cannot be used: File exists",
 }

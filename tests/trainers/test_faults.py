@@ -130,6 +130,7 @@ RUNS = {
     "sft": [*GOOD["sft"], *LONG],
     "grpo": [*GOOD["grpo"], *LONG, "--minibatches", "2", "--eval_samples", "1"],
     "reward": [*GOOD["reward"], *LONG, "--zero_stage", "2"],
+    "ppo": [*GOOD["ppo"], *LONG],
 }
 AIMED = {
     "sft": [Moment(1, "unfinished-step-2"), Moment(3, "unfinished-step-1"), Moment(1, "unfinished-model", 0.02)],
@@ -139,7 +140,15 @@ AIMED = {
         Moment(1, "run/.unfinished-model", 0.01),
     ],
     "reward": [Moment(2, "unfinished-step-3"), Moment(1, "evaluation.json"), Moment(1, "curves.png")],
+    "ppo": [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")],
 }
+WHOLE = ("--zero_stage", "3", "--stage3_param_persistence_threshold", "0")
+KILLED = [(command, ()) for command in RUNS]
+KILLED += [
+    ("sft", (*WHOLE, "--lora_rank", "2", "--save_merged")),
+    ("ppo", WHOLE),
+    ("grpo", ("--zero_stage", "1", "--lag", "2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -190,16 +199,16 @@ def moments_of(command: str, operations: int) -> list[list[Moment]]:
     return [*([moment] for moment in AIMED[command]), [anywhere()], [anywhere()], [anywhere(), anywhere()]]
 
 
-@pytest.mark.parametrize("command", RUNS)
-def test_a_killed_run_goes_on_bit_for_bit(command, whole, good, tmp_path, tally):
-    expected = whole(command)
+@pytest.mark.parametrize(("command", "options"), KILLED, ids=lambda value: "".join(value)[:20])
+def test_a_killed_run_goes_on_bit_for_bit(command, options, whole, good, tmp_path, tally):
+    expected = whole(command, 1, *options)
     failures = []
     for number, moments in enumerate(moments_of(command, int((expected / "operations-0").read_text()))):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
         statuses = []
         for moment in [*moments, UNDISTURBED]:
-            statuses += run(command, argv_to_go_on(command, folder), folder, moment)
+            statuses += run(command, argv_to_go_on(command, folder, *options), folder, moment)
             if statuses[-1] == 0:  # a moment may come after the end
                 break
         try:
@@ -213,9 +222,22 @@ def test_a_killed_run_goes_on_bit_for_bit(command, whole, good, tmp_path, tally)
 
 
 @pytest.mark.parametrize(("rank", "stage"), [(0, 2), (1, 3)])
+def test_two_ranks_of_which_one_is_killed(rank, stage, whole, good, tmp_path, tally):
+    options = WHOLE if stage == 3 else ("--zero_stage", str(stage))
+    expected = whole("sft", 2, *options)
+    folder = Path(shutil.copytree(good, tmp_path / "folder"))
+    shutil.rmtree(folder / "run")
+    moment = Moment(1, f"unfinished-step-2/rank-{rank}", rank=rank)
+    statuses = run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2)
+    assert statuses[rank] == -signal.SIGKILL and statuses[1 - rank] not in (0, None)
+    assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(folder)
+    assert_equal_runs(folder, expected)
+    tally("kill -9 to one of two ranks", "goes on bit for bit")
+
+
+@pytest.mark.parametrize(("rank", "stage"), [(0, 2), (1, 3)])
 def test_two_ranks_of_which_one_is_told_to_stop(rank, stage, whole, good, tmp_path, tally):
-    whole_weights = ("--stage3_param_persistence_threshold", "0") if stage == 3 else ()
-    options = ("--zero_stage", str(stage), *whole_weights)
+    options = WHOLE if stage == 3 else ("--zero_stage", str(stage))
     expected = whole("sft", 2, *options)
     folder = Path(shutil.copytree(good, tmp_path / "folder"))
     shutil.rmtree(folder / "run")
@@ -274,7 +296,7 @@ def damages(content: bytes):
     yield "deleted", None
 
 
-@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("command", ["sft", "grpo", "reward"])
 def test_a_damaged_file_of_a_checkpoint_is_named(command, whole, folder, capfd, tally):
     shutil.rmtree(folder / "run")
     shutil.copytree(whole(command) / "run", folder / "run")

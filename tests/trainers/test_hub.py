@@ -11,38 +11,32 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.run import hub, store
+from fused_rl.trainers.run import store
 from tests.trainers import tiny
 
 
 class FakeApi:
-    """What is used of `HfApi`; what happens is decided by class attributes, and what is asked for is kept in one."""
+    """The used part of `HfApi`; class attributes decide what happens, and `asked` keeps what is asked for."""
 
-    user = {"name": "me", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
     there = {}  # name -> private
-    refusal = None
+    no_repository = no_upload = None
     asked: list
 
-    def whoami(self):
-        if isinstance(self.user, Exception):
-            raise self.user
-        return self.user
-
-    def repo_exists(self, repo_id):
-        return repo_id in self.there
+    def create_repo(self, name, *, private, exist_ok):
+        if self.no_repository is not None:
+            raise self.no_repository
+        repository = name if "/" in name else f"me/{name}"
+        self.asked.append(("create", repository, private, exist_ok))
+        return types.SimpleNamespace(repo_id=repository)
 
     def model_info(self, repo_id):
-        return types.SimpleNamespace(private=self.there[repo_id])
-
-    def create_repo(self, repo_id, *, private, exist_ok):
-        self.asked.append(("create", repo_id, private, exist_ok))
+        return types.SimpleNamespace(private=self.there.get(repo_id, True))
 
     def upload_folder(self, *, repo_id, folder_path, commit_message):
-        if self.refusal is not None:
-            raise self.refusal
-        self.asked.append(
-            ("upload", repo_id, sorted(path.name for path in Path(folder_path).iterdir()), commit_message)
-        )
+        if self.no_upload is not None:
+            raise self.no_upload
+        names = sorted(path.name for path in Path(folder_path).iterdir())
+        self.asked.append(("upload", repo_id, names, commit_message))
 
 
 @pytest.fixture
@@ -76,47 +70,34 @@ def refused(files, output_dir, message: str, **options) -> None:
 )
 def test_the_model_is_pushed_when_it_is_saved(options, repository, private, files, api, tmp_path, capsys):
     sft.train(config_of(files, tmp_path / "run", push_to_hub=True, **options))
-    created, (_, to, names, message) = api.asked
-    assert created == ("create", repository, private, True) and to == repository
+    *created, (_, to, names, message) = api.asked
+    assert created == [("create", repository, private, True)] * 2 and to == repository
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names) and message == "fused-rl sft, step 1"
     told = capsys.readouterr().out
     assert told.index("model: ") < told.index(f"pushed the model to {repository}")
 
 
-NO_TOKEN = LocalTokenNotFoundError("Token is required")
-READS = {"name": "me", "auth": {"accessToken": {"role": "read"}}}
-
-
 @pytest.mark.parametrize(
-    ("user", "options", "message"),
+    ("error", "options", "message"),
     [
-        (NO_TOKEN, {}, "there is no token for the Hub; run `hf auth login`"),
-        (ConnectionError("Name or service\nnot known"), {}, "does not say whose token.*Name or service not known"),
-        (READS, {}, "the token of me may read and not write"),
-        (None, {"hub_model_id": "them/other"}, "'them/other': the token is of me, us, and not of them"),
-        (None, {"hub_model_id": "a b"}, "hub_model_id='me/a b' is no name of a repository"),
-        (None, {"hub_model_id": "us/a/b"}, "is no name of a repository"),
+        (LocalTokenNotFoundError("Token is required"), {}, "repository run cannot be made: .*Token is required; look"),
+        (ConnectionError("Name or service\nnot known"), {}, "cannot be made: .*Name or service not known; look at `hf"),
         (None, {"hub_model_id": "public", "hub_private_repo": True}, "me/public is on the Hub already, and public"),
     ],
 )
-def test_what_is_known_to_fail_is_refused_before_anything_is_read(user, options, message, files, api, tmp_path):
-    api.user, api.there = user or api.user, {"me/public": False, "me/private": True}
+def test_a_repository_that_cannot_be_made_is_refused_before_anything_is_read(
+    error, options, message, files, api, tmp_path
+):
+    api.no_repository, api.there = error, {"me/public": False}
     refused(("no-such-model", files[1]), tmp_path / "run", message, **options)
-    assert not (tmp_path / "run").exists() and not api.asked
-
-
-def test_a_private_repository_that_is_there_is_taken(files, api, tmp_path):
-    api.there = {"me/private": True}
-    hub.check(config_of(files, tmp_path, push_to_hub=True, hub_model_id="private", hub_private_repo=True))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_path):
-    api.refusal = ConnectionError("the line\nwent dead")
+    api.no_upload = ConnectionError("the line\nwent dead")
     model = tmp_path / "run" / "model"
-    words = (
-        f"the model is whole in {model}, but could not be pushed: .*went dead; push it with: hf upload me/run {model}"
-    )
-    refused(files, tmp_path / "run", words, save_every=0)
+    words = f"the model is in {model}, but could not be pushed: .*went dead; push it with: hf upload me/own {model}"
+    refused(files, tmp_path / "run", words, save_every=0, hub_model_id="me/own")
     assert tiny.weights(model) and not (tmp_path / "run" / "checkpoints").exists()
 
 

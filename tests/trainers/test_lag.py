@@ -22,7 +22,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from fused_rl.trainers.samplers.copied import CopySampler
 from tests.marks import slow
-from tests.trainers import fake_server, killed, served, tiny
+from tests.trainers import fake_server, killed, tiny
 from tests.trainers.killed import UNDISTURBED, Moment
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 
@@ -475,7 +475,6 @@ SERVED = [("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2)
 @pytest.mark.parametrize(("trainer", "kind", "k"), SERVED)
 def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
     """In a thread, one after the other, and from a checkpoint with another server: the same run."""
-    served.hurry(monkeypatch)
 
     def run(name, **options):
         with fake_server.serving(kind, files[0]) as fake:

@@ -230,5 +230,5 @@ def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):
     words = ["--model=m", "--dataset=d.jsonl", "--output_dir=o", f"--verifiers={VERIFIER}"]
     named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1", "http://b:2", "--steps=3"])
     assert named.server == ["http://a:1", "http://b:2"] and named.steps == 3
-    with pytest.raises(InputError, match="expected URLs"):
+    with pytest.raises(InputError, match="expected a URL"):
         named.server = " , "

@@ -1,6 +1,5 @@
 """Files that are whole or not there: whoever reads them never sees half of one, and neither does a power cut."""
 
-import errno
 import json
 import math
 import os
@@ -118,29 +117,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def storing(what: str, folder: Path) -> Iterator[None]:
-    """A block that writes `what` into `folder`: a full disk, a missing permission and their like become one line.
-
-    Raises:
-        InputError: the system refused; it names what, where and why, and how much is free there.
-    """
+    """A block that writes `what` into `folder`: a full disk, a missing permission and their like become one line."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        refused = isinstance(error, OSError) or any(words in str(error) for words in REFUSED_WRITES)
-        if not refused:
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        elif any(words in str(error) for words in REFUSED_WRITES):
+            reason = f"{str(error).splitlines()[0]}; is the disk full?"
+        else:
             raise
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        if "inline_container.cc" in reason:  # torch.save does not say why
-            reason = "only part of a file was taken"
-        if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason += f" ({_free(folder)})"
         raise InputError(f"{what} could not be written to {folder}: {reason}") from error
-
-
-def _free(folder: Path) -> str:
-    """How much room there is where `folder` is, or would be."""
-    while not folder.exists():
-        folder = folder.parent
-    return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free there"

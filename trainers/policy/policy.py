@@ -21,7 +21,7 @@ from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import LOSS, LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
-from fused_rl.trainers.rollouts.mismatch import mismatch
+from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.seeds import Seeds
@@ -95,9 +95,16 @@ class Policy:
         language_model.save_lm(self.model, self.tokenizer, folder, merged=merged)
 
     def mismatch(self, rollout: Rollout, old_logprobs: torch.Tensor) -> dict[str, float]:
-        """How far the sampler's log-probabilities are from the policy's own (B, T - 1), in metrics."""
+        """Return how far the sampler's log-probabilities are from the policy's own (B, T - 1), in metrics.
+
+        Raises:
+            InputError: a server's are too far; with `lag` they may be, and the probe alone verifies a server.
+        """
         options = loss_options(self.config)
-        return mismatch(rollout, old_logprobs, resolve_options(options.pop("preset"), options))
+        metrics = mismatch(rollout, old_logprobs, resolve_options(options.pop("preset"), options))
+        if self.config.server is not None and not self.config.lag:
+            check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
+        return metrics
 
     def begin(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Step `step` begins; with `lag` later rollouts are drawn meanwhile, of the prompts so many steps after it."""

@@ -9,7 +9,32 @@ import torch
 import fused_rl
 from fused_rl.presets import PolicyLossOptions
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.types import Rollout
+
+EXACT, ON_AVERAGE = 1e-3, 0.05  # nats: rounding of fp32, and of 16 bits
+ALLOWED = {True: f"{EXACT:g} at most, in fp32", False: f"{ON_AVERAGE:g} on average, in 16 bits"}
+
+
+def agrees(differences: torch.Tensor, exact: bool) -> bool:
+    """Return True if differences of log-probabilities are no more than rounding; `exact` for fp32 weights."""
+    sizes = differences.abs()
+    return bool(sizes.max() <= EXACT if exact else sizes.mean() <= ON_AVERAGE)
+
+
+def check_bound(metrics: dict[str, float], exact: bool) -> None:
+    """Refuse a step whose responses, on average over all tokens, do not have the policy's log-probabilities.
+
+    Raises:
+        InputError: the server sampled from other weights, or otherwise than it was asked to.
+    """
+    apart, bound = metrics.get("rollout/logprob_diff_abs", 0.0), EXACT if exact else ON_AVERAGE
+    if not apart <= bound:
+        raise InputError(
+            f"the servers' log-probabilities of this step's responses are {apart:.2g} nats off the policy's on average "
+            f"(allowed: {bound:g}): other weights, temperature, kept sets, dtype of the head, or a stale prefix cache; "
+            "docs/rollouts.md says which flag to set"
+        )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""How every trainer begins: its processes meet, agree on what they were told and what they read, and open the folder.
+"""The beginning of a run: its processes meet, compare options and inputs, and open the folder.
 
 run = begin(config, arithmetic)
 …                                   # read tokenizer and rows
@@ -71,27 +71,23 @@ class Run:
 
 
 def begin(config: RunConfig, arithmetic: Arithmetic) -> Run:
-    """Meet the other processes, refuse what all or any of them cannot do, open the folder, look for what is read."""
+    """Meet the other processes, lock the folder, and check that model and datasets exist."""
     expected = arithmetic.__annotations__["config"]
     if not isinstance(config, expected):
-        if isinstance(config, dict):
-            raise InputError(f"train() takes a {expected.__qualname__}, got a dict; give {expected.__qualname__}(**it)")
         came = f"{type(config).__module__}.{type(config).__qualname__}"
         raise InputError(
-            f"train() takes a {expected.__module__}.{expected.__qualname__}, got a {came}; of TRL's configs "
-            "docs/from_trl.md says what each option is called here"
+            f"train() takes a {expected.__module__}.{expected.__qualname__}, got a {came}; docs/from_trl.md has the "
+            "names of TRL's options"
         )
     config.check()  # what was set since it was made
     if config.dry_run:
-        raise InputError(
-            f"dry_run: it is the command that describes a run, fused-rl {config.command} … --dry_run; leave it out"
-        )
+        raise InputError(f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out")
     arithmetic(config, ranks.processes())
     device = engine.setup(config.seed)
     fingerprints.check_ranks({"command": config.command, **config.plain()})
     require_trackers(config)
     if config.push_to_hub:
-        ranks.on_first_rank(lambda: hub.check(config))
+        ranks.on_first_rank(lambda: hub.make_repository(config))
     folder = RunFolder(config)
     folder.open()
     there.check(config.model, config.revision, [config.dataset, config.eval_dataset])

@@ -54,7 +54,7 @@ MAY_CHANGE = frozenset(
         "critic_max_grad_norm",
         # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
-        "server",
+        *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
         # Where the inputs are: their hashes say whether they are the same.
         *("model", "critic", "dataset", "reference_dataset"),
         # What is measured, kept and shown.

@@ -7,13 +7,12 @@ A sampler of the user's own is a function of the one that is made without it, an
             return self.built.sample(…)
 """
 
-import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.data.encode import stop_ids
 from fused_rl.trainers.options.config import InputError, OutputConfig
 from fused_rl.trainers.options.functions import load_function
 from fused_rl.trainers.rollouts.lag import Ahead
@@ -21,8 +20,9 @@ from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.samplers.copied import CopySampler
 from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.samplers.options import SamplerConfig
-from fused_rl.trainers.servers.sampler import PUBLISHED, ServerSampler, logprobs_of
-from fused_rl.trainers.servers.verify import Expected
+from fused_rl.trainers.servers.inference import Http
+from fused_rl.trainers.servers.probe import TEXT, Probe
+from fused_rl.trainers.servers.sampler import PUBLISHED, ServerSampler
 
 Make = Callable[[Sampler, object], Sampler]
 """(the sampler that the options make, the tokenizer) -> the one that draws."""
@@ -67,17 +67,22 @@ def build_sampler(
 
 
 def _served(config: SamplerConfig, folder: Path, model, tokenizer, longest: int) -> Sampler:
-    """By inference servers."""
+    """Return a sampler of inference servers."""
+    name, key = config.server_api_key_env, None
+    if name is not None:
+        key = os.environ.get(name, "").strip()
+        if not (key and key.isascii() and key.isprintable()):
+            raise InputError(f"server_api_key_env={name}: that environment variable holds no key; export it")
     lm = model.module.base
-    expected = Expected(
-        tokenizer=tokenizer,
+    probe = Probe(
+        model=model,
+        ids=tokenizer.encode(TEXT, add_special_tokens=False),
         vocab=lm.config.get_text_config().vocab_size,
-        longest=longest,
         exact=lm.dtype == torch.float32,
-        sampling=config.sampling(1, tuple(stop_ids(tokenizer, lm.saved_generation_config))),
-        score=functools.partial(logprobs_of, model),
+        sampling=config.sampling(1, ()),
     )
-    return ServerSampler(config.server, folder, expected)
+    http = Http(config.server_timeout, config.server_concurrency, key)
+    return ServerSampler(config.server, http, folder, probe, longest)
 
 
 def _in_process(config: SamplerConfig, model, tokenizer) -> Sampler:

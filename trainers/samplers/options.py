@@ -1,11 +1,16 @@
 """What a run is told about its responses: who draws them, and from what."""
 
+from typing import ClassVar
+from urllib.parse import urlsplit
+
 import pydantic
 
 from fused_rl.trainers.options.config import (
     InputError,
+    Needs,
     NonNegativeInt,
     Options,
+    Positive,
     PositiveFraction,
     PositiveInt,
     Temperature,
@@ -40,7 +45,13 @@ class SamplerConfig(SamplingConfig):
     rollout_batch_size: PositiveInt = 64
     """Responses generated together."""
     server: str | list[str] | None = None
-    """Inference servers that draw in place of this process: URLs, several of them one after the other."""
+    """Inference servers that sample in place of this process: one URL or several."""
+    server_api_key_env: str | None = None
+    """The environment variable that holds the servers' API key. The key itself is never printed or saved."""
+    server_timeout: Positive = 600.0
+    """Seconds for one call to a server, and for a server that is still loading."""
+    server_concurrency: PositiveInt = 256
+    """Requests to the servers at the same time, by each process."""
     sampler: str | None = None
     """A function of yours, my_module:function, of the sampler that the other options make and of the tokenizer: the
     sampler that it returns draws in place of the first, of a conversation for example (docs/rollouts.md)."""
@@ -48,10 +59,27 @@ class SamplerConfig(SamplingConfig):
     """Draw the responses of a step with the weights of so many steps earlier, while those in between are trained on;
     what that changes is corrected by rollout_correction (docs/rollouts.md)."""
 
+    needs: ClassVar = tuple(
+        Needs(option, lambda config: config.server is not None, "means nothing without --server")
+        for option in ("server_api_key_env", "server_timeout", "server_concurrency")
+    )
+
     @pydantic.field_validator("server")
     @classmethod
     def _urls(cls, value: str | list[str] | None) -> list[str] | None:
+        """Refuse what is no URL of a server; one that may hold a password is not repeated."""
         urls = [url.strip() for url in value.split(",")] if isinstance(value, str) else value
-        if urls is not None and not all(urls):
-            raise InputError(f"server={value!r}: expected URLs, such as http://127.0.0.1:8000")
+        expected = "expected a URL such as http://127.0.0.1:8000"
+        for url in urls or []:
+            if "@" in url:
+                raise InputError(f"server: {expected}, without a user or password; see --server_api_key_env")
+            try:
+                parts = urlsplit(url)
+                usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            except ValueError:  # a port that is no number, half a bracket
+                usable = False
+            if not usable or parts.query or parts.fragment:
+                raise InputError(f"server={url!r}: {expected}")
+            if urls.count(url) > 1:
+                raise InputError(f"server names {url} twice; give each server once")
         return urls

@@ -1,313 +1,206 @@
-"""What an inference server is to the trainer, whoever made it: four calls, and what its answers must hold.
+"""HTTP calls to inference servers, and what a kind of server must provide: vllm.py and sglang.py.
 
-    server.wait() -> longest prompt and response    server.sample(prompt, n, sampling, seeds) -> responses
-    server.push(folder, version)                    server.version() -> version
-
-Token ids in, token ids out. What a server calls its fields is in vllm.py and sglang.py; nothing of either is imported.
+Token ids go in and token ids come out. Nothing of a server's own package is imported.
 """
 
+import asyncio
 import contextlib
-import math
+import json
+import ssl
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+import httpx2
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, shortened
-from fused_rl.trainers.servers.connection import Connection, NoAnswer, Refused
 
-STARTS_WITHIN = 600.0  # seconds, of a server that loads its model
-UNKNOWN = (404, 405)  # HTTP statuses of what a server has no answer to
-
-
-class Flags(NamedTuple):
-    """With what a server of a kind is started, as errors name it."""
-
-    logprobs: str
-    """Log-probabilities of the distribution drawn from."""
-    seeds: str
-    """The same response to the same seed."""
-    sets: str
-    """The ids that each token was drawn from."""
-    push: str
-    """Weights from a folder."""
-    dtype: str
-    head: str
-    """Logits in fp32."""
-    no_cache: str
-    """Nothing kept of a prompt."""
-    length: str
-    tokenizer: str
+TRIES = 3  # of a call that had no answer, or HTTP 5xx
+IDLE = 3.0  # seconds that a connection is kept: servers close theirs after 5
+LONGEST = 1 << 28  # bytes of an answer
+UNREADABLE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
 
 
-class Answer(NamedTuple):
-    """One response as a server told it: nothing of it is believed yet."""
+class CallFailed(InputError):
+    """A call without a usable answer; `status` is of HTTP, 0 if there was no answer at all."""
 
-    ids: object
-    logprobs: object
-    finish: object
-    sets: object = None
-    version: str | None = None
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
 
 
-class Server(ABC):
-    """An inference server that has been asked what it is.
+class Http:
+    """Calls to servers, made by one thread with an event loop; any thread may wait for them by `run`.
 
     Args:
-        connection: to it.
-        model: what it calls its model.
-        max_model_len: tokens that a prompt and its response may have together.
+        timeout: seconds for one call, and for a server that is loading or paused.
+        concurrency: calls at the same time.
+        key: sent as a bearer token, and never part of an error.
+    """
+
+    def __init__(self, timeout: float = 600.0, concurrency: int = 256, key: str | None = None):
+        self.timeout, self.key, self.pause = timeout, key, 1.0  # seconds between two tries
+        self.turns = asyncio.Semaphore(concurrency)
+        # Answers come uncompressed, so that a limit on their size holds. Proxies and .netrc are not for servers.
+        headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        limits, context = httpx2.Limits(keepalive_expiry=IDLE), ssl.create_default_context()
+        self.client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=context, trust_env=False)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work: Iterable[Coroutine]) -> list:
+        """Return the results of calls, in order; the first failure cancels the others and is raised."""
+        return asyncio.run_coroutine_threadsafe(_all(work), self.loop).result()
+
+    async def call(self, method: str, url: str, body: dict | None = None, *, tries: float = TRIES):
+        """Return the JSON of an answer; None if it is empty.
+
+        After HTTP 503 (the server is loading, or paused) it is repeated until `timeout` has passed.
+
+        Raises:
+            CallFailed: it was refused, or not answered after so many tries.
+        """
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                async with self.turns:
+                    return await self._once(method, url, body)
+            except CallFailed as error:
+                tries -= error.status != 503
+                refused = 0 < error.status < 500
+                if refused or tries <= 0 or time.monotonic() >= end:
+                    raise
+            await asyncio.sleep(self.pause)
+
+    async def _once(self, method: str, url: str, body: dict | None):
+        try:
+            status, text = await asyncio.wait_for(self._exchange(method, url, body), self.timeout)
+        except asyncio.TimeoutError as error:
+            waited = f"no answer within --server_timeout {self.timeout:g} s"
+            raise CallFailed(f"{method} {url}: {waited}; is the server up, and not paused?") from error
+        except (httpx2.HTTPError, OSError, UnicodeError) as error:
+            remedy = "is the server up, and the URL right?"
+            raise CallFailed(f"{method} {url}: no answer: {in_a_line(error)}; {remedy}") from error
+        if status == 200:
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(text) if text.strip() else None
+        shown = " ".join(text.decode(errors="replace").split())
+        shown = shown if self.key is None else shown.replace(self.key, "***")
+        said = "the answer is not JSON" if status == 200 else f"HTTP {status}"
+        raise CallFailed(f"{method} {url}: {said}: {shown[:300] or 'nothing'}", status)
+
+    async def _exchange(self, method: str, url: str, body: dict | None) -> tuple[int, bytes]:
+        """Return status and text of one answer."""
+        text = bytearray()
+        async with self.client.stream(method, url, json=body) as answer:
+            async for part in answer.aiter_raw():
+                text += part
+                if len(text) > LONGEST:
+                    raise httpx2.ReadError(f"more than {LONGEST} bytes")
+        return answer.status_code, bytes(text)
+
+
+async def _all(work: Iterable[Coroutine]) -> list:
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Server:
+    """An inference server; `room` is the number of tokens for a prompt and its response together.
+
+    A kind of server defines the names below, and three methods without side effects:
+        request(prompt_ids, sampling, seed) -> path and body of the request for one response
+        parse(answer, sampling) -> ids, log-probabilities, kept sets or None, finish reason, version or None
+        update(folder, version) -> paths and bodies that pause it, load the weights, empty its cache, set the version
     """
 
     kind: ClassVar[str]
-    flags: ClassVar[Flags]
+    margin: ClassVar[int] = 0
+    """Tokens of the server's context that no response gets."""
+    ready: ClassVar[str]
+    """The path that answers 200 when the server can sample."""
+    resume: ClassVar[str]
+    """The path that ends a pause."""
+    flags: ClassVar[dict[str, str]]
+    """How to start it, for errors: logprobs, seeds, sets, push, cache, length."""
 
-    def __init__(self, connection: Connection, model: str, max_model_len: int):
-        self.connection, self.model, self.max_model_len = connection, model, max_model_len
-        self.url = connection.url
+    def __init__(self, http: Http, url: str, card: dict):
+        self.http, self.url, self.model = http, url, str(card["id"])
+        self.room = int(card["max_model_len"]) - self.margin
 
     def __str__(self) -> str:
         return f"server {self.url} ({self.kind})"
 
-    def wait(self, seconds: float = STARTS_WITHIN) -> int:
-        """Until it answers; returns the most tokens of a prompt and its response together, as it says now."""
-        until_healthy(self.connection, seconds)
-        self.model, self.max_model_len, _ = card_of(self.connection)
-        return self.max_model_len
-
-    def sample(
-        self, prompt_ids: Sequence[int], n: int, sampling: Sampling, seeds: Sequence[int] | None
-    ) -> list[Response]:
-        """`n` responses, one after the other, each a request with its own seed: of one request's samples vLLM seeds
-        number k with seed + k, and SGLang all with the same.
-
-        Args:
-            prompt_ids: token ids.
-            n: how many responses.
-            sampling: how they are drawn; its own seeds are not read.
-            seeds: `n` of them; None where the server may draw as it likes.
+    async def sample(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Response:
+        """Return one response to one request: of several, vLLM samples copy k with seed + k, SGLang all with one seed.
 
         Raises:
-            InputError: what was asked does not fit, no answer came, or it is not what was asked for.
+            InputError: there was no answer, or it is no whole response.
         """
-        whole = len(prompt_ids) + sampling.max_new_tokens
-        if whole > self.max_model_len:  # it would be cut without a word
+        path, body = self.request(prompt_ids, sampling, seed)
+        answer = await self.http.call("POST", self.url + path, body)
+        try:
+            ids, logprobs, sets, finish, label = self.parse(answer, sampling)
+            support = None if sets is None else TokenSupport.from_lists(sets)
+            logprobs = [float(value) for value in logprobs]
+            # The id decides: a stop token in the last place may be called "stop" or "length".
+            stopped, count = bool(ids) and ids[-1] in sampling.stop_ids, len(ids)
+        except UNREADABLE as error:
             raise InputError(
-                f"{self}: a prompt of {len(prompt_ids)} tokens and max_new_tokens={sampling.max_new_tokens} are more "
-                f"than its {self.max_model_len} tokens; start it with {self.flags.length} {whole} or more"
+                f"{self}: an answer of an unknown form ({in_a_line(error)}): {shortened(answer)}"
+            ) from error
+        if not stopped and count != sampling.max_new_tokens:
+            raise InputError(
+                f"{self}: a response ended by {finish!r} after {count} of {sampling.max_new_tokens} tokens, at no stop "
+                f"token; it was aborted, or the prompt leaves no room: start the server with {self.flags['length']}"
             )
-        if seeds is not None and len(seeds) != n:
-            raise ValueError(f"{len(seeds)} seeds for {n} responses")
-        found = []
-        for seed in [None] * n if seeds is None else seeds:
-            answer = self._parsed(list(prompt_ids), sampling, seed)
-            found.append(self._believed(answer, sampling))
-        return found
+        if sampling.truncates and support is None:
+            raise InputError(f"{self}: no kept sets, which top_p, top_k and min_p need; start it {self.flags['sets']}")
+        numbered = isinstance(label, str) and label.isdecimal() and len(label) < 19  # else the server's own: "default"
+        return Response(ids, "stop" if stopped else "length", logprobs, support, int(label) if numbered else None)
 
-    def push(self, folder: Path, version: int) -> None:
-        """Have it read the weights in `folder`, in the Hub format on a disk that it sees, as this version.
-
-        It answers nothing meanwhile. Who has paused it before is waited for; what this call paused it resumes, however
-        it ends.
+    async def push(self, folder: Path, version: int) -> None:
+        """Load the weights of a folder that the server sees too. A call that fails is not repeated.
 
         Raises:
-            InputError: it did not, or does not say so; which weights it has now is not known.
+            InputError: the server did not load them.
         """
-        self.connection.until_resumed()
-        with self._known_to_push():
-            refused = False
-            try:
-                try:
-                    self._pause()
-                except Refused:  # what is paused now is so for somebody else
-                    refused = True
-                    raise
-                self._load(folder.resolve(), version)
-            except BaseException:  # a pause may have been heard though its answer is lost
-                if not refused:
-                    with contextlib.suppress(InputError):
-                        self._resume()
+        try:
+            for path, body in [*self.update(folder.resolve(), version), (self.resume, {})]:
+                answer = await self.http.call("POST", self.url + path, body, tries=1)
+                if isinstance(answer, dict) and answer.get("success", True) is not True:
+                    raise CallFailed(f"POST {self.url}{path}: {shortened(answer)}")
+        except BaseException as error:
+            with contextlib.suppress(CallFailed):
+                await self.http.call("POST", self.url + self.resume, {}, tries=1)
+            if not isinstance(error, CallFailed):
                 raise
-            self._resume()
-        label = self.label()
-        if label != str(version):
-            raise InputError(f"{self}: version {version} was pushed, but it says that its weights are of {label!r}")
-
-    def version(self) -> int | None:
-        """Of its weights; None where no push has named one."""
-        label = self.label()
-        return int(label) if is_version(label) else None
-
-    @abstractmethod
-    def label(self) -> str | None:
-        """What it calls the version of its weights."""
-
-    @abstractmethod
-    def digests(self) -> dict[str, str] | None:
-        """Of each of its tensors, by its own name for it; None where it does not tell."""
-
-    def tokens_of(self, text: str) -> list[int] | None:
-        """The ids that its tokenizer makes of a text, without special tokens around it; None where it has none."""
-        return self._told_of("tokens", list, "/tokenize", self._tokenized(text))
-
-    @abstractmethod
-    def _tokenized(self, text: str) -> dict:
-        """What /tokenize is asked."""
-
-    @abstractmethod
-    def why_no_sets(self, sampling: Sampling) -> str | None:
-        """Why it does not tell what a token is drawn from that is drawn so; None where it does."""
-
-    @abstractmethod
-    def _answer(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Answer:
-        """One response."""
-
-    @abstractmethod
-    def _pause(self) -> None: ...
-
-    @abstractmethod
-    def _load(self, folder: Path, version: int) -> None:
-        """The weights, an empty prefix cache, and the version."""
-
-    @abstractmethod
-    def _resume(self) -> None: ...
-
-    def _told_of(self, what: str, kind: type, path: str, body: dict):
-        """`what` of the answer, which is of this kind; None where the server knows no such question."""
-        try:
-            answer = self.connection.ask(path, body)
-        except Refused as error:
-            if error.status in UNKNOWN:
-                return None
-            raise
-        told = answer.get(what) if isinstance(answer, dict) and answer.get("success", True) else None
-        if not isinstance(told, kind):
-            raise self._missing(what, answer)
-        return told
-
-    @contextlib.contextmanager
-    def _known_to_push(self) -> Iterator[None]:
-        """Say with what a server must be started that does not know how to take weights."""
-        try:
-            yield
-        except Refused as error:
-            if error.status not in UNKNOWN:
-                raise
-            raise InputError(f"{error}; it takes weights where it is started with {self.flags.push}") from error
-
-    def _parsed(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Answer:
-        """One response, from whatever it answers."""
-        try:
-            return self._answer(prompt_ids, sampling, seed)
-        except InputError:
-            raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{self}: an answer in a form that is not known: {in_a_line(error)}") from error
-
-    def _believed(self, answer: Answer, sampling: Sampling) -> Response:
-        """The response, if it holds what it must."""
-        problem = _broken(answer, sampling)
-        if problem == NO_LOGPROBS:
-            problem += f"; start it with {self.flags.logprobs}"
-        if problem == NO_SETS:
-            problem += f"; start it with {self.flags.sets}"
-        if problem is not None:
-            raise InputError(f"{self}: an unusable response: {problem}")
-        support = None if answer.sets is None else self._support(answer)
-        version = int(answer.version) if is_version(answer.version) else None
-        # SGLang says "length" of a stop token that is the last of max_new_tokens.
-        ended = bool(answer.ids) and answer.ids[-1] in sampling.stop_ids
-        return Response(answer.ids, "stop" if ended else "length", answer.logprobs, support, version)
-
-    def _support(self, answer: Answer) -> TokenSupport:
-        """The kept sets of a response, one for each of its tokens."""
-        try:
-            found = TokenSupport.from_lists(answer.sets)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self}: kept sets that are none: {in_a_line(error)}") from error
-        if len(found) != len(answer.ids):
-            raise InputError(f"{self}: {len(found)} kept sets for {len(answer.ids)} tokens")
-        return found
-
-    def _missing(self, what: str, answer: object) -> InputError:
-        return InputError(f"{self}: an answer without {what}: {shortened(answer)}")
+            remedy = f"does it see {folder}, and does nobody else use it?"
+            if error.status in (404, 405):
+                remedy = f"start it with {self.flags['push']}"
+            raise InputError(f"{error}; {self} did not load the weights: {remedy}") from error
 
 
-NO_LOGPROBS = "no log-probabilities"
-NO_SETS = "no kept sets, though the sampling truncates"
-
-
-def _broken(answer: Answer, sampling: Sampling) -> str | None:
-    """What is wrong with a response."""
-    ids, told, most = answer.ids, answer.logprobs, sampling.max_new_tokens
-    if answer.finish not in ("stop", "length"):  # abort, error, None: what came is a part of a response, or nothing
-        return f"finish_reason={shortened(answer.finish)} after {_length(ids)} tokens; expected stop or length"
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-        return f"no list of token ids but {shortened(ids)}"
-    if answer.finish == "length" and len(ids) != most:
-        return f"finish_reason='length' after {len(ids)} of max_new_tokens={most} tokens"
-    if answer.finish == "stop" and (not ids or ids[-1] not in sampling.stop_ids):
-        return f"finish_reason='stop', but its last token {ids[-1:]} is none of the stop tokens {sampling.stop_ids}"
-    if sampling.truncates and answer.sets is None:
-        return NO_SETS
-    if told is None:
-        return NO_LOGPROBS
-    numbers = isinstance(told, list) and all(isinstance(value, (int, float)) for value in told)
-    if not numbers or not all(map(math.isfinite, told)):
-        return f"log-probabilities that are no finite numbers: {shortened(told)}"
-    if len(told) != len(ids):
-        return f"{len(told)} log-probabilities for {len(ids)} token ids"
-    return None
-
-
-def _length(ids: object) -> int:
-    return len(ids) if isinstance(ids, list) else 0
-
-
-def is_version(label: str | None) -> bool:
-    """Whether a label is one that a push gave, and not a server's own, such as "default"."""
-    return isinstance(label, str) and label.isdecimal()
-
-
-def until_healthy(connection: Connection, seconds: float) -> None:
-    """Wait for a server that is being started: nobody listens yet, or it says that it is not ready.
-
-    Raises:
-        InputError: it is not there, or not ready, after so many seconds.
-    """
-    end, told = time.monotonic() + seconds, False
-    while True:
-        try:
-            connection.check_health()
-            return
-        except NoAnswer as error:
-            if time.monotonic() >= end:
-                raise InputError(f"{error}; waited for {seconds:g} s") from error
-            if not told and ranks.rank() == 0:
-                tell(f"waiting at most {seconds:g} s: {error}")
-        told = True
-        time.sleep(connection.between)
-
-
-def card_of(connection: Connection) -> tuple[str, int, str]:
-    """What a server says of the model that it serves: its name, the tokens that fit, and whose kind the server is.
-
-    Raises:
-        InputError: it is no inference server.
-    """
-    answer = connection.get("/v1/models")
-    try:
-        card = answer["data"][0]
-        return str(card["id"]), int(card["max_model_len"]), str(card["owned_by"])
-    except (TypeError, KeyError, IndexError, ValueError) as error:
-        raise InputError(
-            f"server {connection.url} does not say which model it serves (GET /v1/models: {shortened(answer)}): it is "
-            "neither vLLM nor SGLang"
-        ) from error
+def options(sampling: Sampling) -> dict:
+    """Return the options that servers name alike, all of them: a model's generation config has other defaults."""
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p if sampling.truncates else 1.0,
+        "min_p": sampling.min_p if sampling.truncates else 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": [],
+        "stop_token_ids": list(sampling.stop_ids),
+    }

@@ -84,7 +84,7 @@ def saved_in_splits(folder: Path) -> None:
 
 
 DATA = [
-    *words("sft", "--dataset rows", "dataset=rows does not exist here or on the Hub"),
+    *words("sft", "--dataset rows", "dataset=rows does not exist here, and not on the Hub"),
     *of(
         "sft",
         "a split that is not there",
@@ -150,7 +150,7 @@ DATA = [
         "data.parquet",
         "data.parquet, row 1: " + TEXT_OR_MESSAGES,
     ),
-    *words("sft", "--dataset openai/gsm9k", "dataset=openai/gsm9k does not exist here or on the Hub"),
+    *words("sft", "--dataset openai/gsm9k", "dataset=openai/gsm9k does not exist here, and not on the Hub"),
     *of("sft", "a dataset whose name is empty", "dataset", "--dataset", ""),
     *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words("reward", "--reference_dataset none.jsonl", "dataset file none.jsonl does not exist"),

@@ -201,7 +201,7 @@ MODELS = [
     *words(
         TRAINERS,
         "--model Qwen/Qwen2.5-0.5B-Instrukt",
-        "0.5B-Instrukt does not exist here or on the Hub",
+        "0.5B-Instrukt does not exist here, and not on the Hub",
     ),
     *words("sft", "--model ./nobody/here", "nobody/here"),
     *words("sft", "--model a/b/c/d", "a/b/c/d"),

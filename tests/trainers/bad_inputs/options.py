@@ -5,6 +5,7 @@ from tests.trainers.bad_inputs.cases import ALL, TRAINERS, Case, of, words
 WHOLE, COUNT, FINITE = "a whole number above 0", "a whole number, 0 or more", "a finite number, 0 or more"
 TEMPERATURE = r"a number from 1e-06 to 1e[+]06"
 POSITIVE, SEED = "a finite number above 0", r"a whole number from 0 to 2\^31 - 1"
+SERVER = "server=.*: expected a URL such as http://127.0.0.1:8000"
 
 
 def option(commands: str, name: str, values: str, expected: str) -> list[Case]:
@@ -192,7 +193,13 @@ OPTIONS = [
     *words("grpo", "--sampler judges:none_such", "has no function 'none_such'"),
     *words("grpo", "--sampler judges.py", "sampler 'judges.py': expected module:function"),
     *words("grpo", "--sampler judges:three_is", "has no function 'three_is'"),
-    *words("grpo", "--server ,", "server=.*: expected URLs, such as http://127.0.0.1:8000"),
+    *words("grpo", "--server ,", SERVER),
+    *words("grpo", "--server localhost:8000", SERVER),
+    *words("grpo", "--server http://host:99999", SERVER),
+    *words("grpo", "--server http://user:word@host:1", "server: expected a URL .*, without a user or password"),
+    *words("grpo", "--server http://a:1,http://a:1", "server names http://a:1 twice; give each server once"),
+    *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
+    *words("grpo", "--server http://a:1 --server_api_key_env NO_SUCH", "server_api_key_env=NO_SUCH: .* holds no key"),
     *of("sft", "an output_dir without a name", "output_dir='' is empty", "--output_dir", ""),
     *of("sft", "a word of the template", "does not read 'role'", "--chat_template_kwargs", '{"role": 1}'),
     *yaml(ALL, "learning_rate: 1\n", "c.yaml, line 1: unknown option --learning_rate; "),

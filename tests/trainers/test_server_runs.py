@@ -1,0 +1,214 @@
+"""Whole runs whose responses servers sample: through fakes of both kinds."""
+
+import functools
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.rollouts.mismatch import check_bound
+from fused_rl.trainers.run import store
+from fused_rl.trainers.servers.inference import Http
+from tests.marks import SLOW
+from tests.trainers import fake_server, killed, runs, tiny
+
+
+def grpo_config(files, output_dir, *fakes, **options):
+    options = {"save_every": 1, "server": [fake.url for fake in fakes], "max_prompt_length": 64} | options
+    return runs.grpo_config(files, output_dir, **options)
+
+
+def ppo_config(files, output_dir, *fakes, **options):
+    model, dataset = files
+    defaults = {"verifiers": runs.VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 8, "max_new_tokens": 6}
+    defaults |= {"save_every": 1, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 4, "lr": 1e-3}
+    defaults |= {"max_prompt_length": 64}
+    given = {"model": model, "dataset": dataset, "output_dir": str(output_dir), "server": [f.url for f in fakes]}
+    return ppo.PPOConfig(**given, **tiny.settled(defaults | options))
+
+
+TRAINERS = {"grpo": (grpo.train, grpo_config), "ppo": (ppo.train, ppo_config)}
+
+
+@pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=SLOW)])
+def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch, lora_rank):
+    monkeypatch.setenv("SERVER_KEY", "sk-secret")
+    with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
+        options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
+        grpo.train(grpo_config(files, tmp_path / "run", fake, **options))
+        assert fake.label == "2"
+    store.release()
+    steps = [row for row in tiny.read_metrics(tmp_path / "run") if "rollout/logprob_diff_max" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 1]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
+    published = tiny.weights(tmp_path / "run/published/step-2")
+    if lora_rank:  # merged into what is published
+        assert published.keys() == tiny.weights(Path(files[0])).keys()
+    else:  # what was published last is the trained model
+        model = tiny.weights(tmp_path / "run/model")
+        assert model.keys() == published.keys() and all(torch.equal(model[name], published[name]) for name in model)
+    assert not any(b"sk-secret" in content for content in runs.contents(tmp_path / "run").values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_whole_runs(files, tmp_path, trainer, kind, top_p):
+    train, config_of = TRAINERS[trainer]
+    with fake_server.serving(kind, files[0]) as fake, fake_server.serving(kind, files[0]) as other:
+        train(config_of(files, tmp_path / "run", fake, other, top_p=top_p, top_k=30 if top_p < 1 else 0))
+        assert fake.label == other.label == "3"
+    store.release()
+    for row in tiny.read_metrics(tmp_path / "run"):
+        assert row.get("rollout/logprob_diff_max", 0) < 1e-4
+
+
+RESUMED = [("grpo", "vllm"), pytest.param("grpo", "sglang", marks=SLOW), pytest.param("ppo", "vllm", marks=SLOW)]
+
+
+@pytest.mark.parametrize(("trainer", "kind"), RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
+    train, config_of = TRAINERS[trainer]
+    config_of = functools.partial(config_of, files, eval_size=0)
+    with fake_server.serving(kind, files[0]) as fake:
+        train(config_of(tmp_path / "whole", fake))
+        store.release()
+        shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+        for name in ("model", "critic"):
+            shutil.rmtree(tmp_path / "stopped" / name, ignore_errors=True)
+    torch.manual_seed(77)
+    with fake_server.serving(kind, files[0]) as fresh:  # on another port, with the weights that it began with
+        train(config_of(tmp_path / "stopped", fresh, resume_from="step-2"))
+        assert fresh.label == "3"
+    store.release()
+    runs.assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_it_had_not_been(files, tmp_path):
+    def words(fake, folder, **other):
+        config = runs.grpo_config(files, folder, eval_size=0, save_every=1, keep_checkpoints=9, max_prompt_length=64)
+        return killed.words_of(config, server=fake.url, **other)
+
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole, cut = tmp_path / "whole/run", tmp_path / "cut/run"
+    with fake_server.serving("vllm", files[0]) as fake:
+        assert killed.run("grpo", words(fake, whole), tmp_path / "whole") == [0]
+        moment = killed.Moment(60, "published")
+        assert killed.run("grpo", words(fake, cut), tmp_path / "cut", moment) == [-9]
+        assert killed.run("grpo", words(fake, cut, resume=True), tmp_path / "cut") == [0]
+    runs.assert_equal_runs(whole, cut)
+    assert [path.name for path in (cut / "published").glob("step-*")] == ["step-3"]
+
+
+def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
+    """The probe of a server passes, and then it samples otherwise."""
+    with fake_server.serving("vllm", files[0]) as fake:
+        draw = fake.draw
+
+        def later(ids, chosen, most):
+            fake.flaws = {"warm"} if most == 6 else set()  # a rollout's responses; the probe's are longer
+            return draw(ids, chosen, most)
+
+        fake.draw = later
+        with pytest.raises(InputError, match="log-probabilities of this step's responses are .* nats off the policy's"):
+            grpo.train(grpo_config(files, tmp_path / "run", fake, eval_size=0))
+    store.release()
+    for value, exact in ((9e-4, True), (0.04, False)):
+        check_bound({"rollout/logprob_diff_abs": value}, exact)
+    for value, exact in ((2e-3, True), (0.06, False), (float("nan"), False)):
+        with pytest.raises(InputError, match="nats off"):
+            check_bound({"rollout/logprob_diff_abs": value}, exact)
+
+
+def test_weights_that_were_not_published_are_refused(files, tmp_path):
+    with fake_server.serving("vllm", files[0]) as fake:
+        fake.rename = lambda label: setattr(fake, "label", "99")
+        with pytest.raises(InputError, match="after step 99, but those after step 0 are to be sampled"):
+            grpo.train(grpo_config(files, tmp_path / "run", fake, eval_size=0))
+    store.release()
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(files, tmp_path):
+    config_of = functools.partial(grpo_config, files, tmp_path / "run", eval_size=0, steps=2)
+    with fake_server.serving("vllm", files[0]) as fake:
+        draw = fake.draw
+
+        def dies(ids, chosen, most):
+            if fake.label == "1" and most == 6:
+                raise ConnectionResetError
+            return draw(ids, chosen, most)
+
+        fake.draw = dies
+        with pytest.raises(InputError, match=f"{fake.url}/v1/completions: no answer: .*is the server up"):
+            grpo.train(config_of(fake))
+    store.release()
+    with fake_server.serving("vllm", files[0]) as fresh:
+        grpo.train(config_of(fresh, resume=True))
+        assert fresh.label == "2"
+    store.release()
+
+
+def test_a_dry_run_calls_no_server(files, tmp_path, capsys):
+    model, dataset = files
+    words = ["--model", model, "--dataset", dataset, "--verifiers", runs.VERIFIER, "--dry_run"]
+    grpo.main([*words, "--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9", "http://127.0.0.1:10"])
+    assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@host:1", "http://user:secret@host:x", "user:secret@host", "http://secret@[1"]
+)
+def test_a_password_in_a_url_is_not_repeated(files, tmp_path, capsys, url):
+    model, dataset = files
+    words = ["--model", model, "--dataset", dataset, "--verifiers", runs.VERIFIER, "--dry_run", "--server", url]
+    with pytest.raises(SystemExit) as refused:
+        grpo.main([*words, "--output_dir", str(tmp_path / "run")])
+    said = "".join(capsys.readouterr()) + str(refused.value)
+    assert "without a user or password" in said and "secret" not in said
+
+
+def trained_on_rank(rank, world, files, folder, url):
+    """Return what a rank is told when the run ends with an error."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Http, "__init__", functools.partialmethod(quick, Http.__init__))
+            grpo.train(runs.grpo_config(files, folder, server=[url], eval_size=0, zero_stage=2, max_prompt_length=64))
+    except InputError as error:
+        return str(error)
+    finally:
+        store.release()
+    return None
+
+
+def quick(self, init, *args):
+    init(self, *args)
+    self.pause = 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [None, "/collective_rpc", "/v1/completions"])
+def test_ranks_fail_together_or_not_at_all(files, tmp_path, wrong):
+    with fake_server.serving("vllm", files[0]) as fake:
+        reset = fake.reset
+
+        def later():
+            reset()
+            if wrong is not None and fake.label == "0":  # in the second update
+                fake.script = [(wrong, 500)] * 50
+
+        fake.reset = later
+        if wrong == "/collective_rpc":
+            fake.script = [(wrong, 500)]
+        found = runs.on_ranks(trained_on_rank, 2, files, tmp_path / "run", fake.url)
+    if wrong is None:
+        assert found == [None, None]
+    else:
+        assert all(re.search(f"POST {fake.url}{wrong}: HTTP 500", str(said)) for said in found), found

@@ -1,0 +1,380 @@
+"""Calls to inference servers of both kinds, weight updates and the probe: against fakes with scripted faults."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.servers import inference
+from tests.marks import SLOW
+from tests.trainers import fake_server, served, tiny
+
+PROMPT = [1, 70, 71]
+SAMPLING, GREEDY = Sampling(0.7, 5, (3, 260)), Sampling(0.0, 5, ())
+TRUNCATED = Sampling(0.7, 5, (3,), top_p=0.9, top_k=20, min_p=0.01)
+SAMPLE = {"vllm": "/v1/completions", "sglang": "/generate"}
+UPDATE = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+
+# Payloads, field by field.
+SHARED = {"n": 1, "temperature": 0.7, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+SHARED |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": [], "stop_token_ids": [3, 260]}
+VLLM = SHARED | {"max_tokens": 5, "min_tokens": 0, "top_k": 0, "seed": 42, "ignore_eos": True, "logprobs": 0}
+ABOUT = {"model": "policy", "stream": False}
+REPORTED = {"return_token_ids": True, "return_weight_versions": True, "echo": False}
+SGLANG = SHARED | {"max_new_tokens": 5, "min_new_tokens": 0, "top_k": -1, "sampling_seed": 42, "ignore_eos": False}
+SGLANG |= {"no_stop_trim": True, "skip_special_tokens": False}
+CUT = {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "stop_token_ids": [3]}
+SENT = {
+    ("vllm", SAMPLING): ("/v1/completions", {"prompt": PROMPT} | ABOUT | REPORTED | VLLM),
+    ("vllm", TRUNCATED): (
+        "/inference/v1/generate",
+        {"token_ids": PROMPT, "sampling_params": VLLM | CUT} | ABOUT,
+    ),
+    ("sglang", SAMPLING): (
+        "/generate",
+        {"input_ids": PROMPT, "sampling_params": SGLANG, "return_logprob": True, "stream": False},
+    ),
+    ("sglang", TRUNCATED): (
+        "/generate",
+        {
+            "input_ids": PROMPT,
+            "sampling_params": SGLANG | CUT,
+            "return_logprob": True,
+            "stream": False,
+            "return_sampling_mask": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED], ids=["all", "truncated"])
+def test_every_option_of_sampling_is_sent(fake, server, sampling):
+    (response,) = served.asked(server, PROMPT, sampling, 42)
+    assert fake.asked[-1] == SENT[fake.kind, sampling]
+    if sampling.truncates:
+        sets = response.support.ids.split(response.support.offsets.diff().tolist())
+        assert all(token in kept and 0 < len(kept) <= 20 for token, kept in zip(response.ids, sets, strict=True))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, 6, (3,)), Sampling(0.7, 6, (3,)), GREEDY], ids=str)
+def test_responses_and_log_probabilities_are_the_models(fake, server, sampling):
+    seeds = [5, 6, 7] if sampling.temperature else [None] * 3
+    responses = served.asked(server, PROMPT, sampling, *seeds)
+    for response in responses:
+        expected = served.logprobs(fake.lm, PROMPT, response.ids, sampling.temperature or 1.0)
+        torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=1e-5, rtol=0)
+        assert response.weight_version is None  # "default": no update has numbered it
+    assert served.asked(server, PROMPT, sampling, seeds[1]) == responses[1:2]
+    assert len({tuple(response.ids) for response in responses}) == (3 if sampling.temperature else 1)
+
+
+def test_stop_tokens_alone_end_a_response(fake, server):
+    (free,) = served.asked(server, PROMPT, GREEDY, None)
+    fake.eos = free.ids[0]  # the model's own end of sequence
+    assert served.asked(server, PROMPT, GREEDY, None) == [free]
+    for longest in (8, 1):  # in the last place too
+        (stopped,) = served.asked(server, PROMPT, Sampling(0.0, longest, (free.ids[0],)), None)
+        assert (stopped.ids, stopped.finish) == (free.ids[:1], "stop")
+
+
+def test_the_longest_response_fits(fake, server):
+    assert server.room == (126 if fake.kind == "sglang" else 128)
+    (response,) = served.asked(server, [5] * (server.room - 5), GREEDY, None)
+    assert (len(response.ids), response.finish) == (5, "length")
+
+
+def test_calls_share_connections(fake, server):
+    for _ in range(3):
+        served.asked(server, PROMPT, SAMPLING, *range(8))
+    assert fake.connections <= 10
+
+
+def of(kind, **fields):
+    """Return a function that changes fields of the right answer."""
+
+    def change(answer):
+        part = answer["choices"][0] if kind == "vllm" else answer["meta_info"]
+        ids = fields.get("token_ids")
+        if kind == "sglang" and ids is not None:
+            answer["output_ids"] = ids
+            part["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
+        elif ids is not None:
+            part |= {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+        if "finish_reason" in fields:
+            part["finish_reason"] = fields["finish_reason"] if kind == "vllm" else {"type": fields["finish_reason"]}
+        if "value" in fields and kind == "vllm":
+            part["logprobs"] = {"token_logprobs": [fields["value"]] * 5}
+        elif "value" in fields:
+            part["output_token_logprobs"] = [[fields["value"], 9, None]] * 5
+        return answer
+
+    return change
+
+
+# What goes wrong with a request for a response -> the line; how often it may go wrong before it ends the run.
+UNKNOWN_FORM, ENDED = "an answer of an unknown form", "a response ended by"
+FAULTS = {
+    "500": (500, "HTTP 500: .*as the script says", 3),
+    "cut": ("cut", "no answer: RemoteProtocolError", 3),
+    "close": ("close", "no answer: .*is the server up", 3),
+    "400": (400, "HTTP 400: .*as the script says", 1),
+    "401": (401, "HTTP 401", 1),
+    "html": (b"<html>", "the answer is not JSON: <html>", 1),
+    "deep": (b"[" * 3000, "the answer is not JSON", 1),
+    "too large": (b"1" * 5000, "no answer: ReadError: more than 4000 bytes", 3),
+    "null": (lambda right: None, UNKNOWN_FORM, 1),
+    "list": (lambda right: [], UNKNOWN_FORM, 1),
+    "empty": (lambda right: {}, UNKNOWN_FORM, 1),
+    "no choices": (lambda right: {"choices": [], "meta_info": 3}, UNKNOWN_FORM, 1),
+    "no log-probabilities": ({"value": None}, UNKNOWN_FORM, 1),
+    "huge log-probability": ({"value": 10**400}, UNKNOWN_FORM, 1),
+    "abort": ({"finish_reason": "abort", "token_ids": []}, f"{ENDED} 'abort' after 0 of 5 tokens, at no stop token", 1),
+    "short": (
+        {"finish_reason": "length", "token_ids": [9, 9]},
+        f"{ENDED} 'length' after 2 of 5.*start the server w",
+        1,
+    ),
+    "other stop": ({"finish_reason": "stop", "token_ids": [9, 8]}, f"{ENDED} 'stop' after 2 of 5 tokens", 1),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_faults_of_one_answer(fake, server, case, monkeypatch):
+    monkeypatch.setattr(inference, "LONGEST", 4000)
+    wrong, message, times = FAULTS[case]
+    wrong = of(fake.kind, **wrong) if isinstance(wrong, dict) else wrong
+    (expected,) = served.asked(server, PROMPT, SAMPLING, 0)
+    fake.script = [(SAMPLE[fake.kind], wrong)] * (times - 1)  # repeated as often
+    assert served.asked(server, PROMPT, SAMPLING, 0) == [expected] and fake.script == []
+    fake.script = [(SAMPLE[fake.kind], wrong)] * (times + 1)  # and no more often
+    with pytest.raises(InputError, match=message) as refused:
+        served.asked(server, PROMPT, SAMPLING, 0)
+    assert len(fake.script) == 1 and fake.url in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("silence", ["hang", "drip"])
+def test_a_silent_server_ends_in_an_error(fake, silence):
+    server = served.connected(fake, timeout=0.5)
+    fake.script = [(SAMPLE[fake.kind], silence)] * 2
+    with pytest.raises(InputError, match="no answer within --server_timeout 0.5 s; is the server up, and not paused"):
+        served.asked(server, PROMPT, SAMPLING, 0)
+
+
+def test_a_failure_cancels_the_other_calls(fake, server):
+    fake.script = [(SAMPLE[fake.kind], "hang"), (SAMPLE[fake.kind], 400)]
+    with pytest.raises(InputError, match="HTTP 400"):
+        served.asked(server, PROMPT, SAMPLING, 0, 1)  # without waiting 20 s for the first one
+
+
+def test_a_paused_server_is_waited_for(fake, server):
+    (expected,) = served.asked(server, PROMPT, SAMPLING, 0)
+    fake.script = [(SAMPLE[fake.kind], 503)] * 9
+    assert served.asked(server, PROMPT, SAMPLING, 0) == [expected]
+    fake.paused, server.http.timeout = True, 0.5
+    with pytest.raises(InputError, match="HTTP 503: .*paused"):
+        served.asked(server, PROMPT, SAMPLING, 0)
+    assert fake.paused
+
+
+# Who is there.
+
+
+def test_a_server_that_is_loading_is_waited_for(fake):
+    fake.script = [("/v1/models", "close")] * 5 + [("/health", 503), ("/ready", 503)] * 5
+    assert served.connected(fake).kind.lower() == fake.kind
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (404, "/v1/models: HTTP 404"),
+        (lambda right: {"data": []}, "is neither vLLM nor SGLang: GET /v1/models answered"),
+        (lambda right: {"data": [right["data"][0] | {"owned_by": "llamacpp"}]}, "is neither vLLM nor SGLang"),
+        (lambda right: {"data": [right["data"][0] | {"max_model_len": float("inf")}]}, "is neither vLLM nor SGLang"),
+    ],
+)
+def test_what_is_no_inference_server_is_refused(fake, wrong, message):
+    fake.script = [("/v1/models", wrong)]
+    with pytest.raises(InputError, match=message):
+        served.connected(fake)
+
+
+def test_a_key_is_sent_and_never_shown(folder):
+    with fake_server.serving("vllm", folder, key="sk-right") as fake:
+        assert served.asked(served.connected(fake, key="sk-right"), PROMPT, SAMPLING, 0)
+        with pytest.raises(InputError, match=r"HTTP 401.*Bearer \*\*\*") as refused:
+            served.connected(fake, key="sk-wrong")
+        assert "sk-wrong" not in str(refused.value)
+
+
+# Weights.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The servers' weights at first, and the policy's."""
+    folder = tmp_path_factory.mktemp("models")
+    return [tiny.model_folder(folder / str(seed), seed=seed) for seed in (0, 1)]
+
+
+UPDATED = {
+    "vllm": [
+        ("/pause?mode=wait", None),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "FOLDER"}}),
+        ("/reset_prefix_cache", None),
+        ("/update_weight_version", {"new_version": "7"}),
+        ("/resume", {}),
+    ],
+    "sglang": [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weights_from_disk", {"model_path": "FOLDER", "flush_cache": True, "weight_version": "7"}),
+        ("/continue_generation", {}),
+    ],
+}
+
+
+def test_an_update_gives_a_server_weights_and_their_version(fake, server, folders):
+    before = len(fake.asked)
+    server.http.run([server.push(Path(folders[1]), 7)])
+    assert str(fake.asked[before:]).replace(folders[1], "FOLDER") == str(UPDATED[fake.kind])
+    (response,) = served.asked(server, PROMPT, GREEDY, None)
+    assert response.weight_version == 7 and not fake.paused
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (404, "HTTP 404.*did not load the weights: start it with"),
+        (500, "HTTP 500.*did not load the weights: does it see .*and does nobody else use it"),
+        ("cut", "no answer.*did not load"),
+        (lambda right: {"success": False, "message": "no"}, "'success': False.*did not load the weights"),
+    ],
+)
+def test_an_update_that_fails_is_not_repeated(fake, server, folders, wrong, message):
+    fake.script = [(UPDATE[fake.kind], wrong)]
+    with pytest.raises(InputError, match=message):
+        server.http.run([server.push(Path(folders[1]), 7)])
+    assert len(fake.bodies(UPDATE[fake.kind])) <= 1 and not fake.paused
+
+
+# The probe.
+
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
+RUN = Sampling(0.9, 1, ())
+FOUND = {
+    "raw": "not the policy's .*or not (--logprobs-mode processed_logprobs|SGLANG_RETURN_ORIGINAL_LOGPROB unset)",
+    "warm": "not the policy's .*weights, temperature, dtype",
+    "deaf": "not the policy's .*weights, temperature, dtype",
+    "stale": "only after the long prompt, which is cached: start the server with --.*cac",
+    "unseeded": "one seed gave two different responses; start it with",
+    "clones": "three seeds gave the same response; start it with",
+    "unfinished": "a response ended by 'length' after 2 of 16 tokens",
+    "partial": "not the policy's",
+}
+
+
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=SLOW)])
+@pytest.mark.parametrize("begins", [0, 2], ids=["from the start", "later"])
+@pytest.mark.parametrize("flaw", [None, *FOUND])
+def test_the_probe_detects(kind, folders, tmp_path, flaw, begins):
+    policy = served.Policy(folders[1])
+    with fake_server.serving(kind, folders[0], max_model_len=512) as fake:
+        sampler = served.sampler_of([fake.url], policy, tmp_path, sampling=RUN)
+        for step in range(3):
+            if step == begins and flaw == "partial":
+                policy.left_out = (QUERIES,)
+            elif step == begins and flaw is not None:
+                fake.flaws = {flaw}
+            policy.change(step)
+            if flaw is not None and step == begins:
+                with pytest.raises(InputError, match=f"server {fake.url} .*{FOUND[flaw]}") as refused:
+                    sampler.publish(step, policy.save)
+                assert "\n" not in str(refused.value)
+                return
+            sampler.publish(step, policy.save)
+        assert fake.label == "2" and flaw is None
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_probe_of_truncated_sampling(kind, folders, tmp_path):
+    policy = served.Policy(folders[1])
+    with fake_server.serving(kind, folders[0]) as fake:
+        sampler = served.sampler_of([fake.url], policy, tmp_path, sampling=TRUNCATED)
+        sampler.publish(0, policy.save)
+        fake.flaws = {"no sets"}
+        with pytest.raises(InputError, match="no kept sets, which top_p, top_k and min_p need; start it with --"):
+            sampler.publish(1, policy.save)
+
+
+def test_in_16_bits_a_larger_difference_on_average_is_allowed(folders, tmp_path, monkeypatch):
+    policy = served.Policy(folders[1])
+    with fake_server.serving("vllm", folders[0]) as fake:
+        draw, off = fake.draw, [0.04]
+        lower = lambda found: found | {"logprobs": [value - off[0] for value in found["logprobs"]]}  # noqa: E731
+        monkeypatch.setattr(fake, "draw", lambda *args: lower(draw(*args)))
+        sampler = served.sampler_of([fake.url], policy, tmp_path, exact=False)
+        sampler.publish(0, policy.save)
+        off[0] = 0.06
+        with pytest.raises(InputError, match=r"mean -0.06, mean of sizes 0.06, .*allowed: 0.05 on average, in 16 bits"):
+            sampler.publish(1, policy.save)
+        with pytest.raises(InputError, match="allowed: 0.001 at most, in fp32"):
+            served.sampler_of([fake.url], policy, tmp_path).publish(2, policy.save)
+
+
+# The sampler.
+
+PROMPTS = [[1, 70, 71]] * 2 + [[1, 80]] * 2 + [[1, 90, 91]] * 2 + [[1, 60]] * 2
+
+
+@pytest.fixture
+def pair(folder):
+    """A server of each kind."""
+    with fake_server.serving("vllm", folder) as one, fake_server.serving("sglang", folder) as other:
+        yield [one, other]
+
+
+def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(pair, folder, tmp_path):
+    policy = served.Policy(folder)
+    sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
+    sampler.publish(4, policy.save)
+    for fake in pair:
+        fake.asked.clear()
+    sampling = Sampling(0.9, 5, (3,), seeds=tuple(range(100, 108)))
+    first = sampler.sample(PROMPTS, sampling)
+    assert [response.weight_version for response in first] == [4] * 8
+    assert sorted(body["prompt"] for body in pair[0].bodies("/v1/completions")) == sorted(PROMPTS[:2] + PROMPTS[4:6])
+    assert sorted(body["input_ids"] for body in pair[1].bodies("/generate")) == sorted(PROMPTS[2:4] + PROMPTS[6:])
+    assert sampler.sample(PROMPTS, sampling) == first
+    pair[0].flaws = {"no versions"}  # as 0.32
+    assert sampler.sample(PROMPTS, sampling)[0].weight_version is None
+
+
+def test_the_last_folder_stays_until_all_servers_have_the_next(pair, folder, tmp_path):
+    policy = served.Policy(folder)
+    sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
+    sampler.publish(0, policy.save)
+    (tmp_path / "published" / "mine").mkdir()
+    pair[1].script = [("/update_weights_from_disk", 500)]
+    with pytest.raises(InputError, match="HTTP 500"):
+        sampler.publish(1, policy.save)
+    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["mine", "step-0", "step-1"]
+    sampler.publish(2, policy.save)
+    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["mine", "step-2"]
+
+    # No room on the disk.
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(InputError, match="the weights for the servers could not be written to .*published: No space"):
+        sampler.publish(3, full)
+
+
+def test_a_server_with_too_little_room_is_refused(pair, folder, tmp_path):
+    with pytest.raises(
+        InputError, match="room for 126 tokens, but .* are 127 together; start it with --context-length 129"
+    ):
+        served.sampler_of([fake.url for fake in pair], served.Policy(folder), tmp_path, longest=127)
