@@ -1,6 +1,5 @@
 """Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
 
-import dataclasses
 import itertools
 import shutil
 
@@ -342,7 +341,7 @@ def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_
     # Stopped half-way and resumed it is the same run, bit for bit.
     shutil.copytree(tmp_path / "packed", tmp_path / "resumed")
     options = {"output_dir": str(tmp_path / "resumed"), "resume_from": "step-2"}
-    sft.train(dataclasses.replace(packed, **options))
+    sft.train(packed.changed(**options))
     assert_same_metrics(tmp_path / "packed", tmp_path / "resumed", rtol=0)
     assert_same_weights(tmp_path / "packed", tmp_path / "resumed")
 
