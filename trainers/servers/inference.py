@@ -66,17 +66,17 @@ class Http:
         Raises:
             CallFailed: it was refused, or not answered after so many tries.
         """
-        end = time.monotonic() + self.timeout
-        while True:
-            try:
-                async with self.turns:
+        async with self.turns:
+            end = time.monotonic() + self.timeout
+            while True:
+                try:
                     return await self._once(method, url, body)
-            except CallFailed as error:
-                tries -= error.status != 503
-                refused = 0 < error.status < 500
-                if refused or tries <= 0 or time.monotonic() >= end:
-                    raise
-            await asyncio.sleep(self.pause)
+                except CallFailed as error:
+                    tries -= error.status != 503
+                    refused = 0 < error.status < 500
+                    if refused or tries <= 0 or time.monotonic() >= end:
+                        raise
+                await asyncio.sleep(self.pause)
 
     async def _once(self, method: str, url: str, body: dict | None):
         try:
@@ -155,6 +155,7 @@ class Server:
             logprobs = [float(value) for value in logprobs]
             # The id decides: a stop token in the last place may be called "stop" or "length".
             stopped, count = bool(ids) and ids[-1] in sampling.stop_ids, len(ids)
+            version = int(label) if str(label).isdecimal() else None  # a server's own label is a word: "default"
         except UNREADABLE as error:
             raise InputError(
                 f"{self}: an answer of an unknown form ({in_a_line(error)}): {shortened(answer)}"
@@ -166,8 +167,7 @@ class Server:
             )
         if sampling.truncates and support is None:
             raise InputError(f"{self}: no kept sets, which top_p, top_k and min_p need; start it {self.flags['sets']}")
-        numbered = isinstance(label, str) and label.isdecimal() and len(label) < 19  # else the server's own: "default"
-        return Response(ids, "stop" if stopped else "length", logprobs, support, int(label) if numbered else None)
+        return Response(ids, "stop" if stopped else "length", logprobs, support, version)
 
     async def push(self, folder: Path, version: int) -> None:
         """Load the weights of a folder that the server sees too. A call that fails is not repeated.
@@ -185,9 +185,7 @@ class Server:
                 await self.http.call("POST", self.url + self.resume, {}, tries=1)
             if not isinstance(error, CallFailed):
                 raise
-            remedy = f"does it see {folder}, and does nobody else use it?"
-            if error.status in (404, 405):
-                remedy = f"start it with {self.flags['push']}"
+            remedy = f"start it with {self.flags['push']}, where it sees {folder}, and for this run alone"
             raise InputError(f"{error}; {self} did not load the weights: {remedy}") from error
 
 
