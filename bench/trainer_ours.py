@@ -87,7 +87,7 @@ class PPO(Ours):
         self.prompts, _ = load_prompts(config, tokenizer, scorers)
         updates = config.steps * config.minibatches * config.epochs
         self.critic = load_critic(config, tokenizer, self.device, updates)
-        self.policy = load_policy(config, tokenizer, scorers, self.device, updates, extend=self.critic.extend)
+        self.policy = load_policy(config, tokenizer, scorers, self.device, updates)
         sampler = self.policy.sampler
         sampler.sample = self.watch.around("rollout", sampler.sample)
         self.policy.roll_out = self.watch.around("score", self.policy.roll_out)

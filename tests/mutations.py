@@ -652,7 +652,7 @@ MUTATIONS = {
         "trainers/policy/credit.py",
         "scores[:, None].to(kl.device, non_blocking=True)",
         "scores[:, None]",
-        ON_DEVICE + "test_trainers.py -k 'ppo and shared'",
+        ON_DEVICE + "test_trainers.py -k ppo",
     ),
     "the places of tokens are looked for on the device": Mutation(
         "trainers/policy/policy.py",

@@ -33,7 +33,7 @@ from fused_rl.trainers.metrics.sums import Sums
 from fused_rl.trainers.options.config import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy import credit, prepare
 from fused_rl.trainers.policy.credit import CreditConfig, Experience
-from fused_rl.trainers.policy.critic import SHARED, CriticConfig, check_critic, load_critic, planned
+from fused_rl.trainers.policy.critic import CriticConfig, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options, loss_options
 from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
@@ -104,7 +104,6 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
         )
     credit.check_credit(config)
     config.warn_of_estimator()
-    check_critic(config)
     divided, updates = prepare.divided(planned(config), world), "optimizer updates per step"
     divided[updates] = f"{divided[updates]} (at most, with target_kl)"
     return {"processes": world, "reward": check_scorers(config, imports=config.dry_run)} | divided
@@ -119,7 +118,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     values = torch.zeros_like(measured.old_logprobs)
     for index in parts:
         part = batch.rows(index)
-        values[on_device(index, policy.device), : part.response_mask.shape[1]] = critic.values(policy, part)
+        values[on_device(index, policy.device), : part.response_mask.shape[1]] = critic.values(part)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -185,10 +184,11 @@ def accumulate(
             rollout_logprobs=rows_of(rollout_logprobs, index, width),
             **options,
         )
-        values = critic.values(policy, part, passed)
+        values = critic.values(part)
         clipping = {"value_clip": config.value_clip, "num_tokens": num_tokens}
         fitted, value_metrics = fused_rl.value_loss(values, before.values, before.returns, before.mask, **clipping)
-        critic.backward(policy, passed.loss, fitted)  # apart, or as one sum on a shared backbone: eq. 9
+        critic.backward(fitted)
+        policy.backward(passed.loss)
         sums.add(passed.metrics | value_metrics, part.where)
     return sums.over_ranks()
 
@@ -251,12 +251,11 @@ def train(
     # What is read: tokenizer, scorers, rows, models.
     config = with_scorers(planned(config), scorers)
     run = begin(config, arithmetic)
-    critic = None if config.critic == SHARED else config.critic
-    read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler, critic)
+    read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler, config.critic)
     config = read.config
     with phase("loaded the models"):
         critic = load_critic(config, read.tokenizer, run.device, read.updates)
-        policy = read.load_policy(extend=critic.extend, frozen=config.critic_only > 0)
+        policy = read.load_policy(frozen=config.critic_only > 0)
     stop_ids = stop_ids_of(config, read.tokenizer, policy.sampling.stop_ids)
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
     held_out = share_of_rank(read.held_out)
@@ -264,7 +263,7 @@ def train(
     # Where the run begins, or goes on.
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
     kl_coef = config.kl_coef
-    engines = {"policy": policy.model} | critic.engines  # what checkpoints hold
+    engines = {"policy": policy.model, "critic": critic.engine}  # what checkpoints hold
     loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef}, policy.own)
     kl_coef = loop.restored.get("kl_coef", kl_coef)
     policy.publish(loop.step)

@@ -18,7 +18,7 @@ from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.models.language_model import load_lm
 from fused_rl.trainers.models.reward_model import load_reward_model
-from fused_rl.trainers.models.value_model import Critic, PolicyWithValues
+from fused_rl.trainers.models.value_model import Critic
 from fused_rl.trainers.policy import critic as critics
 from fused_rl.trainers.policy import policy as policies
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -133,17 +133,16 @@ def responses_of(config) -> list:
     return sampler.sample(prompts, sampling)
 
 
-def policy_of(config, device, responses, *, share=None, extend=None) -> policies.Policy:
+def policy_of(config, device, responses, *, share=None) -> policies.Policy:
     """As `load_policy` makes it; the responses were drawn before."""
     tokenizer = encode.load_tokenizer(config.model)
     lm = load_lm(config.model, None, config, config, CPU)
     reference = load_lm(config.model, None, config, config, CPU, trainable=False)
     sampling = sampling_of(config, tokenizer, lm)
-    lm = lm if extend is None else extend(lm)
     costs = packing.agreed_costs(lm.base, 64, share, option="share_prompts", otherwise="not shared")
     model = Engine(placed(lm, device), config)
     made = (config, model, placed(reference, device), Sampler(responses), sampling, [Judge()], tokenizer, device)
-    return policies.Policy(*made, True, costs, has_values=extend is not None)
+    return policies.Policy(*made, True, costs)
 
 
 def grpo_step(folder, device, responses, **options) -> Step:
@@ -155,13 +154,9 @@ def grpo_step(folder, device, responses, **options) -> Step:
 
 def ppo_step(folder, device, responses, critic=None, **options) -> Step:
     config = config_of(ppo.PPOConfig, folder, critic=critic, **options)
-    shared = critic == critics.SHARED
-    policy = policy_of(config, device, responses, share=False, extend=PolicyWithValues if shared else None)
-    if shared:
-        judge, modules = critics.SharedCritic(config.value_coef), (policy.model.module,)
-    else:
-        module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
-        judge, modules = critics.OwnCritic(Engine(module, critics.optim_of(config))), (policy.model.module, module)
+    policy = policy_of(config, device, responses, share=False)
+    module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
+    judge, modules = critics.OwnCritic(Engine(module, critics.optim_of(config))), (policy.model.module, module)
     prompts = prompts_of(policy.tokenizer)
     return lambda: Found(ppo.train_step(policy, judge, prompts, 1, 0.1), modules)
 

@@ -25,7 +25,6 @@ STEPS = {
     "reward": (steps.reward_step, {}, 3),  # scores; the norm of the gradient, twice
     "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4 * 2),  # lengths; transformers
     "ppo": (steps.ppo_step, {"critic": "reward"}, 15 + 4 * (3 + 2)),
-    "ppo, shared critic": (steps.ppo_step, {"critic": "shared"}, 11 + 4 * 4),
     "grpo": (steps.grpo_step, {}, 8),  # two updates: metrics, and the norm of the gradient, twice; entropy and KL
     "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 8 + 4 * 3),
     "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 8),

@@ -351,7 +351,7 @@ def grpo_run(files, folder, **options):
 def ppo_run(files, folder, **options):
     model, dataset = files
     settings = {"verifiers": VERIFIER, "eval_size": 4, "eval_samples": 2, "prompts_per_step": 8, "minibatches": 2}
-    settings |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "micro_batch_size": 4, "critic": "shared"}
+    settings |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "micro_batch_size": 4}
     settings = tiny.settled(SMALL | settings | options)
     ppo.train(ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(folder), **settings))
 

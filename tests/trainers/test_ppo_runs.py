@@ -128,14 +128,13 @@ def check_splits(files, tmp_path, world, cases, **options):
     for stage, micro, critic in cases:
         name = Path(critic).name
         reference, made = tmp_path / f"1-0-4-{name}", tmp_path / f"{world}-{stage}-{micro}-{name}"
-        folders = ("model",) if critic == "shared" else ("model", "critic")
-        assert_same(reference, made, weights=1e-6, metrics=1e-5, folders=folders)
+        assert_same(reference, made, weights=1e-6, metrics=1e-5, folders=("model", "critic"))
     last = tiny.read_metrics(reference)[-1]
     assert last["objective/kl1_avg"] != pytest.approx(0, abs=1e-3) and last["objective/kl_coef"] != 0.05
 
 
 def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
-    check_splits(files, tmp_path, 2, [(3, 2, "shared")])
+    check_splits(files, tmp_path, 2, [(3, 2, files[2])])
 
 
 @pytest.mark.slow
@@ -145,7 +144,7 @@ def test_more_splits_change_nothing(files, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept_sets(files, tmp_path):
-    check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, "shared")], sets=True)
+    check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, files[2])], sets=True)
 
 
 @pytest.mark.slow
@@ -208,9 +207,6 @@ def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_ano
     first, again = (Critic.from_pretrained(tmp_path / "a" / "critic"), Critic.from_pretrained(files[2]))
     assert not torch.equal(first.classifier.score.weight, again.classifier.score.weight)
     assert first.score_std == again.score_std == 0.7
-    ppo.train(config_of(files, tmp_path / "c", critic="shared", steps=1))
-    assert not (tmp_path / "c" / "critic").exists()
-    assert "value_head.weight" not in tiny.weights(tmp_path / "c" / "model")
 
 
 def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_path):
@@ -360,7 +356,6 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ({"verifiers": [f"reward_model:{reward}"] * 2}, "reward_model:.* is named 2 times"),
         ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, reasoning_gym"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
-        ({"critic": "shared", "loss_from": "logits"}, "critic=shared reads hidden states.*must be linear"),
     ):
         with pytest.raises(InputError, match=message):
             ppo.train(config_of(files, tmp_path / "run", **options))
@@ -375,12 +370,6 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ({"preset": "rloo"}, 1, "preset=rloo takes its advantages from leave-one-out.*ppo has a critic.*fused-rl grpo"),
         ({"advantage": "group-std"}, 1, "advantage=group-std.*ppo has a critic.*--preset ppo --advantage gae"),
         ({"preset": "grop"}, 1, "preset='grop': expected one of"),
-        (
-            {"critic": "shared", "critic_lr": 1.0},
-            1,
-            "critic=shared has .*critic_lr.*--critic FOLDER",
-        ),
-        ({"critic": "shared", "critic_only": 2}, 1, "cannot have its own critic_only"),
     ],
 )
 def test_arithmetic_that_does_not_work_out_is_refused(options, world, message):

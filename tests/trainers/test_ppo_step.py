@@ -12,7 +12,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.policy import policy
-from fused_rl.trainers.policy.critic import Critic, OwnCritic, PolicyWithValues, SharedCritic, load_critic
+from fused_rl.trainers.policy.critic import Critic, OwnCritic, load_critic
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -251,27 +251,6 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
     exact["value_loss"].backward()
     assert_gradients_close(lm, exact_lm, "lm.")
     assert_gradients_close(critic.classifier, exact_critic.classifier)
-
-
-@pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
-def test_a_step_with_a_shared_backbone_is_the_sum_of_both_losses(folders, sets, monkeypatch):
-    given = with_sets(case(0)) if sets else case(0)
-    config = config_of((folders[0], "shared"), value_coef=0.3, **(OPTIONS | {"critic_lr": None}))
-    lm = PolicyWithValues(tiny.load_lm(config))
-    made, critic = plain_policy(folders, config, lm, given), SharedCritic(0.3)
-    made.has_values = True
-    torch.nn.init.normal_(lm.value_head.weight, generator=torch.Generator().manual_seed(0))
-    experience, parts = experience_and_parts(config, made, critic, given, monkeypatch)
-    exact_lm, _, _ = load_fp64(folders)
-    head = lm.value_head.weight.detach().double().requires_grad_(True)
-    rows = rows_of(exact_lm, lambda whole, hidden: (hidden * head[0]).sum(-1), [given])
-    for row in rows:  # here nothing is stale
-        row["old_values"] = row["values"].detach()
-    exact = published(rows, "reward")
-    ppo.accumulate(made, critic, experience, parts, config.kl_coef, 1)
-    (exact["loss"] + 0.3 * exact["value_loss"]).backward()
-    assert_gradients_close(lm.lm, exact_lm)
-    torch.testing.assert_close(lm.value_head.weight.grad.double(), head.grad, atol=1e-6, rtol=1e-4)
 
 
 # Metrics.

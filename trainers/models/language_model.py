@@ -36,8 +36,6 @@ class Scored(NamedTuple):
     """(N, V) of the whole vocabulary, at temperature 1."""
     hidden: torch.Tensor | None = None
     """(N, H) that the head meets: with those of another model the arguments of `fused_rl.linear_token_kl`."""
-    values: torch.Tensor | None = None
-    """Of a value head beside the language model's."""
 
 
 class LanguageModel(nn.Module):

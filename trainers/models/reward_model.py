@@ -70,7 +70,7 @@ class RewardModel(nn.Module):
         if find_adapters(name, revision) is not None:
             raise InputError(
                 f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
-                "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER or --critic shared)"
+                "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER)"
             )
         with readable(repr(name)):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)

@@ -17,7 +17,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.language_model import Scored, keep_only
+from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import LOSS, LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
@@ -39,8 +39,6 @@ class Passed(NamedTuple):
     """Of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the old log-probabilities that were given."""
     logprobs: torch.Tensor
     """(b, T - 1) nats, detached."""
-    values: torch.Tensor | None
-    """(b, T - 1), differentiable: of a critic on the policy's backbone."""
 
 
 @dataclass
@@ -62,8 +60,6 @@ class Policy:
     """Whether anything is measured against the starting model."""
     costs: Costs | None = None
     """Of the model, by which prompts are shared; None where every response has a prompt of its own."""
-    has_values: bool = False
-    """Whether the model has a value head, whose values come with its passes."""
     frozen: bool = False
     """Whether it stays as it is, while its critic learns."""
     seeds: Seeds = field(default_factory=Seeds)
@@ -156,26 +152,17 @@ class Policy:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if options.get("rollout_logprobs") is None and is_token_level(options):
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
-                scored = self._pass(part, token_loss=token_loss, per_token=per_token)
+                scored = self.model(**self.inputs(part), token_loss=token_loss, per_token=per_token)
                 _, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
                 loss = scored.loss
             else:
-                scored = self._pass(part)
+                scored = self.model(**self.inputs(part))
                 loss, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
 
         # How far the pass is from what was told of it before.
         logprobs = scored.logprobs.detach()
         drift = _drift(logprobs, old_logprobs, mask) / options["num_tokens"]
-        return Passed(loss, metrics | {"drift": drift}, logprobs, scored.values)
-
-    def values(self, part: Batch) -> torch.Tensor:
-        """(b, T - 1): of the value head on its backbone."""
-        return self._pass(part).values
-
-    def _pass(self, part: Batch, **asked) -> Scored:
-        """What the model returns, with values where it has them."""
-        asked |= {"want_values": True} if self.has_values else {}
-        return self.model(**self.inputs(part), **asked)
+        return Passed(loss, metrics | {"drift": drift}, logprobs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
@@ -226,7 +213,6 @@ def load_policy(
     device,
     updates: int,
     *,
-    extend: Callable[[language_model.LanguageModel], language_model.LanguageModel] | None = None,
     share_prompts: bool | None = False,
     needs_reference: bool = True,
     frozen: bool = False,
@@ -235,7 +221,6 @@ def load_policy(
     """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
 
     Args:
-        extend: adds a value head to the model that is trained.
         share_prompts: compute a prompt once for several responses; None where the model can.
         needs_reference: whether anything is measured against the starting model.
         frozen: whether it is not trained.
@@ -243,7 +228,6 @@ def load_policy(
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
-    lm = lm if extend is None else extend(lm)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
     costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
@@ -262,7 +246,7 @@ def load_policy(
     made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
     own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
-    return Policy(*made, has_values=extend is not None, frozen=frozen, seeds=seeds, own=own)
+    return Policy(*made, frozen=frozen, seeds=seeds, own=own)
 
 
 @dataclass

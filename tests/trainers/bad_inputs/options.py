@@ -183,7 +183,6 @@ OPTIONS = [
     *words("ppo", "--kl_target 1 --kl_coef 0", "kl_target=1.0 has no meaning with kl_coef=0"),
     *words("ppo", "--kl_horizon 50", "kl_horizon=50.0 has no meaning without --kl_target"),
     *words("ppo", "--kl_target 1 --kl_horizon 0.5", "kl_horizon=0.5: 4 responses per step .* turns its sign"),
-    *words("ppo", "--value_coef 0.5", "value_coef=0.5 has no meaning for a critic of its own"),
     *words("grpo", "--beta 0.1", "unknown option --beta; its name here is --kl_coef$"),
     *words("grpo", "--num_generations 4", "unknown option --num_generations; its name here is --group_size$"),
     *words("grpo", "--surrogate judges:Called", "the surrogate Called .* it is a class"),
