@@ -87,7 +87,7 @@ $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults
-test-faults: $(VENV)/installed  ## bad inputs, kills, damaged files: what the trainers make of some 500 faults
+test-faults: $(VENV)/installed  ## bad inputs and kills: what the trainers make of some 500 faults
 	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.

@@ -477,8 +477,8 @@ MUTATIONS = {
     ),
     "a sampler that stayed behind passes": Mutation(
         "trainers/rollouts/checks.py",
-        "version is None or found == version:",
-        "version is None or found <= version:",
+        "(found, version) or found == version:",
+        "(found, version) or found <= version:",
         SAMPLERS,
     ),
     "the sampler's distance has the other sign": Mutation(
@@ -633,7 +633,7 @@ MUTATIONS = {
         "trainers/metrics/rules.py",
         "None if rule in self.found else condition(self)",
         "condition(self)",
-        "tests/trainers/test_rules.py",
+        "tests/trainers/test_doctor.py",
     ),
     "a resumed run forgets what it has told": Mutation(
         "trainers/run/logger.py",
@@ -645,7 +645,7 @@ MUTATIONS = {
         "trainers/grpo.py",
         'history[0]["val/first_ratio"]',
         'history[-1]["val/first_ratio"]',
-        "tests/trainers/test_doctor.py -k healthy",
+        "tests/trainers/test_grpo_runs.py -k less_by_the_kl",
     ),
     # What a device would not compute, and where the host would wait for it.
     "a score stays on the CPU": Mutation(

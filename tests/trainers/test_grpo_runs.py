@@ -95,6 +95,7 @@ def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows
     assert second["objective/kl1_avg"] != pytest.approx(second["objective/kl"], rel=1e-4)  # which is of the updates
     assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
     assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
+    assert second["val/first_ratio"] == pytest.approx(1, abs=1e-6) and abs(second["val/ratio"] - 1) > 1e-4
 
 
 def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_path, monkeypatch, capsys):

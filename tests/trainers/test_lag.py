@@ -23,7 +23,6 @@ from fused_rl.trainers.run import store
 from fused_rl.trainers.samplers.copied import CopySampler
 from tests.marks import slow
 from tests.trainers import fake_server, killed, tiny
-from tests.trainers.killed import UNDISTURBED, Moment
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 
 
@@ -497,30 +496,6 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
 
 
 # At any moment, in processes of their own.
-
-
-KILLED = {
-    "as a checkpoint is begun": [Moment(1, "unfinished-step-2")],
-    "as the rollouts are written": [Moment(2, "rank-0.pt", 0.002)],
-    "while a rollout is drawn": [Moment(3, "metrics.jsonl", 0.02), Moment(2, "unfinished-step-1", 0.03)],
-    "before anything was saved": [Moment(2, "metrics.jsonl")],
-    "as the model is saved": [Moment(1, "run/model", 0.01)],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", KILLED.values(), ids=KILLED)
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_killed_run_goes_on_bit_for_bit(kind, moments, made, files, tmp_path):
-    whole = made(kind, 2, "truncated" if kind == "grpo" else "plain")
-    argv = (whole / "config.yaml").read_text().replace(str(whole), "run")
-    (tmp_path / "config.yaml").write_text(argv)
-    statuses = []
-    for moment in [*moments, UNDISTURBED]:
-        resumes = ["--resume"] if store.steps_in(tmp_path / "run" / "checkpoints") else ["--overwrite"]
-        statuses += killed.run(kind, ["--config", "config.yaml", *resumes], tmp_path, moment)
-    assert statuses[-1] == 0 and -signal.SIGKILL in statuses, (tmp_path / "log").read_text()
-    assert_equal_runs(tmp_path / "run", whole)
 
 
 @pytest.mark.slow

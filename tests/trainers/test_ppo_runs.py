@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run import store
 from fused_rl.trainers.samplers import build
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
-from tests.trainers import figures, killed, runs, steps, tiny
+from tests.trainers import figures, runs, steps, tiny
 from tests.trainers.runs import VERIFIER
 
 ONE = {"verifier_weights": None}  # verifier alone
@@ -167,23 +165,6 @@ def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(
 
 
 # Stopped and resumed: bit for bit.
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(files, tmp_path):
-    options = {"steps": 12, "eval_size": 0, "save_every": 2}
-    ppo.train(config_of(files, tmp_path / "whole", **options))
-    config, folder = config_of(files, tmp_path / "killed", **options), tmp_path / "killed"
-    for i, pause in enumerate((0.0, 0.1, 0.25, 0.4)):
-        resumable = bool(store.steps_in(folder / "checkpoints"))
-        words = killed.words_of(config, resume=resumable or None, overwrite=None if resumable else True)
-        (process,) = killed.start("ppo", words, tmp_path)
-        killed.wait_for_steps(process, folder, 3 + 2 * i)
-        time.sleep(pause)
-        process.kill()
-        process.join()
-    ppo.train(config_of(files, folder, resume=bool(store.steps_in(folder / "checkpoints")), **options))
-    assert_same(tmp_path / "whole", folder)
 
 
 # What a run leaves, and what its options do.

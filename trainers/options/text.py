@@ -26,13 +26,3 @@ def shown(text: object, keep: str = "") -> str:
 def _shown(character: str, keep: str) -> str:
     harmless = character.isprintable() or character in keep or unicodedata.category(character) == "Zs"
     return character if harmless else character.encode("unicode_escape").decode()
-
-
-def table(rows: list[list[str]]) -> str:
-    """Rows as aligned columns, the first one a header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

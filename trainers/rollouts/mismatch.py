@@ -39,7 +39,7 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
 
 @torch.no_grad()
 def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions) -> dict[str, float]:
-    """The metrics of `metrics.responses.SAMPLER`, over all ranks and the tokens that the policy drew; nothing where the
+    """The metrics `rollout/*`, over all ranks and the tokens that the policy drew; nothing where the
     sampler tells neither versions nor log-probabilities.
 
     Args:
