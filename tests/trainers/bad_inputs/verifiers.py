@@ -80,6 +80,12 @@ VERIFIERS = [
     *verifiers("reward_model:./rm", "reward_model:./rm is neither there"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
     *cell("grpo", "answer", "Paris", "the answer 'Paris' has the word .*exact_match", options=("--verifiers", "math")),
-    *cell("eval", "answer", "?", "--verifiers is missing; .* for the answer '2': ", options=("--verifiers", "null")),
+    *of(
+        "eval",
+        "no verifiers",
+        "rows.jsonl, line 1: --verifiers is missing; .*: --verifiers math",
+        "--verifiers",
+        "null",
+    ),
     *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
 ]
