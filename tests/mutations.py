@@ -477,8 +477,8 @@ MUTATIONS = {
     ),
     "a sampler that stayed behind passes": Mutation(
         "trainers/rollouts/checks.py",
-        "version is None or found == version:",
-        "version is None or found <= version:",
+        "(found, version) or found == version:",
+        "(found, version) or found <= version:",
         SAMPLERS,
     ),
     "the sampler's distance has the other sign": Mutation(

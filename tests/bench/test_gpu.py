@@ -1,14 +1,13 @@
 """The first contact with a GPU, rehearsed without one: every fact at a tiny size, and what breaks ends nothing else."""
 
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import __main__ as suite
-from bench import apart, gpu, gpu_facts, results, run, timing
+from bench import apart, gpu, gpu_facts, results, run
 from bench.cases.case import Spec
 from bench.cases.logprobs import LogprobsCase
 from bench.worker import ROOT, Worker
@@ -124,89 +123,8 @@ def test_steps_end_on_their_own(tmp_path, monkeypatch, capfd):
     assert gpu.command("gpu", ["--out", str(tmp_path), "--steps", "good"]) == 0
 
 
-ASKER = """
-from bench import worker
-
-worker.end_in_order()
-with worker.Worker() as asked:
-    asked.start()
-    print(asked.process.pid, flush=True)
-    asked.ask("time:sleep", 600, limit=600)
-"""
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_ends_with_who_asked_it(tmp_path):
-    with (tmp_path / "log").open("w") as log:
-        assert gpu.run(["-c", ASKER], 10, log, print) == "stopped after 10 s"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "log").read_text()), 0)
-
-
-def test_no_question_is_waited_for_beyond_the_end():
-    with Worker(end=gpu.time.monotonic() - 1) as asked:
-        assert asked.ask("time:sleep", 600, limit=600).reason == "no answer within 0 s"
-
-
-def test_a_file_of_tests_is_counted_case_by_case(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "PYTEST", ["-c", PRINTED])
-    with (tmp_path / "tests.txt").open("w") as log:
-        assert gpu.test_file("tests/test_it.py", gpu.time.monotonic() + 60, tmp_path, log) == "stopped after 59 s"
-    found = [json.loads(line) for line in (tmp_path / gpu.FACTS_FILE).read_text().splitlines()]
-    assert found[0] == {"test": "tests/test_it.py::test_b[tie of two-1]", "outcome": "failed"}
-    assert (found[1]["passed"], found[1]["failed"], found[1]["skipped"]) == (1, 1, 1)
-
-
-PRINTED = """
-print("tests/test_it.py::test_a PASSED   [ 33%]")
-print("tests/test_it.py::test_b[tie of two-1] FAILED [ 66%]")
-print("tests/test_it.py::test_c SKIPPED (needs TRL)", flush=True)
-raise SystemExit(124)
-"""
-
-
 def args_of(tmp_path, **more):
     return SimpleNamespace(device=DEVICE, peers="plain torch", group="kernels", out=str(tmp_path), **more)
-
-
-def test_a_group_is_measured_apart_and_a_broken_peer_loses_its_own_row(tmp_path, monkeypatch, capsys):
-    """The rows are those of a run in this process; what a worker was asked is written case by case."""
-    asked = []
-
-    class Here:
-        """A worker that asks itself, but for a peer that breaks."""
-
-        def __init__(self, end):
-            pass
-
-        def ask(self, function, *args, limit, **options):
-            asked.append((function, options.get("name")))
-            if options.get("name") == "plain torch" and args[1][0] == (9, 500):
-                return apart.Answer(status="out of memory", reason="OutOfMemoryError: 3 GB")
-            module = {"bench.apart": apart, "bench.machine": run.machine}[function.split(":")[0]]
-            value = getattr(module, function.split(":")[1])(*json.loads(json.dumps(args)), **options)
-            return apart.Answer(json.loads(json.dumps(value)))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(apart, "Worker", Here)
-    monkeypatch.setattr(run.machine, "copy_bandwidth", lambda device: 1e10)
-    specs = [Spec((6, 500), "bf16"), Spec((9, 500), "bf16")]
-    assert apart.main(args_of(tmp_path), {LogprobsCase: specs}, 60) == 0
-    rows = results.load(tmp_path / "kernels-cpu.json")["rows"]
-    names = [(row["implementation"], row["status"]) for row in rows]
-    ours = [("fused_rl", "ok"), ("fused_rl inplace", "ok")]
-    assert names == [*ours, ("plain torch", "ok"), *ours, ("plain torch", "out of memory")]
-    assert rows[2]["time_over"]["fused_rl"] > 0
-    assert rows[2]["error"]["logprob"] < 1e-4
-    printed = capsys.readouterr().out
-    assert "not run: plain torch at 9 x 500 bf16 rows: OutOfMemoryError: 3 GB" in printed
-    assert "token_logprobs 6 x 500 bf16" in printed
-    assert asked[0][0] == "bench.machine:copy_bandwidth"
 
 
 @pytest.mark.slow
@@ -215,18 +133,3 @@ def test_a_group_is_measured_by_a_worker(tmp_path, capsys):
     rows = results.load(tmp_path / "kernels-cpu.json")["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert "time / ours" in capsys.readouterr().out
-
-
-def test_a_second_lack_of_memory_is_the_rows_own(monkeypatch):
-    """One input set in place of two; then the row says what happened."""
-    sets = []
-
-    def phases(run, ms):
-        sets.append(len(run.inputs))
-        raise torch.OutOfMemoryError("2 GB")
-
-    monkeypatch.setattr(timing, "phases_gpu", phases)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with pytest.raises(torch.OutOfMemoryError):
-        timing.alone(timing.Run(None, None, [1, 2], True), "cuda", 20.0)
-    assert sets == [2, 1]

@@ -1,6 +1,5 @@
 """Results survive the way to a file and to the page; the page that stands here is that of its results."""
 
-import copy
 import shutil
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 from bench import compare, plots, quoted, report, results, run
 from bench.cases.case import Spec
 from bench.cases.linear import LinearCase
-from bench.groups import GROUPS
 from bench.machine import ROOT
 from tests.bench.cases import one_case
 
@@ -27,12 +25,6 @@ def pages(tmp_path, monkeypatch):
     for name in PAGES:
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def committed():
-    """The results that stand here, by file."""
-    return {path.stem: results.load(path) for path in sorted(results.RESULTS.glob("*.json"))}
 
 
 def test_results_survive_the_round_trip_and_the_report(pages, clock, monkeypatch):
@@ -76,39 +68,6 @@ def test_the_pages_that_stand_here_are_those_of_the_results(pages, monkeypatch):
     assert report.command("report", []) == 0
     for name in ("docs/benchmarks.md", *PAGES):
         assert (pages / name).read_text() == (ROOT / name).read_text()
-
-
-def test_every_group_was_measured_at_one_commit(committed):
-    assert {f"{name}-cpu" for name in GROUPS} <= committed.keys()
-    assert len(report.commits(committed)) == 1
-    assert not any(result["environment"]["modified"] for result in committed.values())
-
-
-def test_a_figure_that_changes_in_a_result_changes_where_it_is_quoted(committed, pages):
-    """Each quotation is of its own result: with other figures it reads otherwise."""
-    kernels = copy.deepcopy(committed["kernels-cpu"])
-    assert quoted.beside_trl({"kernels-cpu": kernels}) is None, "of two groups"
-    found = committed | {"kernels-cpu": kernels}
-    before = quoted.beside_trl(found)
-    for row in quoted.timed(kernels, "TRL", "token_logprobs"):
-        row["time_over"]["fused_rl"] = 77.0
-    assert "took TRL's two functions 77 times as long" in quoted.beside_trl(found) != before
-    slower = copy.deepcopy(committed["quality-cpu"])
-    for row in slower["rows"]:
-        row["accuracy"] = [[step, 2 * seconds, right] for step, seconds, right in row["accuracy"]]
-    before = [float(word) for word in quoted.to_quality(committed).split() if word.isdigit()]
-    after = [float(word) for word in quoted.to_quality({"quality-cpu": slower}).split() if word.isdigit()]
-    assert quoted.to_quality({}) is None and after != before
-    moved = copy.deepcopy(committed["traffic-cpu"])
-    next(row for row in moved["rows"] if row["implementation"] == "TRL")["forward"] = 1000.0
-    assert "TRL's functions move 10" in quoted.bytes_moved({"traffic-cpu": moved})
-
-
-def test_a_page_without_a_place_says_so():
-    text = "a\n<!-- measured: x -->\nold\n<!-- end -->\nb\n"
-    assert quoted.filled(text, "x", "new\n") == "a\n<!-- measured: x -->\nnew\n<!-- end -->\nb\n"
-    with pytest.raises(ValueError, match="no place for 'y'"):
-        quoted.filled(text, "y", "new")
 
 
 def test_two_runs_are_compared_by_their_ratios(tmp_path, capsys):

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from bench import apart, machine, options, peers, results, run, timing
+from bench import apart, machine, peers, results, run, timing
 from bench.cases import linear
 from bench.cases.case import Spec
-from bench.cases.gae import LONGEST_LOOP, GAECase
+from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
 from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
@@ -113,40 +113,6 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
     assert of_peer == ["token_logprobs"], "what cannot run at any case is told once"
 
 
-def test_a_busy_machine_is_not_measured_by_the_clock(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "cpu_share", lambda seconds=0: 0.6)
-    monkeypatch.setattr(machine.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(timing, "_of_cpu", False)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)  # it compiles
-    saved = []
-    monkeypatch.setattr(results, "save", lambda args, rows, **more: saved.append(more))
-    words = ["--device", "cpu", "--shapes", "6x500", "--dtype", "bf16", "--peers", "none"]
-    assert apart.command("kl", words) == options.BUSY
-    assert not saved
-    assert "60% of its cores; --loaded" in capsys.readouterr().out
-    assert apart.command("kl", [*words, "--loaded"]) == 0
-    told = {"cpu_share": 0.6, "time": "CPU seconds of one thread", "copy_bytes_per_s": 1e9}
-    assert saved == 2 * [told], "with a mask, and without"
-
-
-def test_what_has_no_time_is_left_out_and_says_so(clock, monkeypatch):
-    case = one_case()
-
-    def slow(x):
-        clock.now += 2
-        return case.call(x)
-
-    ours = peers.Peer("fused_rl", "0", slow, role="ours")
-    contend(monkeypatch, case, ours, peers.Peer("a peer", "0", case.call))
-    rows = run.run_case(case, "none", 1e9, 1.0)
-    assert [row["status"] for row in rows] == ["ok", "skipped: budget"]
-    assert results.repeats(rows[0]) == 3, "ours is what others are compared to"
-    assert results.name_of(rows[1]) == "a peer at token_logprobs 6 x 500 bf16"
-    assert rows[1]["reason"] == "left out for time; --budget gives more"
-
-
 @pytest.mark.slow
 def test_every_case_gives_rows_of_one_form(clock):
     cases = [one_case(), KLCase(Spec((6, 500), "bf16"), "cpu"), GAECase(Spec((3, 50)), "cpu")]
@@ -160,12 +126,6 @@ def test_every_case_gives_rows_of_one_form(clock):
             figures = set(results.figures(row))
             missing = set(case.columns.values()) - figures
             assert not {name for name in missing if not name.endswith("error") and name != "backward"}, missing
-
-
-def test_a_loop_of_seconds_is_left_out():
-    found, missing = GAECase(Spec((1, LONGEST_LOOP + 1)), "cpu").contenders("all")
-    assert [peer.name for peer in found] == ["fused_rl"]
-    assert [(row["status"], row["where"]) for row in missing] == [("skipped: slow", "T = 16385")]
 
 
 def test_linear_truth_is_autograd_in_fp64_and_finds_a_wrong_gradient():
@@ -198,21 +158,3 @@ def test_truth_of_an_exact_head_is_autograd_in_fp64():
     assert all(error < 1e-12 for error in case.errors(peer, values, gradient).values())
     shifted = values[0], values[1] + 2e-3
     assert run.judged(case, peer, case.errors(peer, shifted, gradient))["reason"].startswith("entropy off by 0.002")
-
-
-def test_linear_rows_hold_every_column(clock, monkeypatch, capsys):
-    case = LinearCase(Spec((256, 64, 500), "bf16"), "cpu")
-    rows = run.run_case(case, "plain torch,verl Triton head", 1e10, 1e9)
-    measured = results.measured(rows)
-    assert [r["implementation"] for r in measured] == [linear.FLOOR, *linear.OURS, "plain torch"]
-    (missing,) = results.missing(rows)
-    assert (missing["implementation"], missing["reason"]) == ("verl Triton head", "its Triton kernels need a GPU")
-    for row in measured:
-        assert row["bytes"] == {"forward": 2 * 64 * 756, "both": 6 * 64 * 756}
-        assert row["gb_per_s"]["both"] == pytest.approx(row["bytes"]["both"] / row["ms"]["both"] / 1e6)
-        assert row["copy_fraction"]["both"] == pytest.approx(row["gb_per_s"]["both"] / 10)
-        assert row["status"] == results.OK
-    run.show(case, rows, 1e10)
-    printed = capsys.readouterr().out
-    assert "hidden states and weight read forward" in printed
-    assert "not run: verl Triton head: its Triton kernels need a GPU" in printed

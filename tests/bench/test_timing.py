@@ -23,46 +23,11 @@ def test_each_has_its_turn_in_every_round_and_what_is_too_slow_keeps_its_first_s
     assert calls == 4 * ["ours", "fast", "fast", "fast", "medium"], "what takes less than a block is repeated"
 
 
-def test_what_others_are_compared_to_has_its_turns_without_time():
-    costs = {"ours": 4.0, "fast": 0.1}
-    runs = {name: (lambda cost=cost: {"forward": cost}) for name, cost in costs.items()}
-    first = {name: {"forward": cost} for name, cost in costs.items()}
-    samples = timing.interleaved(runs, 1.0, first, keep=("ours",))
-    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 3, "fast": 1}
-
-
-def test_late_turns_are_those_of_what_is_kept(clock):
-    def run_of(seconds):
-        def one():
-            clock.now += seconds
-            return {"forward": seconds}
-
-        return one
-
-    clock.step = 0
-    # Each took 0.1 s before; now 10 times as long.
-    runs = {"ours": run_of(1.0), "peer": run_of(1.0)}
-    first = dict.fromkeys(runs, {"forward": 0.1})
-    samples = timing.interleaved(runs, 0.9, first, keep=("ours",))
-    assert {name: len(found["forward"]) for name, found in samples.items()} == {"ours": 3, "peer": 1}
-
-
 def test_a_ratio_is_that_of_turns_side_by_side():
     # The machine is three times as slow in every other round: of either median that says nothing.
     base, mine = [1.0, 3.0, 1.0, 3.0, 3.0], [2.0, 6.0, 2.0, 6.0, 2.0]
     assert timing.ratio(mine, base, True) == 2
     assert timing.ratio(mine, base, False) == pytest.approx(2 / 3)
-
-
-def test_cpu_seconds_are_counted_instead_of_the_clock(clock, monkeypatch):
-    monkeypatch.setattr(timing, "_of_cpu", False)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    assert timing.clock() == "wall time"
-    clock.now = 1e9
-    assert timing.now() > 1e8
-    timing.count_cpu_seconds()
-    assert timing.now() < 1e8
-    assert timing.clock() == "CPU seconds of one thread"
 
 
 def test_a_budget_hands_on_what_is_left_over(clock):

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from fused_rl.trainers.options.config import InputError
 
@@ -22,23 +21,13 @@ def unfinished(path: Path) -> Path:
     return path.with_name(UNFINISHED + path.name)
 
 
-class Fingerprint(NamedTuple):
-    """By which a damaged file is told from the one that was written."""
-
-    bytes: int
-    crc32: int
-
-    def __str__(self) -> str:
-        return f"{self.bytes} bytes with CRC {self.crc32:08x}"
-
-
-def fingerprint(path: Path) -> Fingerprint:
-    """Of the file as it is read now: at 1 GB/s and core, three times as fast as BLAKE2."""
+def fingerprint(path: Path) -> tuple[int, int]:
+    """Return the size in bytes and the CRC-32 of a file: 1 GB/s and core, three times as fast as BLAKE2."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             size, crc = size + len(block), zlib.crc32(block, crc)
-    return Fingerprint(size, crc)
+    return size, crc
 
 
 def sync(path: Path) -> None:

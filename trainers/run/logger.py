@@ -151,7 +151,7 @@ def read_metrics(path: Path) -> list[dict]:
 def _entry(line: bytes) -> dict | None:
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+    except ValueError:  # not JSON, or not UTF-8
         return None
     return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 

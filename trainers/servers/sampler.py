@@ -101,8 +101,7 @@ class ServerSampler(Sampler):
                     shutil.rmtree(other)
             found.extend(self.probe.sample(server, step) for server in self.servers)
 
-        # The first rank calls the servers and compares; all ranks score, as each may have a part of the weights.
+        # The first rank calls the servers; all ranks score, as each may have a part of the weights.
         ranks.on_first_rank_at_length(push)
         for server, responses in zip(self.servers, ranks.gather(found)[0], strict=True):
-            parts = (server, step, responses, self.probe.differences(server, responses))
-            ranks.on_first_rank(lambda parts=parts: self.probe.judge(*parts))
+            self.probe.judge(server, step, responses, self.probe.differences(server, responses))

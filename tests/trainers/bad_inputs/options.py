@@ -125,7 +125,7 @@ OPTIONS = [
     *words("grpo", "--dtype float32 --head_dtype bfloat16", "head_dtype=bfloat16 would round .* of float32 weights"),
     *option("sft", "head_dtype", "float16 fp32", "one of auto, float32, bfloat16"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
-    *words("sft", "--resume", "resume continues .* and overwrite deletes it.*--overwrite false takes back"),
+    *words("sft", "--resume", "resume continues the run .* and overwrite moves it away: give one of them"),
     *words("grpo", "--verifier_weights [0]", "verifier_weights: every weight is 0"),
     *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
     *words(
@@ -157,7 +157,7 @@ OPTIONS = [
     *words("eval", "--overwrite", "overwrite=True has no meaning without --output_dir"),
     *words("sft", "--accept_changes", "accept_changes=True has no meaning without --resume"),
     *words("sft", "--dataset_config c", "dataset_config=c has no meaning for a file"),
-    *words("sft", "--chat_template_kwargs {} --raw_prompt", "needs the chat template, which raw_prompt=true"),
+    *words("sft", "--chat_template_kwargs {a:1} --raw_prompt", "needs the chat template, which raw_prompt=true"),
     *words("sft", "--eval_dataset e.jsonl --eval_size 0", "eval_dataset=e.jsonl has no meaning with eval_size=0"),
     *words("sft", "--eval_dataset_config c", "eval_dataset_config=c has no meaning without an eval_dataset of the Hub"),
     *words("sft", "--eval_split c --eval_dataset e.csv", "eval_split=c has no meaning without an eval_dataset of the"),
