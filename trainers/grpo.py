@@ -104,7 +104,8 @@ def measure_first(policy: Policy, drawn: Drawn, updates: list[list[torch.Tensor]
     The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
     own and need no pass, unless the rewards wait for them.
     """
-    config, rollout = policy.config, drawn.rollout
+    config = policy.config
+    rollout = drawn.rollout
     first_pass = sum(updates[: config.minibatches], [])
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
     own = rollout.rollout_logprobs is None and not _kl_in_reward(config)
@@ -149,7 +150,8 @@ def update(
 
 def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
     """The mean of (B,) of every rank over the responses that count."""
-    total, count = ranks.global_sum(torch.stack([values.cpu()[counts].sum().double(), counts.sum().double()]))
+    own = values.cpu()[counts]
+    total, count = ranks.global_sum(torch.stack([own.sum().double(), counts.sum().double()]))
     return (total / count.clamp(min=1)).item()
 
 
@@ -167,11 +169,14 @@ def accumulate(
 
     On-policy, the old log-probabilities are those of this very forward pass, and are written to `measured`.
     """
-    config, batch, rollout_logprobs = policy.config, drawn.rollout.batch, drawn.rollout.rollout_logprobs
+    config = policy.config
+    batch = drawn.rollout.batch
+    rollout_logprobs = drawn.rollout.rollout_logprobs
     own = on_policy and rollout_logprobs is None  # a sampler that tells its own may be another policy
 
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
-    trained, index = drawn.trained(config.mask_truncated), torch.cat(parts)
+    trained = drawn.trained(config.mask_truncated)
+    index = torch.cat(parts)
     mask = batch.response_mask & on_device(trained, policy.device)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
     num_tokens, num_sequences, num_trained = ranks.counted(tokens, drawn.counts[index].sum(), trained[index].sum())
@@ -182,7 +187,8 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = batch.rows(index)
-        width, index = part.response_mask.shape[1], on_device(index, policy.device)
+        width = part.response_mask.shape[1]
+        index = on_device(index, policy.device)
         before = measured.rows(index, width)
         passed = policy.loss(
             part,
@@ -209,7 +215,8 @@ def train_step(
 ) -> dict[str, float]:
     """Roll out, score, update; returns the step's metrics. `more` prompts are drawn for dynamic sampling."""
     # Sample and score groups; new ones for those without a signal: https://arxiv.org/abs/2503.14476, section 3.2.
-    config, began = policy.config, time.monotonic()
+    config = policy.config
+    began = time.monotonic()
     drawn = draw(policy, prompts, more, step)
     sampled = time.monotonic()
 
@@ -219,7 +226,8 @@ def train_step(
     measured = measure_first(policy, drawn, updates, step)
 
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
-    rewards, charged = on_device(drawn.rollout.rewards, policy.device), None
+    rewards = on_device(drawn.rollout.rewards, policy.device)
+    charged = None
     if _kl_in_reward(config):
         mask = drawn.rollout.batch.response_mask
         charged = fused_rl.masked_sum(config.kl_of_tokens(measured, mask), mask, 1)
@@ -282,7 +290,8 @@ def train(
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
     for step, indices in loop:
         policy.begin(step, lambda later: read.mine(order.after(later)))
-        metrics, samples = train_step(policy, read.mine(indices), step, more), []
+        metrics = train_step(policy, read.mine(indices), step, more)
+        samples = []
         metrics["episode"] = order.position * config.group_size
         if loop.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)

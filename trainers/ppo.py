@@ -104,7 +104,8 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
         )
     credit.check_credit(config)
     config.warn_of_estimator()
-    divided, updates = prepare.divided(planned(config), world), "optimizer updates per step"
+    divided = prepare.divided(planned(config), world)
+    updates = "optimizer updates per step"
     divided[updates] = f"{divided[updates]} (at most, with target_kl)"
     return {"processes": world, "reward": check_scorers(config, imports=config.dry_run)} | divided
 
@@ -113,7 +114,8 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
 def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], kl_coef: float) -> Experience:
     """Log-probabilities and values before the update, in the first pass's `parts`; from them what each token earned."""
     # Both models before the update: https://arxiv.org/abs/1909.08593, section 2.2.
-    config, batch = policy.config, rollout.batch
+    config = policy.config
+    batch = rollout.batch
     measured = measure(policy, batch, parts)
     values = torch.zeros_like(measured.old_logprobs)
     for index in parts:
@@ -122,7 +124,8 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
-    mask, scores = batch.response_mask, credit.final_scores(config, rollout)
+    mask = batch.response_mask
+    scores = credit.final_scores(config, rollout)
     kl = config.kl_of_tokens(measured, mask)
     rewards = credit.token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:
@@ -163,8 +166,10 @@ def accumulate(
     policy: Policy, critic, experience: Experience, parts: list[torch.Tensor], kl_coef: float, step: int
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns both losses' metrics over all ranks."""
-    config, rollout = policy.config, experience.rollout
-    rollout_logprobs, index = rollout.rollout_logprobs, on_device(torch.cat(parts), policy.device)
+    config = policy.config
+    rollout = experience.rollout
+    rollout_logprobs = rollout.rollout_logprobs
+    index = on_device(torch.cat(parts), policy.device)
     num_tokens, num_sequences = counted(experience.mask[index].sum(), torch.tensor(len(index)))
     options = loss_options(config) | config.kl_in_loss(kl_coef)
     options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
@@ -173,7 +178,8 @@ def accumulate(
     sums = Sums(step)
     for index in parts:
         part = rollout.batch.rows(index)
-        width, index = part.response_mask.shape[1], on_device(index, policy.device)
+        width = part.response_mask.shape[1]
+        index = on_device(index, policy.device)
         before = experience.rows(index, width)
         passed = policy.loss(
             part,
@@ -196,7 +202,8 @@ def accumulate(
 def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef: float) -> dict[str, float]:
     """Roll out, score, judge, update; returns the step's metrics."""
     # Sample and score: https://arxiv.org/abs/2403.17031.
-    config, began = policy.config, time.monotonic()
+    config = policy.config
+    began = time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
     sampled = time.monotonic()
 
@@ -273,7 +280,8 @@ def train(
     # Step by step; the weight of the KL may follow it: https://arxiv.org/abs/1909.08593, section 2.2.
     for step, indices in loop:
         policy.begin(step, lambda later: read.mine(order.after(later)))
-        metrics, samples = train_step(policy, critic, read.mine(indices), step, kl_coef), []
+        metrics = train_step(policy, critic, read.mine(indices), step, kl_coef)
+        samples = []
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
             kl_coef = credit.adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)

@@ -114,7 +114,8 @@ class RewardConfig(RunConfig):
 
 def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    local, size = divide_over("batch_size", config.batch_size, world), _pairs_at_once(config.micro_batch_size)
+    local = divide_over("batch_size", config.batch_size, world)
+    size = _pairs_at_once(config.micro_batch_size)
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
@@ -137,8 +138,10 @@ def train_step(
     """
     share = range(ranks.rank(), len(pairs), ranks.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
-    scores, found_of_share = torch.zeros(len(pairs), 2, dtype=torch.float64), []
-    device, size = next(model.parameters()).device, _pairs_at_once(config.micro_batch_size)
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    found_of_share = []
+    device = next(model.parameters()).device
+    size = _pairs_at_once(config.micro_batch_size)
     model.train()
     for start in range(0, len(share), size):
         # Both sides through the model at once.
@@ -256,7 +259,8 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
         model = engine.initialize(model, config, config, config.steps)
 
     # The run: `constants` normalise the scores, before training and again after it.
-    order, constants = RowOrder(len(pairs), config.batch_size, config.seed), {}
+    order = RowOrder(len(pairs), config.batch_size, config.seed)
+    constants = {}
     loop = Loop(config, run, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
     if config.resume:
         constants |= loop.restored["normalization"]

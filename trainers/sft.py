@@ -69,7 +69,8 @@ class SFTConfig(RunConfig):
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    local, size = divide_over("batch_size", config.batch_size, world), config.micro_batch_size
+    local = divide_over("batch_size", config.batch_size, world)
+    size = config.micro_batch_size
     return {
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
@@ -97,7 +98,9 @@ class Example(NamedTuple):
 
 def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
-    kept, fit, several = [], 0, 0
+    kept = []
+    fit = 0
+    several = 0
     for i in range(len(rows)):
         several += config.assistant_turns == "last" and encoder.turns(rows, i, config.prompt_column) > 1
         pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
@@ -181,7 +184,8 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
         rows = model(**part.inputs(), want_logits=True)
         mask = part.batch.response_mask
         hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
-        nll, tokens = -rows.logprobs.sum(), mask.sum()
+        nll = -rows.logprobs.sum()
+        tokens = mask.sum()
         totals += torch.stack([nll, hit.sum(), tokens]).cpu()
     loss, hits, tokens = totals.tolist()
     return {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}

@@ -26,7 +26,8 @@ def fingerprint(path: Path) -> tuple[int, int]:
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size = size + len(block)
+            crc = zlib.crc32(block, crc)
     return size, crc
 
 

@@ -205,7 +205,8 @@ def load(config: EvalConfig, device: torch.device, dataset: Given = None) -> tup
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        dtype, attention = _dtype(config, device), config.attn_implementation
+        dtype = _dtype(config, device)
+        attention = config.attn_implementation
         reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
         config, scorers = load_chosen(config, [rows], reader, {})
         encoder = encode.Encoder.of(config, tokenizer)
@@ -276,12 +277,14 @@ def respond(subject: Subject, sampling: Sampling, copies: int) -> Responses:
     share = share_of_rank([subject.problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
 
-    found, at_once = Responses(), -(-subject.batch_size // copies)
+    found = Responses()
+    at_once = -(-subject.batch_size // copies)
     what = "sampled" if sampling.temperature else "greedy"
     with _progress(f"{what} responses", len(share.prompts)) as advance:
         for start in range(0, len(share.prompts), at_once):
             part = slice(start, start + at_once)
-            chunk, read_by = share.prompts[part], (subject.tokenizer, subject.device)
+            chunk = share.prompts[part]
+            read_by = (subject.tokenizer, subject.device)
             rollout = roll_out(subject.sampler, subject.scorers, chunk, sampling, *read_by, copies=copies)
             found.add(rollout, own[part], copies, judged(subject.scorers, rollout))
             advance(len(chunk))
@@ -299,7 +302,8 @@ def _progress(what: str, total: int) -> Iterator:
             task = bar.add_task(what, total=total)
             yield lambda count: bar.advance(task, count)
         return
-    told, done = time.monotonic(), 0
+    told = time.monotonic()
+    done = 0
 
     def advance(count: int) -> None:
         nonlocal told, done
@@ -324,7 +328,8 @@ def evaluate(
         ranks.on_first_rank(lambda: _check_folder(config))
     subject, sampling = load(config, device, dataset)
     began = time.monotonic()
-    greedy, sampled = respond(subject, dataclasses.replace(sampling, temperature=0.0), 1), Responses()
+    greedy = respond(subject, dataclasses.replace(sampling, temperature=0.0), 1)
+    sampled = Responses()
     if config.samples:
         sampled = respond(subject, sampling, config.samples)
 

@@ -15,7 +15,10 @@ def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: in
     """Ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
     width = max(width, max(map(len, sequences)))
     fill = [[value] * (width - len(s)) for s in sequences]
-    return torch.tensor([f + s if left else s + f for s, f in zip(sequences, fill, strict=True)])
+    rows = []
+    for sequence, padding in zip(sequences, fill, strict=True):
+        rows.append(padding + sequence if left else sequence + padding)
+    return torch.tensor(rows)
 
 
 def on_device(tensor: torch.Tensor, device) -> torch.Tensor:
@@ -56,8 +59,10 @@ class Batch:
     def rows(self, index: torch.Tensor) -> "Batch":
         """The sequences at `index` (b,), padded no wider than they need."""
         # How wide that is, on the CPU, where the indices should be too.
-        index, device = index.cpu(), self.input_ids.device
-        prompts, responses = self.prompt_lengths[index], self.response_lengths[index]
+        index = index.cpu()
+        device = self.input_ids.device
+        prompts = self.prompt_lengths[index]
+        responses = self.response_lengths[index]
         ends = prompts.clamp(min=1) + responses
         width = max(2, int(torch.where(responses > 0, ends, 0).max()))
         where = tuple(self.where[i] for i in index.tolist())
@@ -92,7 +97,8 @@ class Batch:
 
 def mask_of(start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
     """(B,) int64 each -> (B, width - 1) bool: True from the token at `start` to the one before `end`."""
-    position, start = torch.arange(1, width), start[:, None]
+    position = torch.arange(1, width)
+    start = start[:, None]
     return (position >= start) & (position < end[:, None])
 
 
@@ -123,7 +129,9 @@ def make_batch(
         mask = counts = mask & _flagged(lengths.tolist(), responses, trained, input_ids.shape[1])
 
     tensors = on_device(input_ids, device), on_device(mask, device)
-    changes = [0, *(int(prompts[i] != prompts[i - 1]) for i in range(1, len(prompts)))]
+    changes = [0] * len(prompts)
+    for i in range(1, len(prompts)):
+        changes[i] = int(prompts[i] != prompts[i - 1])
     numbers = torch.tensor(changes).cumsum(0)
     places = tuple(where) or ("a row",) * len(prompts)
     return Batch(*tensors, places, numbers, lengths, response_lengths, counts=counts)
@@ -135,5 +143,6 @@ def _flagged(
     """(B, width - 1) bool: the flags of each response after a prompt of so many tokens."""
     rows = []
     for prompt, response, flags in zip(prompts, responses, trained, strict=True):
-        rows.append([0] * prompt + ([1] * len(response) if flags is None else list(map(int, flags))))
+        counts = [1] * len(response) if flags is None else list(map(int, flags))
+        rows.append([0] * prompt + counts)
     return pad(rows, 0, width=width)[:, 1:].bool()

@@ -54,8 +54,11 @@ class Encoder:
         system_prompt: str | None = None,
         chat_template_kwargs: dict | None = None,
     ):
-        self.tokenizer, self.system_prompt, self.template_kwargs = tokenizer, system_prompt, chat_template_kwargs or {}
-        self.chat, self.heard = tokenizer.chat_template is not None and not raw_prompt, {"assistant"}
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.template_kwargs = chat_template_kwargs or {}
+        self.chat = tokenizer.chat_template is not None and not raw_prompt
+        self.heard = {"assistant"}
         for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
             if value is not None and not self.chat:
                 raise InputError(f"{name} needs a tokenizer with a chat template and raw_prompt=false")
@@ -127,8 +130,12 @@ class Encoder:
             raise InputError("system_prompt and chat_template_kwargs have no meaning for a row of text")
         if not text:
             raise InputError("column 'text' is empty; remove the row")
-        ids, eos = self._with_one_bos(text), self.tokenizer.eos_token_id
-        return ids[:1], ids[1:] if ids[1:] and ids[-1] == eos else [*ids[1:], eos]
+        ids = self._with_one_bos(text)
+        eos = self.tokenizer.eos_token_id
+        first, rest = ids[:1], ids[1:]
+        if not rest or rest[-1] != eos:
+            rest = [*rest, eos]
+        return first, rest
 
     def _completion(self, rows: Rows, i: int, column: str) -> dict:
         """Return the assistant's turn that a column holds, as text or as a list of one message."""
@@ -147,8 +154,10 @@ class Encoder:
     def _pair(self, messages: list[dict], turn: dict, tools: list | None) -> tuple[list[int], list[int]]:
         """Return the token ids of the messages, and of the assistant's turn after them."""
         # What follows the token that ends a response would never be trained on.
-        eos_token, eos = self.tokenizer.eos_token, self.tokenizer.eos_token_id
-        if json.dumps(eos_token, ensure_ascii=False)[1:-1] in json.dumps(turn, ensure_ascii=False, default=str):
+        eos_token = self.tokenizer.eos_token
+        eos = self.tokenizer.eos_token_id
+        spelled = json.dumps(eos_token, ensure_ascii=False)[1:-1]
+        if spelled in json.dumps(turn, ensure_ascii=False, default=str):
             raise InputError(
                 f"the completion spells {eos_token!r}, the token that ends a response; mend or remove the row"
             )
@@ -178,8 +187,9 @@ class Encoder:
     def _messages(self, rows: Rows, i: int, column: str | None) -> list[dict]:
         row = rows.rows[i]
         if column is None:
-            present = [c for c in PROMPT_COLUMNS if row.get(c) is not None] or [c for c in PROMPT_COLUMNS if c in row]
-            column = (present or PROMPT_COLUMNS)[0]
+            there = [name for name in PROMPT_COLUMNS if name in row]
+            filled = [name for name in there if row[name] is not None]
+            column = (filled or there or PROMPT_COLUMNS)[0]
         prompt = rows.get(i, column, "prompt_column")
         with rows.at(i):
             for name, remedy in NOT_READ.items():
@@ -228,19 +238,23 @@ class Encoder:
             if message["role"] in self.heard or not message["content"]:
                 continue
             self.heard.add(message["role"])
-            other = [*messages[:at], {**message, "content": message["content"] + " 0"}, *messages[at + 1 :]]
+            other = list(messages)
+            other[at] = message | {"content": message["content"] + " 0"}
             if self._template(other, tools, add_generation_prompt=True) == ids:
                 what = f"the chat template leaves out what role {message['role']!r} says"
                 raise InputError(f"{what}; use a template that writes it, or remove the message")
 
     def _raw(self, text: str) -> list[int]:
         """Return a prompt's tokens without a chat template."""
-        ids, bos, eos = self._with_one_bos(text), self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        ids = self._with_one_bos(text)
+        bos = self.tokenizer.bos_token_id
+        eos = self.tokenizer.eos_token_id
         return ids[:-1] if len(ids) > 1 and ids[-1] == eos and bos != eos else ids  # a prompt has not ended
 
     def _with_one_bos(self, text: str) -> list[int]:
         """Return the tokens of a text that may spell out the token that the tokenizer also adds."""
-        ids, bos = self.tokenizer(text).input_ids, self.tokenizer.bos_token_id
+        ids = self.tokenizer(text).input_ids
+        bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _template(self, messages: list[dict], tools: list | None, *, add_generation_prompt: bool) -> list[int]:
@@ -277,7 +291,8 @@ def _are_messages(value) -> bool:
 
 def _is_message(message: dict) -> bool:
     """Return True for a message with a role and a text; an assistant's may call tools in place of a text."""
-    content, role = message.get("content"), message.get("role")
+    content = message.get("content")
+    role = message.get("role")
     says_nothing = content is None and role == "assistant" and bool(message.get("tool_calls"))
     return isinstance(role, str) and (isinstance(content, str) or says_nothing)
 

@@ -37,7 +37,8 @@ def read_csv(path: Path, delimiter: str = ",") -> list[dict]:
     csv.field_size_limit(2**31 - 1)  # its own limit is shorter than documents are
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
-        header, rows = next(reader, []), []
+        header = next(reader, [])
+        rows = []
         if len(header) == 1 and re.search(r"\w[;\t|]\w", header[0]):
             raise InputError(f"{path}: the first line, {header[0]!r:.80}, has no commas; save the file with commas")
         if text and (len({*header}) < len(header) or not all(header) or not header):

@@ -25,8 +25,12 @@ class RowOrder:
     def __init__(self, size: int, batch_size: int, seed: int):
         if size < 1:
             raise InputError("no rows to train on")
-        self.size, self.batch_size, self.seed, self.position = size, batch_size, seed, 0
-        self.epoch, self.permutation = -1, torch.empty(0, dtype=torch.int64)
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.position = 0
+        self.epoch = -1
+        self.permutation = torch.empty(0, dtype=torch.int64)
 
     def __next__(self) -> list[int]:
         return self.take(self.batch_size)

@@ -47,12 +47,15 @@ class PairEncoder:
     """Preference rows in the Hub's forms to token ids."""
 
     def __init__(self, config, tokenizer):
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self.encoder = encode.Encoder.of(config, tokenizer)
 
     def pairs(self, rows: Rows) -> list[Pair]:
         """All rows that fit; how many were dropped, and why, or cut is printed."""
-        kept, dropped, self.truncated = [], {}, 0
+        kept = []
+        dropped = {}
+        self.truncated = 0
         for i in range(len(rows)):
             pair = self._pair(rows, i)
             reason = self._unusable(pair, rows.rows[i])
@@ -70,11 +73,17 @@ class PairEncoder:
         return kept
 
     def _pair(self, rows: Rows, i: int) -> Pair:
-        sides = [self._side(rows, i, column) for column in (self.config.chosen_column, self.config.rejected_column)]
+        columns = (self.config.chosen_column, self.config.rejected_column)
+        sides = [self._side(rows, i, column) for column in columns]
         if self.config.too_long == "truncate":
-            limit, eos = self.config.max_response_length, self.tokenizer.eos_token_id
+            limit = self.config.max_response_length
+            eos = self.tokenizer.eos_token_id
             self.truncated += sum(len(response) > limit for _, response in sides)
-            sides = [(p, r if len(r) <= limit else [*r[: limit - 1], eos]) for p, r in sides]
+            cut = []
+            for prompt, response in sides:
+                too_long = len(response) > limit
+                cut.append((prompt, [*response[: limit - 1], eos] if too_long else response))
+            sides = cut
         margin = rows.rows[i].get(self.config.margin_column)
         a_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
         if margin is not None and not (a_number and abs(margin) <= LARGEST_MARGIN):
@@ -95,7 +104,8 @@ class PairEncoder:
     def _side(self, rows: Rows, i: int, column: str) -> tuple[list[int], list[int]]:
         option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
         prompt_column = self.config.prompt_column
-        value, prompt = rows.get(i, column, option), rows.rows[i].get(prompt_column)
+        value = rows.get(i, column, option)
+        prompt = rows.rows[i].get(prompt_column)
         alone = isinstance(value, list) and len(value) == 1 and _role(value) == "assistant"
         if alone or (isinstance(value, str) and prompt_column in rows.rows[i]):
             prompt = rows.get(i, prompt_column, "prompt_column")
@@ -124,12 +134,14 @@ class PairEncoder:
 
     def _encode(self, rows: Rows, i: int, row: dict, column: str) -> tuple[list[int], list[int]]:
         tools = {"tools": rows.rows[i].get("tools")}
-        located = Rows([row | tools], rows.source, [i + 1 if rows.numbers is None else rows.numbers[i]])
+        number = i + 1 if rows.numbers is None else rows.numbers[i]
+        located = Rows([row | tools], rows.source, [number])
         return self.encoder.pair(located, 0, "prompt", column)
 
     def _whole_text(self, text: str) -> tuple[list[int], list[int]]:
         """A conversation spelled out as text: the tokenizer's own beginning, and EOS once."""
-        ids, eos = self.tokenizer(text).input_ids, self.tokenizer.eos_token_id
+        ids = self.tokenizer(text).input_ids
+        eos = self.tokenizer.eos_token_id
         return [], ids if ids and ids[-1] == eos else [*ids, eos]
 
 

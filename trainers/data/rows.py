@@ -61,7 +61,8 @@ def _read_text(builder, split: str) -> list[dict]:
     """A folder's CSV and JSON as the files alone are read: `datasets` makes numbers, dates and nulls of text."""
     import datasets
 
-    unpack, rows = datasets.DownloadManager(), {}
+    unpack = datasets.DownloadManager()
+    rows = {}
     for part, paths in builder.config.data_files.items():
         rows[str(part)] = []
         for path in map(Path, unpack.iter_files(unpack.extract(list(paths))) if str(part) in split else []):
@@ -75,7 +76,8 @@ def _read_text(builder, split: str) -> list[dict]:
 
 def _is_guessed(loaded, kind) -> bool:
     """Whether a column's type was no type of the file: of CSV everything is text, of JSON dates are."""
-    made_of, dtype = loaded.info.builder_name, str(getattr(kind, "dtype", ""))
+    made_of = loaded.info.builder_name
+    dtype = str(getattr(kind, "dtype", ""))
     return (made_of == "csv" and not dtype.endswith("string")) or (made_of == "json" and dtype.startswith("timestamp"))
 
 
@@ -152,7 +154,8 @@ def given_rows(option: str, given: Given) -> Rows:
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
     """Rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
-    path, numbers = Path(name), None
+    path = Path(name)
+    numbers = None
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")

@@ -13,13 +13,15 @@ class Sums:
     """The bare metrics of one optimizer step: of each micro-batch a share, added up over micro-batches and ranks."""
 
     def __init__(self, step: int):
-        self.step, self.parts = step, []
+        self.step = step
+        self.parts = []
         self.names: tuple[str, ...] = ()
 
     def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
         """The scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""
         self.names = tuple(metrics)
-        self.parts.append((torch.stack([value.detach().double() for value in metrics.values()]), where))
+        values = [value.detach().double() for value in metrics.values()]
+        self.parts.append((torch.stack(values), where))
 
     def over_ranks(self) -> dict[str, float]:
         """What they add up to, the same on every rank.

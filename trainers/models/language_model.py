@@ -47,7 +47,10 @@ class LanguageModel(nn.Module):
 
     def __init__(self, lm: nn.Module, loss_from: str, *, lora: bool = False, head_dtype: torch.dtype | None = None):
         super().__init__()
-        self.lm, self.loss_from, self.lora, self.head_dtype = lm, loss_from, lora, head_dtype
+        self.lm = lm
+        self.loss_from = loss_from
+        self.lora = lora
+        self.head_dtype = head_dtype
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
             _check_plain_head(self.base)
@@ -107,7 +110,8 @@ class LanguageModel(nn.Module):
         # From hidden states: those that predict a token that counts, and only they, meet the head.
         places = places_of(mask) if places is None else places
         hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
-        head, targets = self.head, input_ids[:, 1:].flatten()[places]
+        head = self.head
+        targets = input_ids[:, 1:].flatten()[places]
         options = {"temperature": temperature, "bias": head.bias, **self.head_options}
         if token_loss is not None and support is None:
             per_token = [tensor.flatten()[places] for tensor in per_token]
@@ -141,7 +145,8 @@ class LanguageModel(nn.Module):
             places = places_of(mask) if places is None else places
             return Scored(rows.logprobs, rows.entropy, logits=_predicting(logits, places))
         places = places_of(mask) if places is None else places
-        logits, targets = self._states(self.base, "logits", input_ids, places, packed), input_ids[:, 1:]
+        logits = self._states(self.base, "logits", input_ids, places, packed)
+        targets = input_ids[:, 1:]
         rows = fused_rl.token_logprobs(logits, targets.flatten()[places], temperature=temperature, support=support)
         logprobs, entropy = (at_places(values, mask, places) for values in rows[:2])
         return Scored(logprobs, entropy, logits=logits if want_logits else None)
@@ -158,7 +163,8 @@ class WideHead(nn.Linear):
 
     def __init__(self, head: nn.Linear):
         super().__init__(head.in_features, head.out_features, bias=False, device="meta")
-        self.weight, self.bias = head.weight, head.bias
+        self.weight = head.weight
+        self.bias = head.bias
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -233,7 +239,8 @@ def _read_lm(name: str, revision: str | None, what: str, device: torch.device, *
     check_causal(lm.to(device), what)  # there: some attention runs on a GPU alone
 
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
-    lm.saved_generation_config, lm.generation_config = lm.generation_config, GenerationConfig()
+    lm.saved_generation_config = lm.generation_config
+    lm.generation_config = GenerationConfig()
     return lm
 
 
@@ -263,7 +270,8 @@ def load_lm(
     named it, for errors.
     """
     # Its weights: where `name` holds adapters, those that they belong to.
-    of_logits, adapters = head_dtype(options, held), find_adapters(name, revision)
+    of_logits = head_dtype(options, held)
+    adapters = find_adapters(name, revision)
     with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
     reading = {"dtype": engine.torch_dtype(held), "attn_implementation": options.attn_implementation}
     if trainable:
@@ -316,15 +324,18 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
     model = trained.module
 
     def write(unfinished: Path, state: dict | None) -> None:
-        lm, base = model.lm, model.base
+        lm = model.lm
+        base = model.base
         if state is not None:
             # Without what a trainer has added to the language model, such as a value head.
             state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
         if merged and model.lora:
             whole = lm.state_dict() if state is None else state
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
-            lm, state = base, lora.merged(whole, base)
-        training_config, base.generation_config = base.generation_config, base.saved_generation_config
+            lm = base
+            state = lora.merged(whole, base)
+        training_config = base.generation_config
+        base.generation_config = base.saved_generation_config
         lm.save_pretrained(unfinished, state_dict=state)
         base.generation_config = training_config
 

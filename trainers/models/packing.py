@@ -90,7 +90,8 @@ def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: 
     """
     # Where each token is from, and what it is there; all of it goes to the device at once.
     sequence, token, place, segment = placed
-    layout, device = torch.zeros(3, *shape, dtype=torch.int64), batch.input_ids.device
+    layout = torch.zeros(3, *shape, dtype=torch.int64)
+    device = batch.input_ids.device
     source, positions, segments = layout
     segments -= 1
     source.view(-1)[place] = sequence * batch.input_ids.shape[1] + token
@@ -100,7 +101,8 @@ def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: 
     input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
 
     # No token sees those after it.
-    seen = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    others = segments[:, None, :]
+    seen = (segments[:, :, None] == others) | (others == 0)
     before = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
     return Packed(input_ids, positions, (seen & before)[:, None], on_device(states, device))
 
@@ -127,7 +129,8 @@ def pack(batch: Batch, in_row: int) -> Packed:
     later = step > 0
     responses = torch.stack([sequence, token, place, sequence + 1])[:, later]
     states = place if batch.counts is None else place[batch.counts[sequence, token]]
-    return _packed(batch, (int(row[-1]) + 1, width), torch.cat([prompts, responses], 1), states)
+    shape = (int(row[-1]) + 1, width)
+    return _packed(batch, shape, torch.cat([prompts, responses], 1), states)
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
@@ -141,7 +144,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     lengths = []
     for (a, b), common in zip(pairs, in_common, strict=True):
         lengths += [len(a) + len(b) - common] if common else [len(a), len(b)]
-    if costs.of(len(lengths), max(lengths)) >= costs.of_causal(len(sequences), max(map(len, sequences))):
+    longest = max(map(len, sequences))
+    if costs.of(len(lengths), max(lengths)) >= costs.of_causal(len(sequences), longest):
         return None
 
     # The last token predicts one that nobody reads: with it, the last state of a response is that of its last token.
@@ -158,7 +162,10 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
 
 def _in_common(a: list[int], b: list[int]) -> int:
     """How many tokens two sequences begin with alike."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
 
 
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
@@ -184,8 +191,9 @@ def fill(lengths: list[int], room: int) -> list[list[int]]:
     rows, left = [], []  # `left` in rising order, and `rows` beside it
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect.bisect_left(left, lengths[i])
-        row, free = (rows.pop(place), left.pop(place)) if place < len(left) else ([], room)
-        free -= lengths[i]
+        fits = place < len(left)
+        row = rows.pop(place) if fits else []
+        free = (left.pop(place) if fits else room) - lengths[i]
         place = bisect.bisect_left(left, free)
         rows.insert(place, [*row, i])
         left.insert(place, free)
@@ -196,7 +204,8 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
     """The sequences of `batch` in rows, one after the other: `rows` holds their indices, as `arrange` returns them."""
     # What is put where: row of each sequence, and where in the row it begins. The last token predicts nothing.
     lengths = fed_tokens(batch)
-    row, start = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    row = torch.zeros_like(lengths)
+    start = torch.zeros_like(lengths)
     for number, indices in enumerate(rows):
         index = torch.tensor(indices)
         row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
@@ -222,7 +231,8 @@ def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
     """
     seen = packed.attention_mask
     rows, _, length, _ = seen.shape
-    added = torch.full((rows, 1, length, -(-length // 8) * 8), -torch.inf, dtype=lm.dtype, device=seen.device)
+    shape = (rows, 1, length, -(-length // 8) * 8)
+    added = torch.full(shape, -torch.inf, dtype=lm.dtype, device=seen.device)
     added = added[..., :length].masked_fill_(seen, 0)
     return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": added}
 
@@ -253,7 +263,8 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
     # Two responses to one prompt, in a row each and in one row.
     ids = [i % text.vocab_size for i in range(1, 14)]
     batch = make_batch([ids[:5], ids[:5]], [ids[5:9], ids[9:]], 0, lm.device)
-    packed, training = pack(batch, 2), lm.training
+    packed = pack(batch, 2)
+    training = lm.training
     lm.eval()
     try:
         alone = lm.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1]

@@ -52,8 +52,11 @@ def check_causal(lm: nn.Module, what: str) -> None:
     """Refuse a model in which a token sees its successors: its log-probabilities are not those of generation."""
     if lm.config.is_encoder_decoder:
         raise InputError(f"{what} is an encoder-decoder ({lm.config.model_type}); a causal LM is needed")
-    training, ids = lm.training, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]) % lm.config.get_text_config().vocab_size
-    logits = lm.eval()(input_ids=ids.to(lm.device), use_cache=False).logits[:, :3].float()
+    training = lm.training
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    ids = ids % lm.config.get_text_config().vocab_size
+    scored = lm.eval()(input_ids=ids.to(lm.device), use_cache=False)
+    logits = scored.logits[:, :3].float()
     lm.train(training)
     if (logits[0] - logits[1]).abs().max() > 0.02 * logits.std():  # rounding moves them less, a token seen far more
         kind = f"({lm.config.model_type}) is not causal"
@@ -82,7 +85,8 @@ def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], 
 
     # What it has made.
     for ids, where in rows:
-        largest, length = max(ids), len(ids) + more
+        largest = max(ids)
+        length = len(ids) + more
         if largest >= embedded:
             token = tokenizer.convert_ids_to_tokens(largest)
             raise InputError(

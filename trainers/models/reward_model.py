@@ -66,7 +66,8 @@ class RewardModel(nn.Module):
         from transformers import AutoConfig
 
         # What it is, and the class that holds its weights.
-        name, revision = str(name), options.get("revision")
+        name = str(name)
+        revision = options.get("revision")
         if find_adapters(name, revision) is not None:
             raise InputError(
                 f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
@@ -85,7 +86,8 @@ class RewardModel(nn.Module):
             check_dtypes(name, repr(name))
             classifier, report = _classifier_class(config).from_pretrained(name, config=config, dtype=dtype, **reading)
         check_weights(classifier, f"model={name!r}")
-        model, lacking = cls(classifier), set(report["missing_keys"])
+        model = cls(classifier)
+        lacking = set(report["missing_keys"])
         if report["mismatched_keys"]:  # a head of several labels whose config does not say so
             raise InputError(_several_labels(name, f"weights of other shapes: {sorted(report['mismatched_keys'])}"))
         if lacking - {"score.weight"} or (trained and lacking):
@@ -163,7 +165,8 @@ class RewardModel(nn.Module):
     def normalize(self, scores: torch.Tensor) -> None:
         """Set the constants so that these scores (N,), which this model gave, would have mean 0 and std 1."""
         scores = scores.double()
-        mean, std = scores.mean().item(), scores.std().item()
+        mean = scores.mean().item()
+        std = scores.std().item()
         if len(scores) < 2 or not 0 < std < math.inf:
             raise InputError(f"{len(scores)} reference scores with standard deviation {std} cannot be normalised")
         # Plain numbers in the config, not buffers: an engine would round those to bf16.
@@ -171,7 +174,8 @@ class RewardModel(nn.Module):
 
     def set_normalization(self, mean: float, std: float) -> None:
         """Score (raw - mean) / std from now on."""
-        self.classifier.config.score_mean, self.classifier.config.score_std = mean, std
+        self.classifier.config.score_mean = mean
+        self.classifier.config.score_std = std
 
     def save_pretrained(self, folder: Path | str, state_dict: dict | None = None) -> None:
         """Write config and weights so that `AutoModelForSequenceClassification` opens them; adapters are merged.
@@ -252,7 +256,8 @@ def check_reads_policy(
             f"{it} has no tokenizer to compare with that of the policy {policy!r}: save the one it was trained with "
             f"beside its weights ({type(error).__name__}: {error})"
         ) from error
-    differing = sorted(tokenizer.get_vocab().items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
+    differing = tokenizer.get_vocab().items() ^ theirs.items()
+    differing = sorted(differing, key=lambda pair: (pair[1], pair[0]))
     if differing:
         examples = ", ".join(f"{token!r} = {i}" for token, i in differing[:4])
         raise InputError(

@@ -211,7 +211,8 @@ def first_of(error: pydantic.ValidationError, config_class: type[Options], given
 
 def fields_of(source: type) -> dict[str, tuple[Any, str]]:
     """(type, docstring) of each field of a dataclass, in their order."""
-    told, kinds = {}, typing.get_type_hints(source, include_extras=True)
+    told = {}
+    kinds = typing.get_type_hints(source, include_extras=True)
     for group in reversed(source.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
         for field, under in itertools.pairwise(tree.body):

@@ -95,14 +95,16 @@ def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
     """A file of `option: value` lines."""
     try:
         text = path.read_text(encoding="utf-8")
-        node, values = yaml.compose(text, _Values), yaml.load(text, _Values)
+        node = yaml.compose(text, _Values)
+        values = yaml.load(text, _Values)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise InputError(f"{path}: expected lines of `option: value`")
-    seen, known = {}, names_of(config_class)
+    seen = {}
+    known = names_of(config_class)
     for key, _ in [] if node is None else node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):

@@ -68,7 +68,8 @@ def check_credit(config: CreditConfig) -> None:
     """Refuse options that contradict each other."""
     if config.missing_eos_score is not None and config.missing_eos_penalty:
         raise InputError("missing_eos_score replaces a score, missing_eos_penalty subtracts from it: give one of them")
-    responses, horizon = config.prompts_per_step * config.group_size, config.kl_horizon
+    responses = config.prompts_per_step * config.group_size
+    horizon = config.kl_horizon
     least = 1 - LARGEST_ERROR * responses / horizon
     if config.kl_target is not None and least <= 0:
         raise InputError(
@@ -111,14 +112,16 @@ def final_scores(config: CreditConfig, rollout: Rollout) -> torch.Tensor:
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
     """(B, T - 1): each token pays for its KL, and the last one gets the score (B,); an empty response gets nothing."""
     later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
-    return -kl_coef * kl + torch.where(mask & (later == 1), scores[:, None].to(kl.device, non_blocking=True), 0)
+    scores = scores[:, None].to(kl.device, non_blocking=True)
+    return -kl_coef * kl + torch.where(mask & (later == 1), scores, 0)
 
 
 def advantages_and_returns(
     config: CreditConfig, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both (B, T - 1), from `rewards` and `values` (B, T - 1): each with its own lambda; whitened over all ranks."""
-    whiten, everyone = fused_rl.whiten, ranks.all_ranks()
+    whiten = fused_rl.whiten
+    everyone = ranks.all_ranks()
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
     advantages, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
@@ -128,7 +131,8 @@ def advantages_and_returns(
     if config.gae_alpha is not None:
         lengths = mask.sum(1)
         for length in lengths.unique().tolist():
-            rows, gae_lambda = lengths == length, max(0.0, 1 - 1 / (config.gae_alpha * max(length, 1)))
+            rows = lengths == length
+            gae_lambda = max(0.0, 1 - 1 / (config.gae_alpha * max(length, 1)))
             of_length = (x[rows] for x in (rewards, values, mask))
             advantages[rows], _ = fused_rl.gae(*of_length, gamma=config.gamma, gae_lambda=gae_lambda)
     return whiten(advantages, mask, process_group=everyone) if config.whiten_advantages else advantages, returns
@@ -142,7 +146,9 @@ def adapted(kl_coef: float, kl: float, responses: int, target: float, horizon: f
 
 def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
     """What was sampled and what it earned, over all ranks."""
-    rollout, measured, mask = experience.rollout, experience.measured, experience.mask
+    rollout = experience.rollout
+    measured = experience.measured
+    mask = experience.mask
     lengths = rollout.lengths.double()
     columns = {
         "objective/scores": experience.scores,
@@ -156,7 +162,8 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
     totals = ranks.global_sum(ranks.arrived([column.double().sum() for column in columns.values()]))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
     tokens = ranks.global_sum(mask.sum()).item()
-    values, returns = experience.values, experience.returns
+    values = experience.values
+    returns = experience.returns
     sums = Sums(step)
     sums.add(fused_rl.value_loss(values, values, returns, mask, num_tokens=tokens)[1], rollout.batch.where)
     metrics |= {

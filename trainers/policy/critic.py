@@ -70,7 +70,8 @@ class OwnCritic:
     """The critic in an engine, with an optimizer of its own."""
 
     def __init__(self, trained, tokenizer=None):
-        self.engine, self.tokenizer = trained, tokenizer
+        self.engine = trained
+        self.tokenizer = tokenizer
 
     def values(self, part: Batch) -> torch.Tensor:
         """(b, T - 1): what is expected before each token, 0 where masked."""

@@ -36,7 +36,9 @@ def share_of_rank(prompts: list[Prompt]) -> HeldOut:
 @torch.no_grad()
 def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
     """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
-    config, k, count = policy.config, policy.config.eval_samples, held_out.count
+    config = policy.config
+    k = policy.config.eval_samples
+    count = held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed + ranks.rank())
@@ -57,13 +59,15 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     if measured.kl is not None:
         sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
     own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}
-    own |= outcome_sums(sampled.solved[: count * k], sampled.lengths[: count * k], sampled.stopped[: count * k])
+    first = slice(count * k)
+    own |= outcome_sums(sampled.solved[first], sampled.lengths[first], sampled.stopped[first])
     own["judged"] = torch.cat(
         [judged(policy.scorers, greedy)[:count], judged(policy.scorers, sampled)[: count * k]]
     ).sum()
     totals = ranks.global_sums(sums | own)
 
-    metrics, known = {name: totals[name] / totals["problems"] for name in sums}, totals["judged"] > 0
+    metrics = {name: totals[name] / totals["problems"] for name in sums}
+    known = totals["judged"] > 0
     if not known:  # no figure is better than a 0 that nobody measured
         metrics = {name: value for name, value in metrics.items() if name in ("eval/score", "eval/kl_exact")}
         if ranks.rank() == 0:

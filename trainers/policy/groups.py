@@ -197,14 +197,16 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
         more: this rank's share of the next so many prompts, for dynamic sampling; rounded up to equal shares.
         step: which step of the run it is.
     """
-    config, wanted = policy.config, policy.config.prompts_per_step
+    config = policy.config
+    wanted = policy.config.prompts_per_step
     rollout = _rolled_out(policy, prompts)
     if config.zero_variance == "keep":
         everyone = torch.ones(len(rollout.samples), dtype=torch.bool)
         return Drawn(rollout, everyone, _metrics(policy, rollout, wanted, step))
 
     # Until the step is full, or the bound is reached: every rank knows how many are missing, and draws as often.
-    rollouts, found = [rollout], _with_signal(config, rollout)
+    rollouts = [rollout]
+    found = _with_signal(config, rollout)
     refills = config.max_refills if config.zero_variance == "refill" else 0
     while found < wanted and len(rollouts) <= refills:
         rollouts.append(_rolled_out(policy, more(wanted - found)))
@@ -262,7 +264,9 @@ def _dealt(policy: Policy, rollout: Rollout, metrics: dict[str, float]) -> Drawn
     All ranks get equally many groups, because they must run the model equally often: what is missing are groups that
     do not count.
     """
-    config, size, world = policy.config, policy.config.group_size, ranks.world_size()
+    config = policy.config
+    size = policy.config.group_size
+    world = ranks.world_size()
     equal = equal_rewards(rollout.rewards, size).tolist()
     mine = []
     for i, has_none in enumerate(equal):

@@ -101,7 +101,8 @@ def check_loss_options(config: LossConfig) -> None:
     options = loss_options(config)
     if callable(options.get("surrogate")):
         logprobs = torch.full((1, 2), -1.0, requires_grad=True)
-        mask, kl_coef = torch.ones(1, 2, dtype=torch.bool), {"kl_coef": 0.0, "kl_estimator": "rk3"}
+        mask = torch.ones(1, 2, dtype=torch.bool)
+        kl_coef = {"kl_coef": 0.0, "kl_estimator": "rk3"}
         batch = {
             "ref_logprobs": logprobs.detach(),
             "entropy": -logprobs.detach(),

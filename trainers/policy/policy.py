@@ -81,7 +81,8 @@ class Policy:
         if self.costs is None or not part.token_counts.any():
             return None
         copies = int(part.prompts.bincount().max())
-        prompt, response = part.prompt_lengths.max().item(), part.response_lengths.double().mean().item()
+        prompt = part.prompt_lengths.max().item()
+        response = part.response_lengths.double().mean().item()
         in_row = responses_per_row(self.costs, prompt, response, copies)
         return pack(part, in_row) if in_row > 1 else None
 
@@ -229,7 +230,8 @@ def load_policy(
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
-    longest, otherwise = config.max_prompt_length + config.max_new_tokens, "prompts are computed once per response"
+    longest = config.max_prompt_length + config.max_new_tokens
+    otherwise = "prompts are computed once per response"
     costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
     reference = None
     if needs_reference and not lm.lora:
@@ -288,16 +290,19 @@ def measure(
         skipped: so many of the first parts the policy is run on for the exact KL alone.
     """
     policy.model.module.eval()  # as what was sampled: not every sampler has left it so
-    shape, device = batch.response_mask.shape, policy.device
+    shape = batch.response_mask.shape
+    device = policy.device
     old_logprobs, entropy, ref_logprobs, kl = (torch.zeros(shape, device=device) for _ in range(4))
     for number, index in enumerate(parts):
         part = batch.rows(index)
-        inputs, width = policy.inputs(part), part.response_mask.shape[1]
+        inputs = policy.inputs(part)
+        width = part.response_mask.shape[1]
         index = on_device(index, device)
         # The policy, and the reference on the same inputs.
         if exact_kl or number >= skipped:
             rows = policy.model(**inputs, want_logits=exact_kl)
-            old_logprobs[index, :width], entropy[index, :width] = rows.logprobs, rows.entropy
+            old_logprobs[index, :width] = rows.logprobs
+            entropy[index, :width] = rows.entropy
         if policy.has_reference:
             with _as_reference(policy) as model:
                 ref_rows = model(**inputs, want_logits=exact_kl)

@@ -28,7 +28,8 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
     if local % config.minibatches:
         what = f"does not divide the {local} responses of each process; choose a number that does"
         raise InputError(f"minibatches={config.minibatches} {what}")
-    minibatch, updates = local // config.minibatches, config.minibatches * config.epochs
+    minibatch = local // config.minibatches
+    updates = config.minibatches * config.epochs
     parts = math.ceil(minibatch / config.micro_batch_size)
     return {
         "responses per step": f"{local * world} = {config.prompts_per_step} prompts x {config.group_size}",
@@ -64,7 +65,8 @@ class Read:
         made = (self.config, self.tokenizer, self.scorers, self.device, self.updates)
         policy = load_policy(*made, own_sampler=self.own_sampler, **options)
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out))
-        new, remedy = self.config.max_new_tokens, "max_new_tokens or max_prompt_length"
+        new = self.config.max_new_tokens
+        remedy = "max_new_tokens or max_prompt_length"
         check_fits(policy.model.module.base, self.tokenizer, rows, new, remedy)
         return policy
 

@@ -82,7 +82,8 @@ def _check_sets(responses: Sequence[Response], prompts: Sequence[Prompt], vocab:
 
 def _undeclared(response: Response, sampler: Sampler | None, version: int | None) -> str | None:
     """What its sampler declares and it lacks, or the other weights that it was drawn with."""
-    tells, found = response.logprobs is not None, response.weight_version
+    tells = response.logprobs is not None
+    found = response.weight_version
     if sampler is not None and tells != sampler.tells_logprobs:
         return f"{'' if tells else 'no '}logprobs, but the sampler declares tells_logprobs = {sampler.tells_logprobs}"
     if sampler is not None and sampler.has_versions and found is None:
@@ -98,7 +99,9 @@ def _undeclared(response: Response, sampler: Sampler | None, version: int | None
 def _broken_promise(response: Response, sampling: Sampling, vocab: int | None) -> str | None:
     if not isinstance(response, Response) or not isinstance(response.ids, list):
         return f"expected a Response with a list of token ids, got {shortened(response)}"
-    ids, told, trained = response.ids, response.logprobs, response.trained
+    ids = response.ids
+    told = response.logprobs
+    trained = response.trained
     if len(ids) > sampling.max_new_tokens:
         return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
     bad = [token for token in ids if not isinstance(token, int) or not 0 <= token < (vocab or math.inf)]
@@ -123,7 +126,8 @@ def _are_flags(trained: list[bool], count: int) -> bool:
 
 def _broken_end(response: Response, stop_ids: Sequence[int]) -> str | None:
     """What is wrong with where stop tokens stand."""
-    ids, trained = response.ids, response.trained
+    ids = response.ids
+    trained = response.trained
     stops = [i for i, token in enumerate(ids) if token in stop_ids]
     if trained is None and ((response.finish == "stop") != (stops == [len(ids) - 1]) or stops[:-1]):
         return (
@@ -149,7 +153,8 @@ def _broken_record(response: Response, needed: bool) -> str | None:
 
 def _broken_row(support: TokenSupport, tokens: torch.Tensor, vocab: int | None) -> tuple[int, str] | None:
     """The first row of N whose set has an id outside the vocabulary, or lacks its token (N,) int64; and which."""
-    lengths, ids = support.offsets.diff(), support.ids
+    lengths = support.offsets.diff()
+    ids = support.ids
     row = torch.repeat_interleave(lengths)
     if vocab is not None and bool((ids >= vocab).any()):
         at = int((ids >= vocab).nonzero()[0])

@@ -49,10 +49,12 @@ class Ahead(Sampler):
 
     def __init__(self, drawn_from: Sampler, lag: int):
         super().__init__(drawn_from)
-        self.drawn_from, self.lag = drawn_from, lag
+        self.drawn_from = drawn_from
+        self.lag = lag
         self.pending: dict[int, Pending] = {}  # by step
         self.due: int | None = None  # the step whose rollout is asked for next
-        self.published, self.restored = 0, False
+        self.published = 0
+        self.restored = False
 
     def begin(
         self,
@@ -82,7 +84,8 @@ class Ahead(Sampler):
         # What of it is not there yet, in the order of steps.
         wanted = []
         for number in sorted(asked.keys() - self.pending.keys()):
-            prompts, sampling = asked[number], sampling_of(len(asked[number]))
+            prompts = asked[number]
+            sampling = sampling_of(len(asked[number]))
             self.pending[number] = Pending(self.published, digest(ids_of(prompts)), prompts, sampling)
             wanted.append(self.pending[number])
         self.due = step
@@ -102,7 +105,8 @@ class Ahead(Sampler):
         """The rollout of the step that has begun, when it is there; without one, or once it was taken, a new one."""
         if self.due is None:
             return self.drawn_from.sample(prompts, sampling)
-        step, self.due = self.due, None
+        step = self.due
+        self.due = None
         pending = self.pending.pop(step)
         if pending.asked != digest(prompts):
             raise RuntimeError(f"the rollout that was drawn ahead for step {step} is of other prompts")

@@ -28,7 +28,8 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
     Raises:
         InputError: the server sampled from other weights, or otherwise than it was asked to.
     """
-    apart, bound = metrics.get("rollout/logprob_diff_abs", 0.0), EXACT if exact else ON_AVERAGE
+    apart = metrics.get("rollout/logprob_diff_abs", 0.0)
+    bound = EXACT if exact else ON_AVERAGE
     if not apart <= bound:
         raise InputError(
             f"the servers' log-probabilities of this step's responses are {apart:.2g} nats off the policy's on average "
@@ -50,7 +51,8 @@ def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOp
     # Every response is of the version that was published: the first one's is that of all.
     version = rollout.samples[0].response.weight_version
     metrics = {} if version is None else {"rollout/weight_version": float(version)}
-    told, mask = rollout.rollout_logprobs, rollout.batch.response_mask
+    told = rollout.rollout_logprobs
+    mask = rollout.batch.response_mask
     if told is None:
         return metrics
 

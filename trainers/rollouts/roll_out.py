@@ -89,8 +89,10 @@ def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> lis
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
     """Prompts and responses as one batch, with the sets that the tokens that count were drawn from."""
-    responses, places = [sample.response for sample in samples], [sample.where for sample in samples]
-    prompt_ids, response_ids = [sample.prompt_ids for sample in samples], [response.ids for response in responses]
+    responses = [sample.response for sample in samples]
+    places = [sample.where for sample in samples]
+    prompt_ids = [sample.prompt_ids for sample in samples]
+    response_ids = [response.ids for response in responses]
     trained = [response.trained for response in responses]
     batch = make_batch(prompt_ids, response_ids, pad_id, device, where=places, trained=trained)
     support = support_of(responses)
@@ -134,7 +136,8 @@ def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: i
 
 def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, float]:
     """What the responses were like, over all ranks."""
-    rewards, lengths = rollout.rewards.double(), rollout.lengths.double()
+    rewards = rollout.rewards.double()
+    lengths = rollout.lengths.double()
     groups = rewards.view(-1, group_size)
     columns = {
         "reward": rewards,
@@ -162,9 +165,11 @@ def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
     metrics = {}
     for name, values in scores.items():
         applies = values[~values.isnan()].double()
-        moments = [torch.ones_like(applies).sum(), applies.sum(), applies.square().sum(), values.isnan().double().sum()]
+        moments = [torch.ones_like(applies).sum(), applies.sum(), applies.square().sum()]
+        moments.append(values.isnan().double().sum())
         count, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
-        mean, mean_square = total / max(count, 1), square / max(count, 1)
+        mean = total / max(count, 1)
+        mean_square = square / max(count, 1)
         metrics[f"rewards/{name}/mean"] = mean
         metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
         metrics[f"rewards/{name}/none"] = none / max(count + none, 1)

@@ -87,7 +87,8 @@ class Record:
         noted = torch.cat(self.noted)
         self.noted = []
         found = torch.cat([beside, noted.flatten().nonzero()[:, 0]]).cpu()
-        row, ids = found[len(beside) :] // noted.shape[1], found[len(beside) :] % noted.shape[1]
+        row = found[len(beside) :] // noted.shape[1]
+        ids = found[len(beside) :] % noted.shape[1]
         lengths = row.bincount(minlength=len(noted))
         self.fetched.append(TokenSupport(ids, nn.functional.pad(lengths.cumsum(0), (1, 0))))
         return found[: len(beside)]

@@ -54,7 +54,8 @@ def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Ten
 def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     """(B,) bool: whether a scorer that tells right from wrong applies; of the others nobody knows who solves."""
     applies = [~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None]
-    return torch.stack([torch.zeros(len(rollout.samples), dtype=torch.bool), *applies]).any(0)
+    nobody = torch.zeros(len(rollout.samples), dtype=torch.bool)
+    return torch.stack([nobody, *applies]).any(0)
 
 
 def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
@@ -68,7 +69,8 @@ def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
     """Mean lengths, and the fraction that was cut; without the length of solved responses where there is none, or of
     unsolved ones, and without both where it is not `known` which are."""
-    unsolved, tokens_unsolved = sums["responses"] - sums["solved"], sums["tokens"] - sums["tokens_solved"]
+    unsolved = sums["responses"] - sums["solved"]
+    tokens_unsolved = sums["tokens"] - sums["tokens_solved"]
     found = {
         "mean_length": sums["tokens"] / sums["responses"],
         "clipped_ratio": sums["truncated"] / sums["responses"],
@@ -90,5 +92,6 @@ def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dic
     lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
     differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
     wins = (lead[differ] > 0).double() + (lead[differ] == 0).double() / 2
-    won, pairs = ranks.global_sum(torch.stack([wins.sum(), differ.sum().double()])).tolist()
+    sums = torch.stack([wins.sum(), differ.sum().double()])
+    won, pairs = ranks.global_sum(sums).tolist()
     return {"val/win_rate": won / pairs} if pairs else {}

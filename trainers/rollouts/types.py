@@ -88,7 +88,8 @@ class Sampler:
         self.tokenizer = tokenizer
         if built is not None:
             self.tells_logprobs = built.tells_logprobs
-            self.records_support, self.has_versions = built.records_support, built.has_versions
+            self.records_support = built.records_support
+            self.has_versions = built.has_versions
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """One response per prompt (token ids), in their order."""

@@ -29,7 +29,8 @@ def draw_curves(history: list[dict], curves: Curves, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    wide, high = min(len(curves), IN_A_ROW), -(-len(curves) // IN_A_ROW)
+    wide = min(len(curves), IN_A_ROW)
+    high = -(-len(curves) // IN_A_ROW)
     figure = Figure(figsize=(4.5 * wide, 3.2 * high), layout="constrained")
     panels = figure.subplots(high, wide, squeeze=False).flatten()
     for axes in panels[len(curves) :]:

@@ -19,7 +19,8 @@ def make_repository(config: OutputConfig) -> str:
     """
     import huggingface_hub
 
-    api, name = huggingface_hub.HfApi(), config.hub_model_id or Path(config.output_dir).resolve().name
+    api = huggingface_hub.HfApi()
+    name = config.hub_model_id or Path(config.output_dir).resolve().name
     try:
         repository = api.create_repo(name, private=config.hub_private_repo or None, exist_ok=True).repo_id
         is_private = api.model_info(repository).private

@@ -24,8 +24,11 @@ class Logger:
     """Writes a run's metrics from step `start` on; `columns` are {header: key} of the progress bar."""
 
     def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
-        self.folder, self.steps, self.columns = Path(config.output_dir), config.steps, columns
-        self.last, self.line = {}, 0.0
+        self.folder = Path(config.output_dir)
+        self.steps = config.steps
+        self.columns = columns
+        self.last = {}
+        self.line = 0.0
         self.active = rank() == 0
         if not self.active:
             return
@@ -199,7 +202,8 @@ def _trackers(config: OutputConfig, told: dict[str, object]) -> list:
         import trackio
 
         # The same run again when it is resumed; trackio has no way to take back steps, and shows those twice.
-        name, resume = Path(config.output_dir).resolve().name, "allow" if config.resume else "never"
+        name = Path(config.output_dir).resolve().name
+        resume = "allow" if config.resume else "never"
         options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
         project = config.trackio_project
         runs.append(trackio.init(project=project, name=name, config=told, resume=resume, **options))

@@ -45,7 +45,8 @@ class Interruption:
     taken: ClassVar["Interruption | None"] = None  # the one of this process that has the signals
 
     def __init__(self):
-        self.received, self.previous = False, {}
+        self.received = False
+        self.previous = {}
 
     def begin(self) -> None:
         """Take over the signals, also from a run that died, where its traceback keeps its loop alive."""
@@ -97,10 +98,18 @@ class Loop:
         state: Callable[[], dict] = dict,
         own: Mapping[str, Kept] = NOTHING,
     ):
-        self.config, self.run, self.folder, self.engines = config, run, run.folder, engines
+        self.config = config
+        self.run = run
+        self.folder = run.folder
+        self.engines = engines
         self.output = RunFolder(config)
-        self.order, self.curves, self.state, self.own = order, curves, state, own
-        self.step, self.restored, self.save_seconds = 0, {}, 0.0
+        self.order = order
+        self.curves = curves
+        self.state = state
+        self.own = own
+        self.step = 0
+        self.restored = {}
+        self.save_seconds = 0.0
         if config.resume:
             self.restored = self.output.load(engines, own)
             self.step, order.position = self.restored["step"], self.restored["position"]

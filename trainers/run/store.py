@@ -100,7 +100,8 @@ class RunFolder:
     """The output folder of a run."""
 
     def __init__(self, config: RunConfig):
-        self.config, self.path = config, Path(config.output_dir)
+        self.config = config
+        self.path = Path(config.output_dir)
         self.checkpoints = self.path / "checkpoints"
 
     # The folder.
@@ -165,7 +166,8 @@ class RunFolder:
 
     def _move_aside(self, paths: Iterable[Path]) -> None:
         """Move what is in the folder to the first of runs/a.1, runs/a.2, … that does not exist."""
-        folder, number = self.path.resolve(), 1
+        folder = self.path.resolve()
+        number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
         for path in paths:
@@ -259,7 +261,8 @@ class RunFolder:
             if name is not None:
                 remedy = f"the newest intact one is {name}: continue from it with --resume_from {name}"
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
-        before, now = self.state()["options"], self._options()
+        before = self.state()["options"]
+        now = self._options()
         changed = {}
         for name in now.keys() & before.keys() - {*ACTIONS}:
             if before[name] != now[name] and not (name == "verifiers" and now[name] is None):  # chosen by the rows
@@ -282,7 +285,9 @@ class RunFolder:
 
         The options of the optimizers (learning rate, betas, weight decay, schedule) stay those of this run.
         """
-        chosen, state, config = self.chosen, self.state(), self.config
+        chosen = self.chosen
+        state = self.state()
+        config = self.config
         if state["step"] > config.steps:
             epochs = "" if config.num_train_epochs is None else f" (num_train_epochs={config.num_train_epochs:g})"
             raise InputError(f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already")

@@ -87,7 +87,8 @@ def _served(config: SamplerConfig, folder: Path, model, tokenizer, longest: int)
 
 def _in_process(config: SamplerConfig, model, tokenizer) -> Sampler:
     """By the policy in this process."""
-    lm, options = model.module.base, {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
+    lm = model.module.base
+    options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
     if config.lag:
         return CopySampler(lm, **options)
     return TransformersSampler(lm, **options, synced_gpus=model.zero_optimization_stage() == 3)

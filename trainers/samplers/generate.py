@@ -53,7 +53,10 @@ class TransformersSampler(Sampler):
     has_versions = False  # they are always those of now
 
     def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False, look_every: int | None = None):
-        self.lm, self.pad_id, self.batch_size, self.synced_gpus = lm, pad_id, batch_size, synced_gpus
+        self.lm = lm
+        self.pad_id = pad_id
+        self.batch_size = batch_size
+        self.synced_gpus = synced_gpus
         self.look_every = look_every or (1 if lm.device.type == "cpu" else LOOK_EVERY)
         self.step: int | None = None
 
@@ -132,7 +135,9 @@ def _decode(
     Between looks the host does not wait for the device.
     """
     # What is on the device until the end: token ids by step and response, and which responses are broken.
-    rows, device, count = _Rows(lm, prompts, sampling, pad_id), lm.device, len(prompts)
+    rows = _Rows(lm, prompts, sampling, pad_id)
+    device = lm.device
+    count = len(prompts)
     ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
     told = torch.zeros(ids.shape, device=device) if tells else None
     broken = torch.zeros(count, dtype=torch.bool, device=device)
@@ -159,7 +164,8 @@ def _decode(
                 break
             if _pays(len(going), len(ended), every):
                 index = rows.keep(going or [0])  # another rank is still going: one row keeps step with it
-                token, ended = token[index], ended[index]
+                token = token[index]
+                ended = ended[index]
         rows.feed(token)
     return _drawn(ids, broken, told, record, sampling)
 
@@ -181,13 +187,16 @@ class _Rows:
         # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
         copies = torch.tensor([len(run) for run in runs])
         row = on_device(torch.arange(len(runs)).repeat_interleave(copies), lm.device)
-        self.lm, self.logits, self.width = lm, output.logits[row, -1], input_ids.shape[1]
+        self.lm = lm
+        self.logits = output.logits[row, -1]
+        self.width = input_ids.shape[1]
         self.position = mask[row].sum(1, keepdim=True)
         self.mask = None
         if len({len(run[0]) for run in runs}) > 1:
             self.mask = nn.functional.pad(mask[row], (0, sampling.max_new_tokens), value=1)
         self.cache = output.past_key_values
-        most, waits = self.width + sampling.max_new_tokens, lm.device.type != "cpu"
+        most = self.width + sampling.max_new_tokens
+        waits = lm.device.type != "cpu"
         in_place(self.cache, row, most, maskable=self.mask is not None and waits)
         self.numbers = list(range(len(prompts)))  # of the response of each row
         self.number = torch.arange(len(prompts), device=lm.device)
@@ -247,7 +256,8 @@ def _drawn(
     found = found.cpu() if record is None else record.fetch(found)
     broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
     responses = until_stop(ids.t(), sampling.stop_ids)
-    lengths, logprobs = [len(response) for response in responses], None
+    lengths = [len(response) for response in responses]
+    logprobs = None
     if told is not None:
         logprobs = [row[:length] for row, length in zip(told.t().tolist(), lengths, strict=True)]
     supports = None if record is None or broken.any() else record.of_responses(lengths)

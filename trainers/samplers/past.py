@@ -33,10 +33,14 @@ class _InPlace:
 
     def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: Spare) -> "_InPlace":
         """What `layer` has of prompts, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self.is_compileable, self.spare = maskable, spare
+        self.dtype = layer.dtype
+        self.device = layer.device
+        self.is_initialized = True
+        self.is_compileable = maskable
+        self.spare = spare
         self.to_come = most - layer.get_seq_length()
-        self.first, self.end = 0, layer.keys.shape[2]
+        self.first = 0
+        self.end = layer.keys.shape[2]
         self.columns = self.end + min(BLOCK, self.to_come)
         self.room = [self._filled(states, row) for states in (layer.keys, layer.values)]
         self._show()
@@ -56,7 +60,8 @@ class _InPlace:
         """What can be seen to other room; of some rows, where they are named: what is left is spare."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
-            left, self.room[i] = self.room[i], self._filled(states, row)
+            left = self.room[i]
+            self.room[i] = self._filled(states, row)
             if row is not None:
                 self.spare.leave(left)
         self._show()
@@ -99,7 +104,8 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
 
     def __init__(self, layer: DynamicSlidingWindowLayer):
         super().__init__(layer.sliding_window)
-        self.cumulative_length, self.reach = layer.cumulative_length, layer.sliding_window - 1
+        self.cumulative_length = layer.cumulative_length
+        self.reach = layer.sliding_window - 1
 
 
 def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:

@@ -9,7 +9,8 @@ ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 
 def answer_of(row: dict, column: str | None) -> str:
     """The row's ground truth; of a worked solution that ends in `#### 42`, as in gsm8k, the part after the marks."""
-    columns, named = ANSWER_COLUMNS if column is None else (column,), column is not None
+    columns = ANSWER_COLUMNS if column is None else (column,)
+    named = column is not None
     column = next((c for c in columns if row.get(c) is not None), columns[0])
     value = row.get(column)
     if value is None:
@@ -36,7 +37,8 @@ def answer_of(row: dict, column: str | None) -> str:
 
 def _last_box(text: str) -> str:
     """What stands in the last `\\boxed{}` of a worked solution; of a line without any, all of it."""
-    depth, opened = 0, text.rfind("\\boxed{")
+    depth = 0
+    opened = text.rfind("\\boxed{")
     for at in range(opened + 6, len(text) if opened >= 0 else 0):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
         if depth == 0:

@@ -22,7 +22,8 @@ THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?a
 
 
 # What NFKC would join to the digits before it: 10² to 102, 2½ to 21⁄2.
-RAISED, FRACTION = re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("(?<=[0-9])[¼-¾⅐-⅞↉]")
+RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+FRACTION = re.compile("(?<=[0-9])[¼-¾⅐-⅞↉]")
 
 
 def normalized(text: str, *, ignore_case: bool = False) -> str:
@@ -36,7 +37,9 @@ class Named:
     """What every scorer is told: its name, its weight, and from which score on a sample counts as solved."""
 
     def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
-        self.name, self.weight, self.solved_at = name, weight, solved_at
+        self.name = name
+        self.weight = weight
+        self.solved_at = solved_at
 
     def check(self, row: dict) -> None:
         """Any row will do."""
@@ -51,7 +54,8 @@ class Limited(Named):
 
     def take_broken(self) -> list[str]:
         """Those since this was last called."""
-        broken, self.broken = self.broken, []
+        broken = self.broken
+        self.broken = []
         return broken
 
 
@@ -60,7 +64,8 @@ class ExactMatch(Named):
 
     def __init__(self, answer_column: str | None = None, *, ignore_case: bool = False, **named):
         super().__init__(**{"name": "exact_match", "solved_at": 1.0} | named)
-        self.answer_column, self.ignore_case = answer_column, ignore_case
+        self.answer_column = answer_column
+        self.ignore_case = ignore_case
 
     def check(self, row: dict) -> None:
         """The row must have an answer."""
@@ -90,7 +95,8 @@ class Pattern(Limited):
 
     def __init__(self, pattern: str, answer_column: str | None = None, *, whole: bool = False, **named):
         super().__init__(**{"name": "regex"} | named)
-        self.whole, self.answer_column = whole, answer_column
+        self.whole = whole
+        self.answer_column = answer_column
         if FUZZY.search(pattern):
             why = "{e} and the like match with errors; write \\{ for a brace"
             raise InputError(f"verifier {self.name!r}: the pattern {pattern!r}: {why}")
@@ -139,7 +145,8 @@ class Length(Named):
 
     def __init__(self, *, target: int | None = None, limit: int | None = None, **named):
         super().__init__(**{"name": "length"} | named)
-        self.target, self.limit = target, limit
+        self.target = target
+        self.limit = limit
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return [self._score(len(sample.response.drawn(sample.response.ids))) for sample in samples]

@@ -33,15 +33,19 @@ class ReasoningGymVerifier(Limited):
     def __init__(self, dataset: str = "", answer_column: str | None = None, **judged):
         name = f"reasoning_gym:{dataset}" if dataset else "reasoning_gym"
         super().__init__(**{"name": name, "solved_at": 1.0} | judged)
-        self.dataset, self.answer_column, self.tried = dataset, answer_column, set()
+        self.dataset = dataset
+        self.answer_column = answer_column
+        self.tried = set()
         gym = import_reasoning_gym()
-        self.scorer, self.datasets = gym.get_score_answer_fn, gym.factory.DATASETS
+        self.scorer = gym.get_score_answer_fn
+        self.datasets = gym.factory.DATASETS
         if dataset:
             self._known(dataset)
 
     def check(self, row: dict) -> None:
         """The row must have an answer, and name a dataset; of each dataset one row's own answer is scored."""
-        answer, dataset = answer_of(row, self.answer_column), self._dataset_of(row)
+        answer = answer_of(row, self.answer_column)
+        dataset = self._dataset_of(row)
         if dataset in self.tried:
             return
         self.tried.add(dataset)

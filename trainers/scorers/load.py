@@ -58,9 +58,11 @@ def load_chosen(
         recorded: the options of the run that is resumed: who judged there goes on.
     """
     if config.verifiers is None:
-        verifiers, why = recorded.get("verifiers"), "as in the run that is resumed"
+        verifiers = recorded.get("verifiers")
+        why = "as in the run that is resumed"
         if verifiers is None:
-            verifiers, why = named_by(rows, config.answer_column), "since the rows name their dataset"
+            verifiers = named_by(rows, config.answer_column)
+            why = "since the rows name their dataset"
         config = config.changed(verifiers=[verifiers] if isinstance(verifiers, str) else verifiers)
         if ranks.rank() == 0:
             tell(f"verifiers: {', '.join(config.verifiers)}, {why}")

@@ -120,7 +120,8 @@ def read(options: ScorerConfig) -> list[Spelled]:
 
 def _aligned(options: ScorerConfig, option: str, default: float | None) -> list[float | None]:
     """The list with one number for each verifier."""
-    given, count = getattr(options, option), len(options.verifiers or [])
+    given = getattr(options, option)
+    count = len(options.verifiers or [])
     if given is None:
         return [default] * count
     if not count:

@@ -59,7 +59,8 @@ class Pool:
     """Judges cases, as many at once as this process has cores, at most 8. CPU time decides, so load changes nothing."""
 
     def __init__(self, judge: Callable[..., float], cpu_seconds: float):
-        self.judge_one, self.cpu_seconds = judge, cpu_seconds
+        self.judge_one = judge
+        self.cpu_seconds = cpu_seconds
         share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         options = {"max_workers": min(max(share, 1), 8), "max_tasks": CASES, "initializer": limit_this_process}
         self.pool = pebble.ProcessPool(context=multiprocessing.get_context("fork"), **options)

@@ -21,7 +21,8 @@ class RewardScorer:
         """model: a `RewardModel`, or the DeepSpeed engine around one (under ZeRO 3 every rank must call together)."""
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
-        self.model, self.batch_size = model, batch_size
+        self.model = model
+        self.batch_size = batch_size
 
     def __call__(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
         """(N,) fp32 on the CPU: the scores of N prompts with their responses, EOS included; not differentiable.

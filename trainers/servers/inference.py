@@ -49,7 +49,8 @@ class Http:
         self.turns = asyncio.Semaphore(concurrency)
         # Answers come uncompressed, so that a limit on their size holds. Proxies and .netrc are not for servers.
         headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-        limits, context = httpx2.Limits(keepalive_expiry=IDLE), ssl.create_default_context()
+        limits = httpx2.Limits(keepalive_expiry=IDLE)
+        context = ssl.create_default_context()
         self.client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=context, trust_env=False)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -135,7 +136,9 @@ class Server:
     """How to start it, for errors: logprobs, seeds, sets, push, cache, length."""
 
     def __init__(self, http: Http, url: str, card: dict):
-        self.http, self.url, self.model = http, url, str(card["id"])
+        self.http = http
+        self.url = url
+        self.model = str(card["id"])
         self.room = int(card["max_model_len"]) - self.margin
 
     def __str__(self) -> str:
@@ -154,7 +157,8 @@ class Server:
             support = None if sets is None else TokenSupport.from_lists(sets)
             logprobs = [float(value) for value in logprobs]
             # The id decides: a stop token in the last place may be called "stop" or "length".
-            stopped, count = bool(ids) and ids[-1] in sampling.stop_ids, len(ids)
+            stopped = bool(ids) and ids[-1] in sampling.stop_ids
+            count = len(ids)
             version = int(label) if str(label).isdecimal() else None  # a server's own label is a word: "default"
         except UNREADABLE as error:
             raise InputError(

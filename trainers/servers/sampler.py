@@ -64,7 +64,9 @@ class ServerSampler(Sampler):
     has_versions = False  # vLLM 0.32 does not report them
 
     def __init__(self, urls: Sequence[str], http: Http, folder: Path, probe: Probe, longest: int):
-        self.http, self.folder, self.probe = http, folder, probe
+        self.http = http
+        self.folder = folder
+        self.probe = probe
         if ranks.rank() == 0:
             tell(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
         self.servers = [connect(http, url) for url in urls]

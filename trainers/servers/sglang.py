@@ -12,7 +12,9 @@ from fused_rl.trainers.servers.inference import Server, options
 class SGLang(Server):
     """An SGLang server."""
 
-    kind, ready, resume = "SGLang", "/ready", "/continue_generation"
+    kind = "SGLang"
+    ready = "/ready"
+    resume = "/continue_generation"
     margin = 2  # it cuts max_new_tokens to context - 2 - prompt, without an error
     flags = {
         "logprobs": "SGLANG_RETURN_ORIGINAL_LOGPROB unset",
@@ -39,11 +41,14 @@ class SGLang(Server):
 
     def parse(self, answer: dict, sampling: Sampling) -> tuple:
         """Return the fields; with kept sets the log-probabilities over them have a field of their own."""
-        about, sets = answer["meta_info"], None
+        about = answer["meta_info"]
+        sets = None
         logprobs = [token[0] for token in about["output_token_logprobs"]]  # [log-probability, id, text]
         if sampling.truncates and "output_token_sampling_mask" in about:
-            sets, logprobs = about["output_token_sampling_mask"], about["output_token_sampling_logprobs"]
-        finish, version = about["finish_reason"]["type"], about.get("weight_version")
+            sets = about["output_token_sampling_mask"]
+            logprobs = about["output_token_sampling_logprobs"]
+        finish = about["finish_reason"]["type"]
+        version = about.get("weight_version")
         return answer["output_ids"], logprobs, sets, finish, version
 
     def update(self, folder: Path, version: int) -> list[tuple[str, dict | None]]:

@@ -12,7 +12,9 @@ from fused_rl.trainers.servers.inference import Server, options
 class VLLM(Server):
     """A vLLM server; the paths that change it exist only under VLLM_SERVER_DEV_MODE=1."""
 
-    kind, ready, resume = "vLLM", "/health", "/resume"
+    kind = "vLLM"
+    ready = "/health"
+    resume = "/resume"
     flags = {
         "logprobs": "--logprobs-mode processed_logprobs",
         "seeds": "without speculative decoding, and on a GPU with VLLM_BATCH_INVARIANT=1",
@@ -47,7 +49,8 @@ class VLLM(Server):
         else:
             values = logprobs["token_logprobs"]
         spans = choice.get("weight_versions") or [{"version": None}]
-        ids, sets = choice["token_ids"], choice.get("sampling_mask")
+        ids = choice["token_ids"]
+        sets = choice.get("sampling_mask")
         return ids, values, sets, choice["finish_reason"], spans[-1]["version"]
 
     def update(self, folder: Path, version: int) -> list[tuple[str, dict | None]]:
