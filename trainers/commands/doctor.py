@@ -23,6 +23,7 @@ def of_run(folder: Path) -> bool:
     from fused_rl.trainers.options.errors import InputError
     from fused_rl.trainers.run.logger import read_metrics
 
+    # What the run left: its options, with what dtype auto was, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
         raise InputError(f"{folder} is no run: it holds no metrics.jsonl; give the output_dir of a run")
     path = folder / "config.yaml"
@@ -41,6 +42,8 @@ def of_run(folder: Path) -> bool:
     watch = Watch(config)
     for entry in history:
         watch.see(entry)
+
+    # What was examined, the one figure that says whether it learned, and the findings.
     steps = history[-1]["step"] if history else 0
     tell(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
     tell(f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)")

@@ -48,7 +48,7 @@ from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.solved import judged, why_unknown
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer, where
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 from fused_rl.trainers.run import command, there
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.samplers.generate import TransformersSampler
@@ -258,7 +258,7 @@ class Responses:
             scores = {name: values[i].item() for name, values in rollout.scores.items()}
             row = {
                 "problem": problems[i // copies],
-                "row": where(sample),
+                "row": sample.where,
                 "response": sample.text,
                 "score": rollout.rewards[i].item(),
                 "scores": {name: None if math.isnan(score) else score for name, score in scores.items()},

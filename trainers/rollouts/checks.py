@@ -11,7 +11,7 @@ import torch
 from fused_rl import TokenSupport
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling, of_response
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, shortened, support_of, where
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, shortened, support_of
 
 ROUNDING = 1e-4  # nats by which a log-probability may be above 0
 
@@ -58,7 +58,7 @@ def check_responses(
         problem = _broken_promise(response, sampling, vocab) or _broken_record(response, sampling.truncates)
         problem = problem or _undeclared(response, sampler, version)
         if problem is not None:
-            raise InputError(f"the sampler's response to {where(prompt)}: {problem}")
+            raise InputError(f"the sampler's response to {prompt.where}: {problem}")
     _check_sets(responses, prompts, vocab)
 
 
@@ -76,7 +76,7 @@ def _check_sets(responses: Sequence[Response], prompts: Sequence[Prompt], vocab:
         number = bisect_right(ends, row)
         of_response = responses[number].drawn(range(len(responses[number].ids)))
         token = of_response[row - ends[number]]  # counted from the response's end
-        place = where(prompts[number])
+        place = prompts[number].where
         raise InputError(f"the sampler's response to {place}: the kept set of token {token} {problem}")
 
 
@@ -196,7 +196,7 @@ def _score_of(name: str, score, sample: Sample) -> float:
     if not abs(number) <= torch.finfo(torch.float32).max:
         came = f"{shortened(score)} ({type(score).__name__})"
         raise InputError(
-            f"scorer {name!r} returned {came} as the score of {where(sample)}, not a finite number; "
+            f"scorer {name!r} returned {came} as the score of {sample.where}, not a finite number; "
             "for a response that it cannot score, return None"
         )
     return number

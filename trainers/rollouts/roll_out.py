@@ -32,7 +32,6 @@ from fused_rl.trainers.rollouts.types import (
     Scorer,
     Watched,
     support_of,
-    where,
 )
 
 
@@ -82,7 +81,7 @@ def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> lis
     try:
         return sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
     except NoDistribution as error:
-        rows = ", ".join(dict.fromkeys(where(prompts[number]) for number in error.responses))
+        rows = ", ".join(dict.fromkeys(prompts[number].where for number in error.responses))
         raise InputError(
             f"sampling{error.after}: the model's logits are NaN or infinite; their rows: {rows}"
         ) from error
@@ -90,7 +89,7 @@ def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> lis
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
     """Prompts and responses as one batch, with the sets that the tokens that count were drawn from."""
-    responses, places = [sample.response for sample in samples], [where(sample) for sample in samples]
+    responses, places = [sample.response for sample in samples], [sample.where for sample in samples]
     prompt_ids, response_ids = [sample.prompt_ids for sample in samples], [response.ids for response in responses]
     trained = [response.trained for response in responses]
     batch = make_batch(prompt_ids, response_ids, pad_id, device, where=places, trained=trained)
@@ -119,7 +118,7 @@ def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], samples
     rewards = torch.stack(weighted).sum(0) if weighted else torch.zeros(len(samples))
     for reward, sample in zip(rewards.tolist(), samples, strict=True):
         if not math.isfinite(reward):
-            raise InputError(f"the reward of {where(sample)} is {reward}: the weighted sum of its scores is too large")
+            raise InputError(f"the reward of {sample.where} is {reward}: the weighted sum of its scores is too large")
     return rewards
 
 

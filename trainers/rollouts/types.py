@@ -174,15 +174,7 @@ def support_of(responses: Sequence[Response]) -> TokenSupport | None:
     return support.select(torch.tensor(list(chain.from_iterable(drawn)), dtype=torch.bool))
 
 
-def where(of: Prompt | Sample) -> str:
-    """`rows.jsonl, line 3`, as far as it is known."""
-    return of.where
-
-
 def shortened(value) -> str:
     """A value of somebody else's in a line of 80 characters."""
-    try:
-        text = " ".join(repr(value).split())
-    except BaseException:  # of the type's own __repr__
-        text = "what cannot be shown"
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:80]}…"

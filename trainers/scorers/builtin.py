@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import regex
 
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.types import Sample, where
+from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.answers import answer_of
 
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
@@ -115,7 +115,7 @@ class Pattern(Limited):
         try:
             return float(self._matches(sample))
         except TimeoutError:
-            self.broken.append(f"{where(sample)} took more than {MATCHING:g} s of CPU")
+            self.broken.append(f"{sample.where} took more than {MATCHING:g} s of CPU")
             return 0.0
 
     def _matches(self, sample: Sample) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.encode import PROMPT_COLUMNS
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.types import Sample, where
+from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 
 CONCURRENCY = 64  # responses that an async function works on at once
@@ -63,7 +63,7 @@ class FunctionScorer(Named):
         try:
             yield
         except Exception:
-            tell(f"verifier {self.name!r} raised on the response to {where(sample)}:", to_errors=True)
+            tell(f"verifier {self.name!r} raised on the response to {sample.where}:", to_errors=True)
             raise
 
     async def _all(self, samples: Sequence[Sample]) -> list[float | None]:

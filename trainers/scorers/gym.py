@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.text import in_a_line
-from fused_rl.trainers.rollouts.types import Sample, where
+from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.builtin import Limited
 
@@ -58,7 +58,7 @@ class ReasoningGymVerifier(Limited):
         try:
             return self.score(sample.text, sample.row)
         except Exception as error:  # of the dataset's generator, on nonsense: a wrong answer, and told
-            self.broken.append(f"{where(sample)} raised {in_a_line(error)}"[:200])
+            self.broken.append(f"{sample.where} raised {in_a_line(error)}"[:200])
             return 0.0
 
     def _dataset_of(self, row: dict) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.rollouts.types import Sample, where
+from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.builtin import Limited
 from fused_rl.trainers.scorers.pool import Pool
@@ -87,7 +87,7 @@ class MathVerifier(Limited):
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
         for sample, case in zip(samples, cases, strict=True):
             if verdicts[case].broke is not None:
-                self.broken.append(f"{where(sample)} {verdicts[case].broke}")
+                self.broken.append(f"{sample.where} {verdicts[case].broke}")
         return [verdicts[case].score for case in cases]
 
     def close(self) -> None:
