@@ -109,7 +109,10 @@ class RunFolder:
         """Refuse what `open` refuses, and change nothing."""
         config = self.config
         if config.resume and config.overwrite:
-            raise InputError("resume continues the run in output_dir and overwrite moves it away: give one of them")
+            raise InputError(
+                "resume continues the run in output_dir and overwrite moves it away: give one of them; "
+                "--overwrite false takes back what a config file says"
+            )
         if config.resume and not steps_in(self.checkpoints):
             raise InputError(f"resume: there is no checkpoint in {self.checkpoints}; start without --resume")
         if self._contents() and not (config.resume or config.overwrite):

@@ -38,7 +38,6 @@ PLACES = [
     *place("cannot be written", unchanged, "could not be written to /proc/run", "--output_dir", "/proc/run"),
     *place("has too long a name", unchanged, "could not be .*File name too long", "--output_dir", "x" * 300),
     *place("holds a run", unchanged, "output_dir=run is not empty.*--overwrite", *OVER, commands=TRAINERS),
-    *place("accepts", unchanged, "accept_changes=.* add --resume", "--accept_changes"),
     *place("has no checkpoint", lose_checkpoints, "resume: there is no checkpoint in", *GO_ON, commands=TRAINERS),
     *place("is new to resume", unchanged, "resume: there is no checkpoint in", *GO_ON, "--output_dir", "new"),
     *place("has another step", unchanged, "resume_from='step-9' is not in", *OVER, "--resume_from", "step-9"),
