@@ -191,8 +191,9 @@ def sprung(trap: Trap, scene: Scene) -> dict:
     try:
         responses = probe.sample(server, 1)
         own = []
-        for prompt, response in zip(probe.prompts(server.room)[0], responses, strict=True):
-            own.append(torch.tensor(response.logprobs) - right(scene.lm, prompt, response.ids, trap.temperature))
+        prompts, hot = probe.prompts(server.room)
+        for prompt, response in zip(prompts, responses, strict=True):
+            own.append(torch.tensor(response.logprobs) - right(scene.lm, prompt, response.ids, hot.temperature))
         probe.judge(server, 1, responses, own)
         said = trap.prevented or PASSES
     except InputError as error:

@@ -8,6 +8,7 @@ import torch
 from fused_rl.recipes import demo
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.policy import policy
+from fused_rl.trainers.rollouts.types import Sampler
 from tests.trainers import runs, tiny
 
 pytestmark = pytest.mark.server
@@ -15,27 +16,24 @@ SHARED = {"eval_size": 0, "max_prompt_length": 64, "max_new_tokens": 6, "micro_b
 CLOSE = 1e-5  # losses and gradients of the same responses
 
 
-class Recording:
+class Recording(Sampler):
     """A sampler and what it returned."""
 
     def __init__(self, built):
-        self.built, self.drawn = built, []
-        self.tells_logprobs, self.records_support = built.tells_logprobs, built.records_support
-        self.has_versions = built.has_versions
+        super().__init__(built)
+        self.drawn = []
 
     def sample(self, prompts, sampling):
         found = self.built.sample(prompts, sampling)
         self.drawn.append((prompts, found))
         return found
 
-    def publish(self, step, save):
-        self.built.publish(step, save)
-
 
 class Replay(tiny.Sampler):
     """What was recorded, drawn again as the policy itself draws, which tells nothing."""
 
     def __init__(self, drawn):
+        super().__init__()
         self.drawn = iter(drawn)
 
     def sample(self, prompts, sampling):

@@ -224,9 +224,8 @@ def test_dry_run(folder, capsys):
     shown = capsys.readouterr().out
     assert "lr: 0.0001" in shown and "micro-batches per process and step: 3 of 3 pairs = 6 sequences" in shown
     assert not (folder / "dry").exists()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="unknown option --lerning_rate"):
         reward.main(["--config", str(yaml), "--lerning_rate", "1"])
-    assert "lerning_rate" in capsys.readouterr().err
 
 
 def train_splits(rank, world, folder, splits):

@@ -19,6 +19,7 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.servers.inference import Server
 
+HOT = 2.0  # temperature, the highest that vLLM takes: a policy that is sure of its tokens shows no difference at 1
 TOKENS, SHORT, LONG = 16, 8, 300  # of a response, and of the prompts: 300 fill two blocks of every server's cache
 UNLIKELY = 1e-6
 TEXT = "12 + 7 = 19, 3.5e-4, naïve café, 北京; def f(x):\n\treturn {x[0]: 'a'}  # and so on.\n"
@@ -42,7 +43,8 @@ class Probe:
         tokens = min(TOKENS, room // 2)
         long = self.ids * math.ceil(LONG / len(self.ids))
         short, long = (ids[: min(count, room - tokens)] for ids, count in ((long, SHORT), (long, LONG)))
-        return [short, short, short, long] * 2, replace(self.sampling, max_new_tokens=tokens, stop_ids=(), seeds=None)
+        hot = replace(self.sampling, temperature=HOT, max_new_tokens=tokens, stop_ids=(), seeds=None)
+        return [short, short, short, long] * 2, hot
 
     def sample(self, server: Server, step: int) -> list[Response]:
         """Return a server's responses to the eight prompts: four seeds, and the same four again."""
