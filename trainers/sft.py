@@ -169,7 +169,8 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
         # -log p of each token, its gradient formed in the forward pass.
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
         model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
-        sums.add({"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}, part.batch.where)
+        shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
+        sums.add(shares, part.batch.where)
     metrics = keyed(SFT, sums.over_ranks())
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 

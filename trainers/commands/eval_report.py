@@ -98,9 +98,9 @@ def is_of_an_evaluation(path: Path) -> bool:
     """Whether `write` made this `responses.jsonl` or `summary.json`, by what is in it."""
     try:
         text = path.read_text(encoding="utf-8")
-        return (
-            "drawn" in json.loads(text.partition("\n")[0]) if path.suffix == ".jsonl" else "options" in json.loads(text)
-        )
+        if path.suffix == ".jsonl":
+            return "drawn" in json.loads(text.partition("\n")[0])
+        return "options" in json.loads(text)
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 

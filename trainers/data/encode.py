@@ -36,7 +36,9 @@ def load_tokenizer(name: str, revision: str | None = None):
 def stop_ids(tokenizer, generation_config) -> list[int]:
     """Every token id that ends a response: the tokenizer's EOS and those of the model's generation config."""
     eos = generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [] if eos is None else [eos])})
+    if not isinstance(eos, list):
+        eos = [] if eos is None else [eos]
+    return sorted({tokenizer.eos_token_id, *eos})
 
 
 class Encoder:

@@ -170,7 +170,8 @@ class WideHead(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V) fp32."""
         rows = hidden.reshape(-1, self.in_features)
-        logits = tiles.product(rows, self.weight, rows.new_empty(len(rows), self.out_features, dtype=torch.float32))
+        out = rows.new_empty(len(rows), self.out_features, dtype=torch.float32)
+        logits = tiles.product(rows, self.weight, out)
         logits = logits if self.bias is None else logits.add_(self.bias)
         return logits.view(*hidden.shape[:-1], self.out_features)
 

@@ -149,7 +149,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
         return None
 
     # The last token predicts one that nobody reads: with it, the last state of a response is that of its last token.
-    prompts, responses = [], []
+    prompts = []
+    responses = []
     for (a, b), common in zip(pairs, in_common, strict=True):
         common = max(1, common)  # a prompt is a token at least
         prompts += [a[:common], b[:common]]
@@ -262,7 +263,9 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
 
     # Two responses to one prompt, in a row each and in one row.
     ids = [i % text.vocab_size for i in range(1, 14)]
-    batch = make_batch([ids[:5], ids[:5]], [ids[5:9], ids[9:]], 0, lm.device)
+    prompts = [ids[:5], ids[:5]]
+    responses = [ids[5:9], ids[9:]]
+    batch = make_batch(prompts, responses, 0, lm.device)
     packed = pack(batch, 2)
     training = lm.training
     lm.eval()

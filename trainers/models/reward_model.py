@@ -190,7 +190,8 @@ class RewardModel(nn.Module):
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     attended = [[1] * len(sequence) for sequence in sequences]
-    return pad(sequences, 0).to(device, non_blocking=True), pad(attended, 0).to(device, non_blocking=True)
+    input_ids, mask = pad(sequences, 0), pad(attended, 0)
+    return input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
 
 def load_reward_model(

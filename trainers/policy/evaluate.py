@@ -58,8 +58,9 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     sums |= {f"eval/{name}": of_problems.sum() for name, of_problems in pass_at(right).items()}
     if measured.kl is not None:
         sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
-    own = {"entropy": measured.entropy[: count * k].sum().cpu(), "problems": torch.tensor(count)}
     first = slice(count * k)
+    entropy = measured.entropy[first].sum().cpu()
+    own = {"entropy": entropy, "problems": torch.tensor(count)}
     own |= outcome_sums(sampled.solved[first], sampled.lengths[first], sampled.stopped[first])
     own["judged"] = torch.cat(
         [judged(policy.scorers, greedy)[:count], judged(policy.scorers, sampled)[: count * k]]

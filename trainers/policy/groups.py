@@ -229,7 +229,8 @@ def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
 
 def _with_signal(config: GroupConfig, rollout: Rollout) -> int:
     """How many groups of all ranks have rewards that differ."""
-    return int(ranks.global_sum((~equal_rewards(rollout.rewards, config.group_size)).sum()).item())
+    with_signal = ~equal_rewards(rollout.rewards, config.group_size)
+    return int(ranks.global_sum(with_signal.sum()).item())
 
 
 def _metrics(policy: Policy, rollout: Rollout, trained: int, step: int) -> dict[str, float]:

@@ -134,7 +134,9 @@ class RunFolder:
 
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
-            return [path for path in self.path.iterdir() if path.name != LOCK] if self.path.exists() else []
+            if not self.path.exists():
+                return []
+            return [path for path in self.path.iterdir() if path.name != LOCK]
 
     def _lock(self) -> None:
         global _held

@@ -68,7 +68,8 @@ def build_sampler(
 
 def _served(config: SamplerConfig, folder: Path, model, tokenizer, longest: int) -> Sampler:
     """Return a sampler of inference servers."""
-    name, key = config.server_api_key_env, None
+    name = config.server_api_key_env
+    key = None
     if name is not None:
         key = os.environ.get(name, "").strip()
         if not (key and key.isascii() and key.isprintable()):

@@ -80,7 +80,8 @@ class FunctionScorer(Named):
         """What TRL gives a reward function, and this one takes: completions as messages where prompts are messages."""
         rows = copy.deepcopy([sample.row for sample in samples])
         prompts = [_prompt_of(sample, row) for sample, row in zip(samples, rows, strict=True)]
-        given = {column: [row.get(column) for row in rows] for column in {key for row in rows for key in row}}
+        columns = set().union(*rows)
+        given = {column: [row.get(column) for row in rows] for column in columns}
         given["prompts"] = prompts
         given["completion_ids"] = [list(sample.response.ids) for sample in samples]
         given["completions"] = []

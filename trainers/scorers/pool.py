@@ -70,7 +70,8 @@ class Pool:
     def judge(self, cases: Sequence[Sequence]) -> list[Verdict]:
         """A verdict on each case."""
         told = [(self.judge_one, case, self.cpu_seconds) for case in cases]
-        return [self._verdict(future) for future in [self.pool.schedule(judged, args, timeout=WALL) for args in told]]
+        futures = [self.pool.schedule(judged, args, timeout=WALL) for args in told]
+        return [self._verdict(future) for future in futures]
 
     def _verdict(self, future: Future) -> Verdict:
         error = future.exception()
