@@ -255,8 +255,8 @@ MUTATIONS = {
     ),
     "a stop token of the model is not one": Mutation(
         "trainers/data/encode.py",
-        "sorted({tokenizer.eos_token_id, *(",
-        "sorted({tokenizer.eos_token_id} or {*(",
+        "sorted({tokenizer.eos_token_id, *eos})",
+        "sorted({tokenizer.eos_token_id})",
         "tests/trainers/test_data.py -k stop_token",
     ),
     "the learning rate is that of the next update": Mutation(
@@ -285,8 +285,8 @@ MUTATIONS = {
     ),
     "packed responses see each other": Mutation(
         "trainers/models/packing.py",
-        "segments[:, None, :]) | (segments[:, None, :] == 0)",
-        "segments[:, None, :]) | (segments[:, None, :] >= 0)",
+        "== others) | (others == 0)",
+        "== others) | (others >= 0)",
         "tests/trainers/test_packing.py",
     ),
     "packed tokens count positions through the row": Mutation(
@@ -322,8 +322,8 @@ MUTATIONS = {
     ),
     "rows that go on are fed the tokens of those that ended": Mutation(
         "trainers/samplers/generate.py",
-        "token, ended = token[index], ended[index]",
-        "token, ended = token[: len(index)], ended[index]",
+        "token = token[index]",
+        "token = token[: len(index)]",
         "tests/trainers/test_sampling.py -k bits",
     ),
     "a batch to come is the one after it": Mutation(
@@ -619,7 +619,7 @@ MUTATIONS = {
     ),
     "pass@k is with putting back": Mutation(
         "trainers/rollouts/solved.py",
-        "1 - math.comb(n - c, k) / math.comb(n, k)",
+        "1 - math.comb(n - c, k) / ways",
         "1 - ((n - c) / n) ** k",
         "tests/trainers/test_solved.py",
     ),

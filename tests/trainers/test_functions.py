@@ -67,7 +67,7 @@ class Judge:
 FORMS = [single, as_trl, as_trl_without_more, async_single, async_trl, Judge(), functools.partial(single)]
 
 
-@pytest.mark.parametrize("function", FORMS, ids=str)
+@pytest.mark.parametrize("function", FORMS)
 def test_every_form_is_called_as_it_is_written(function):
     assert called(function, "x", "yyy") == [3, 5]
 
