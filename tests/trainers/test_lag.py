@@ -7,11 +7,9 @@ import signal
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from fused_rl.recipes.turns import Guessing
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options.config import InputError
@@ -137,22 +135,6 @@ def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
     assert all(found[0] == max(0, step - 1 - k) for step, found in expected.items())
 
 
-def test_numbers_of_numpy_come_back_from_a_checkpoint_too(tmp_path):
-    sampler = Told()
-    sampler.version = np.int64(0)
-    ahead = Ahead(sampler, 1)
-    ahead.begin(1, 7, prompts_of(1), 1, Counted())
-    for pending in ahead.pending.values():
-        (response,) = pending.responses.result()
-        response.logprobs, response.trained = list(np.float32([-1.0, -2.0])), list(np.array([True, False]))
-        response.of_the_users_own = object()
-    torch.save(ahead.state_dict(), tmp_path / "state.pt")
-    again = Ahead(Told(), 1)
-    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    (response,) = again.pending[2].responses.result()
-    assert (response.logprobs, response.trained, response.weight_version) == ([-1.0, -2.0], [True, False], 0)
-
-
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
@@ -202,14 +184,6 @@ def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind,
     ahead.begin(1, 7, prompts_of(1), 2, Counted())
     with pytest.raises(InputError, match="no more of 1"):
         ahead.sample([[1], [1]], Sampling(1.0, 2, ()))
-
-
-def test_a_rollout_of_other_prompts_is_never_given():
-    ahead = Ahead(Told(), 1)
-    ahead.publish(0, nothing)
-    ahead.begin(1, 7, prompts_of(1), 2, Counted())
-    with pytest.raises(RuntimeError, match="of other prompts"):
-        ahead.sample([[8], [9]], Sampling(1.0, 2, ()))
 
 
 def test_fewer_steps_and_more_steps_after_a_resume():
@@ -428,31 +402,6 @@ def test_an_error_in_the_thread_ends_the_run_with_its_own_line(files, tmp_path, 
     assert not all(threads)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1"]
     monkeypatch.undo()
-
-
-@pytest.mark.slow
-def test_rows_that_were_accepted_to_be_others_are_drawn_again(files, tmp_path, capsys):
-    rows = Path(tiny.jsonl(tmp_path / "rows.jsonl", tiny.sums(20)))
-    changing = (files[0], str(rows))
-    grpo_run(changing, tmp_path / "run", lag=2, **KEPT)
-    forget_after(tmp_path / "run", tmp_path / "stopped", 2)
-    rows.write_text(rows.read_text().replace("+", "&"))
-    grpo_run(changing, tmp_path / "stopped", lag=2, resume=True, accept_changes=True, **KEPT)
-    assert "drawn again, as their prompts have changed: the rollouts of steps 3, 4" in capsys.readouterr().out
-    versions = [m.get("rollout/weight_version") for m in tiny.read_metrics(tmp_path / "stopped")]
-    assert versions == [None, 0, 0, 2, 2]  # at step 4 lag 2 would have had those after step 1
-
-
-@pytest.mark.slow
-def test_a_sampler_of_the_users_own_is_called_in_the_thread(files, tmp_path, monkeypatch):
-    config = grpo_config(files, tmp_path / "thread", **SMALL, lag=2, **KEPT)
-    grpo.train(config, sampler=Guessing)
-    monkeypatch.setattr(lag, "Thread", InTurn)
-    grpo.train(config.changed(output_dir=str(tmp_path / "turns")), sampler=Guessing)
-    assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
-    forget_after(tmp_path / "thread", tmp_path / "stopped", 3)
-    grpo.train(config.changed(output_dir=str(tmp_path / "stopped"), resume=True), sampler=Guessing)
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "thread")
 
 
 class Silent(Told, tiny.Sampler):

@@ -32,6 +32,8 @@ def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
 
 
 VERIFIERS = [
+    *verifiers("regex:total: x{e}", "the pattern .*: .e. and the like match with errors; write "),
+    *verifiers("exact_match:ignorecase", "expected exact_match or exact_match:ignore_case$"),
     *judge("nothing", "'judges:nothing' returned None; it must return a list"),
     *judge("few", "'judges:few' returned 1 scores for 4 responses"),
     *judge("words", r"'judges:words' returned '1' \(str\) as the score of rows.jsonl, line \d+"),
