@@ -240,19 +240,10 @@ BAD = {
         "hidden must be .* got .*22, 16.* and .*131, 15",
     ),
     "weight transposed": ({"weight": torch.zeros(16, 131)}, "weight .V, H."),
-    "targets of another shape": (
-        {"targets": torch.zeros(21, dtype=torch.long)},
-        "targets must have the shape",
-    ),
-    "targets not integer": (
-        {"targets": torch.zeros(22)},
-        "targets must be an integer tensor .* got torch.float32",
-    ),
     "target too large": (
         {"targets": torch.arange(22) * 10},
         r"logits\[14\] is 140, outside .* 131",
     ),
-    "target negative": ({"targets": torch.arange(22) - 1}, r"target of logits\[0\] is -1"),
     "bias of another length": (
         {"bias": torch.zeros(130)},
         "bias must be .V,. = .131,., got .130,.",
@@ -265,24 +256,6 @@ BAD = {
         {"hidden": torch.zeros(22, 16).double(), "weight": torch.zeros(131, 16).double()},
         "float32, bfloat16",
     ),
-    "mask not bool": ({"mask": torch.ones(22)}, "mask must be a bool tensor"),
-    "mask of another shape": (
-        {"mask": torch.ones(11, dtype=torch.bool)},
-        "mask must have .* .22,., got .11,.",
-    ),
-    "temperature zero": (
-        {"temperature": 0.0},
-        r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0",
-    ),
-    "temperature of another shape": (
-        {"temperature": torch.ones(21)},
-        "temperature must be a number or broadcastable",
-    ),
-    "temperature of a row negative": (
-        {"temperature": torch.arange(22) - 1.0},
-        r"got -1.0 for\s+logits\[0\]",
-    ),
-    "softcap negative": ({"softcap": -1.0}, "softcap must be a finite number above 0"),
     "no workspace": ({"workspace_mb": 0}, "workspace_mb must be a finite number above 0"),
 }
 

@@ -291,26 +291,14 @@ def test_fp64_logits_keep_their_digits():
 X, Y = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long)
 LEAF = torch.zeros(2, 3, 8, requires_grad=True)
 BAD = {
-    "logits: not a tensor": ([[0.0]], Y, {}, r"bf16, fp16 or fp32 tensor, got list"),
     "logits: complex": (
         X.cfloat(),
         Y,
         {},
         r"bf16, fp16 or fp32 tensor, got torch.complex64 \(2, 3, 8\); convert",
     ),
-    "fp64: targets outside": (X.double(), Y + 8, {}, r"outside the vocabulary of 8"),
-    "fp64: temperature": (
-        X.double(),
-        Y,
-        {"temperature": torch.zeros(2, 3)},
-        r"got 0.0 for logits\[0, 0\]",
-    ),
-    "logits: integers": (X.long(), Y, {}, "got torch.int64"),
     "logits: no dimension": (torch.tensor(1.0), Y, {}, r"\(\.\.\., V\) with V >= 1, got \(\)"),
     "logits: no vocabulary": (torch.zeros(2, 3, 0), Y, {}, r"V >= 1, got \(2, 3, 0\)"),
-    "targets: floats": (X, Y.float(), {}, "integer tensor .* got torch.float32"),
-    "targets: bool": (X, Y.bool(), {}, "integer tensor .* got torch.bool"),
-    "targets: a number": (X, 3, {}, "integer tensor .* got int 3"),
     "targets: other shape": (
         X,
         Y[:, 1:],
@@ -323,7 +311,6 @@ BAD = {
         {"shift": True},
         r"shift=True takes the targets of all T positions",
     ),
-    "targets: other device": (X, Y.to("meta"), {}, "targets must be on the device of logits, cpu, got meta"),
     "targets: too large": (
         X,
         Y.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(8)),
@@ -349,7 +336,6 @@ BAD = {
         {"mask": Y == 0, "shift": True},
         r"\(2, 2\), got \(2, 3\); shift=True takes mask\[:, 1:\]",
     ),
-    "mask: integers": (X, Y, {"mask": Y}, r"bool tensor, .* got torch.int64 .* mask.bool\(\)"),
     "shift: no batch": (X[0], Y[0], {"shift": True}, r"\(B, T, V\) or \(B, T, H\), got \(3, 8\)"),
     "softcap: 0": (
         X,
@@ -357,7 +343,6 @@ BAD = {
         {"softcap": 0.0},
         "softcap must be a finite number above 0, got 0.0; pass None",
     ),
-    "softcap: NaN": (X, Y, {"softcap": torch.nan}, "softcap must be a finite number above 0, got nan"),
     "temperature: per row, one bad": (
         X,
         Y,
@@ -369,12 +354,6 @@ BAD = {
         Y,
         {"temperature": torch.ones(3, 3)},
         r"broadcastable .* \(2, 3\), .* \(3, 3\)",
-    ),
-    "temperature: other device": (
-        X,
-        Y,
-        {"temperature": torch.ones(2, 3, device="meta")},
-        "temperature must be on the device of the rows, cpu, got meta",
     ),
     "temperature: with gradient": (
         X,

@@ -190,9 +190,6 @@ def test_half_precision_is_computed_in_fp32():
 P = torch.log_softmax(torch.zeros(2, 3, 5), -1)[..., :4]
 BAD_KL = {
     "shapes": (P, P[..., :3], {}, r"of one shape, got \(2, 3, 4\) and \(2, 3, 3\)"),
-    "no dimension": (P[0, 0, 0], P[0, 0, 0], {}, r"\(\.\.\., K\) of one shape, got \(\) and \(\)"),
-    "integers": (P, P.long(), {}, r"ref_logprobs must be floating point, got .* torch.int64"),
-    "devices": (P, P.to("meta"), {}, "ref_logprobs must be on the device of logprobs, cpu, got meta"),
     "direction": (
         P,
         P,

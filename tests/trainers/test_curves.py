@@ -5,11 +5,10 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from fused_rl.trainers import grpo, ppo, sft
-from fused_rl.trainers.run import logger
+from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.run.curves import Against, draw_curves
 from tests.trainers import figures, tiny
-from tests.trainers.runs import grpo_config, run_config
+from tests.trainers.runs import grpo_config
 
 HISTORY = [
     {"step": 0, "eval": 0.1},
@@ -43,12 +42,6 @@ def test_a_panel_is_over_steps_or_over_another_metric(drawn):
     assert not axes["c"].lines
 
 
-def test_many_panels_stand_in_rows_and_none_is_lost(drawn):
-    titles = [str(i) for i in range(6)]
-    axes = drawn(HISTORY, {title: ["reward"] for title in titles} | {"no step has both": Against("eval", "none")})
-    assert {title for title, a in axes.items() if a.get_visible()} == {*titles, "no step has both"}
-
-
 @pytest.mark.parametrize("trainer", [grpo, ppo])
 def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
     """Of what a preset or an option adds, too: the groups' fractions are not of every run."""
@@ -59,13 +52,6 @@ def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
     assert set(keys) - groups <= tiny.usual(trainer.__name__.rpartition(".")[2])
     against = [panel for panel in trainer.CURVES.values() if isinstance(panel, Against)]
     assert {panel.x for panel in against} == {"completions/mean_length", "objective/kl_exact"}
-
-
-def test_the_curves_are_drawn_at_each_evaluation(files, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(logger, "draw_curves", lambda history, *_: drawn.append([m["step"] for m in history]))
-    sft.train(run_config(files, tmp_path / "run", eval_every=2, steps=5, save_every=0))
-    assert drawn == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
 
 
 def test_samples_are_of_the_same_held_out_rows_and_of_training(files, tmp_path, capsys):

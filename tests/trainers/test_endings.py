@@ -1,10 +1,8 @@
 """The end of a run, however it comes, and a run beside one that lives."""
 
-import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -83,30 +81,6 @@ def living(files, tmp_path_factory):
     yield process, folder / "run"
     process.kill()
     process.join()
-
-
-def listeners(pid: int) -> list[str]:
-    """The addresses, as /proc/net writes them, on which a process waits for connections."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            inodes.add(os.readlink(descriptor))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and f"socket:[{rest[5]}]" in inodes:
-                found.append(local.split(":")[0])
-    return found
-
-
-LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-
-
-def test_a_run_of_one_process_can_be_reached_by_nobody(living):
-    process, _ = living
-    assert process.is_alive()
-    assert set(listeners(process.pid)) <= set(LOOPBACK)
 
 
 def test_a_second_run_in_the_folder_is_refused_and_a_killed_one_leaves_no_lock(files, living):

@@ -7,7 +7,6 @@ from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.data.order import UNKNOWN, foresee, in_steps
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.policy import critic
 from fused_rl.trainers.run import store
 from tests.trainers import tiny
 
@@ -44,11 +43,6 @@ def test_steps_and_passes_exclude_each_other_and_without_either_there_are_100(tm
         parsed(sft.SFTConfig, "--config", str(tmp_path / "c.yaml"), "--num_train_epochs", "2")
 
 
-def test_a_warm_up_of_the_critic_has_its_own_steps():
-    config = parsed(ppo.PPOConfig, "--num_train_epochs", "2", "--critic_only", "5")
-    assert (critic.planned(config).steps, critic.planned(config).num_train_epochs) == (5, None)
-
-
 @pytest.mark.parametrize(
     ("trainer", "config_class"),
     [(sft, sft.SFTConfig), (reward, reward.RewardConfig), (grpo, grpo.GRPOConfig), (ppo, ppo.PPOConfig)],
@@ -62,25 +56,6 @@ def test_a_dry_run_counts_the_rows_of_a_file(trainer, config_class, files, tmp_p
     (tmp_path / "printed.yaml").write_text(printed)
     again = parse(config_class, ["--config", str(tmp_path / "printed.yaml")])
     assert again == parse(config_class, command) and again.steps is None
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--output_dir {}/taken", "output_dir=.*taken is not empty"),
-        ("--output_dir {}/new --resume", "resume: there is no checkpoint"),
-        ("--model {}/taken", "model=.*taken is the folder of a run: give"),
-    ],
-)
-def test_a_dry_run_refuses_what_a_run_refuses_before_its_model(words, said, files, tmp_path):
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "config.yaml").touch()
-    command = ["--model", files[0], "--dataset", files[1], "--completion_column", "answer", "--eval_size", "4"]
-    command += ["--batch_size", "4", "--output_dir", str(tmp_path / "run")]
-    sft.main([*command, "--dry_run"])
-    with pytest.raises(SystemExit, match=f"fused-rl sft: error: .*{said}"):
-        sft.main([*command, *words.format(tmp_path).split(), "--dry_run"])
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_a_dry_run_reads_no_hub_dataset():
