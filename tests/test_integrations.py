@@ -1,15 +1,12 @@
 """`fused_rl.integrations` inside the trainers of others."""
 
 import os
-import pickle
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
 
-from fused_rl.integrations import trl as trl_integration
 from tests.integrations import trl_ranks, trl_runs
 from tests.integrations.trl_runs import Cell
 from tests.marks import first_fast, slow
@@ -285,31 +282,3 @@ def test_trl_saves_and_resumes_as_before(cell, trl, tmp_path):
 
 def moved(run, reference):
     return max(trl_runs.of_tensors(run.parameters, reference.parameters).values())
-
-
-def pickled(thing):
-    """Its pickle, or the error that pickling it raises."""
-    try:
-        return pickle.dumps(thing)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.parametrize("cell", [Cell("SFT"), Cell("GRPO", {"beta": 0.1})], ids=str)
-def test_trl_pickles_as_before(cell, trl, tmp_path):
-    """What is pickled while TRL is patched, and what is not, is the same as unpatched, and loads without the patch."""
-    with mock.patch.dict(os.environ, trl_runs.ENVIRONMENT):
-        theirs = trl_runs.build(cell, tmp_path)
-        with trl_integration.patch():
-            ours = trl_runs.build(cell, tmp_path)
-            pickles = [pickled(thing) for thing in (ours, ours.model, ours.args, ours.data_collator)]
-    before = [pickled(thing) for thing in (theirs, theirs.model, theirs.args, theirs.data_collator)]
-    assert [type(p) for p in pickles] == [type(p) for p in before]
-    for ours_pickled, theirs_pickled in zip(pickles, before, strict=True):
-        if isinstance(ours_pickled, str):
-            assert ours_pickled == theirs_pickled
-            continue
-        assert b"fused_rl" not in ours_pickled, "cannot be loaded where fused_rl is not installed"
-        pickle.loads(ours_pickled)
-    weights = pickle.loads(pickles[1]).state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in theirs.model.state_dict().items())

@@ -129,19 +129,6 @@ def test_banned_tokens(dtype):
     assert several.flatten()[2:].isfinite().all()
 
 
-def test_logits_without_rows():
-    logits = torch.zeros(0, 4, 9, requires_grad=True)
-    index = torch.zeros(0, 4, dtype=torch.long)
-    outputs = integration.selective_log_softmax_and_entropy(logits, index)
-    assert [x.shape for x in outputs] == [(0, 4)] * 2
-    assert integration.selective_log_softmax(logits, index[..., None].expand(0, 4, 2)).shape == (
-        0,
-        4,
-        2,
-    )
-    sum(x.sum() for x in outputs).backward()
-
-
 @pytest.mark.parametrize("function", ["selective_log_softmax", "selective_log_softmax_and_entropy"])
 def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
     with pytest.raises(ValueError, match="temperature must be positive"):

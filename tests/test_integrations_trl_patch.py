@@ -1,8 +1,6 @@
 """The patch that exchanges TRL's primitives for ours: whole, undone, refused, pickled, documented."""
 
-import copy
 import importlib
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +20,8 @@ import trl.trainer.utils as trl_utils  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
-from fused_rl.integrations import patching, trl_head  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
+from fused_rl.integrations import trl_head  # noqa: E402
 
 
 def test_the_documented_example_runs(tmp_path, monkeypatch):
@@ -104,24 +102,6 @@ def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     assert all(after[place] is before[place] for place in before)
 
 
-def test_a_with_that_raises_restores(host_modules):
-    before = attributes()
-    with pytest.raises(KeyError), integration.patch():
-        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
-        raise KeyError("in the middle of training")
-    assert all(value is before[place] for place, value in attributes().items())
-
-
-def test_patching_twice_is_patching_once():
-    original = trl_utils.entropy_from_logits
-    with integration.patch():
-        with integration.patch():
-            pass
-        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
-        assert integration.selective_log_softmax(*in_fp64()).dtype == FP64  # TRL's own is still found
-    assert trl_utils.entropy_from_logits is original
-
-
 def in_fp64():
     return torch.zeros(2, 9, dtype=FP64), torch.zeros(2, dtype=torch.long)
 
@@ -138,28 +118,6 @@ def test_the_hosts_own_function_is_reached_while_patched():
             (1.0, None, 1.0),
         )
     assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0.0"])
-def test_an_unknown_version_is_refused(version, monkeypatch):
-    before = attributes()
-    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: version)
-    with pytest.raises(ImportError, match=rf"trl {version} is not .*<1\.17,>=1\.16"):
-        integration.patch()
-    assert all(value is before[place] for place, value in attributes().items())
-
-
-def test_a_patched_host_pickles(tmp_path):
-    """Functions and configs under the patch, read with it and without it."""
-    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_length=17)
-    with integration.patch():
-        replaced = [trl_utils.selective_log_softmax, trl_utils._ChunkedLogProbFunction]
-        dumped = pickle.dumps([replaced, config])
-        assert pickle.loads(dumped)[0] == replaced
-    functions, again = pickle.loads(dumped)
-    assert functions == replaced
-    assert again.max_length == 17
-    assert copy.deepcopy(functions) == functions
 
 
 @pytest.mark.slow  # beside the rest of the package: test_import_with_torch_alone

@@ -9,20 +9,6 @@ import torch
 
 from bench import __main__ as suite
 from bench import machine, options
-from bench.cases.linear import LinearCase
-from bench.cases.logprobs import LogprobsCase
-
-
-def test_all_shapes_are_an_option(monkeypatch):
-    few, all_of_them = (options.arguments("", "linear", ["--device", "cpu", *more]) for more in ([], ["--all-shapes"]))
-    for case in (LogprobsCase, LinearCase):
-        assert case.specs(few) == case.cpu
-        assert case.specs(all_of_them) == case.cpu + case.cpu_more
-    ran = []
-    monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append(options) or "ok")
-    monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels", "--all-shapes", "--out", "there"])
-    assert suite.main() == 0
-    assert ran == [["--all-shapes", "--out", "there"]]
 
 
 @pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
@@ -52,16 +38,6 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             suite.main()
         assert wrong[-2] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("word", suite.COMMANDS)
-def test_every_word_stands_for_a_command(word, monkeypatch, capsys):
-    needed = ["a", "b"] if word == "compare" else []
-    monkeypatch.setattr(sys, "argv", ["bench", word, *needed, "--bogus"])
-    with pytest.raises(SystemExit) as stopped:
-        suite.main()
-    assert stopped.value.code == 2
-    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -229,29 +229,6 @@ def test_two_processes_are_one(way, tmp_path, monkeypatch):
         assert logs[0]["loss"] == pytest.approx(whole.logs[0]["loss"], rel=1e-5)
 
 
-def test_a_run_saves_and_resumes_as_before(tmp_path):
-    """The checkpoint of a patched run holds the stock model, and a patched run goes on from it."""
-    options = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "optim": "adamw_torch",
-        "save_only_model": False,
-    }
-    whole = train(tiny_models.model("qwen2-tied"), tmp_path / "whole", "fused", **options)
-    model = tiny_models.model("qwen2-tied")
-    patch(model)
-    run = Run()
-    trainer = make_trainer(model, tmp_path / "resumed", "fused", run, **options)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert len(run.gradients) == 2
-    torch.testing.assert_close(dict(model.named_parameters()), whole.weights, atol=0, rtol=0)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-4")
-    assert type(loaded) is type(model)
-    assert "forward" not in vars(loaded)
-    torch.testing.assert_close(dict(loaded.named_parameters()), whole.weights, atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_patched_and_independent(copied):
     model = tiny_models.model("qwen2-tied")

@@ -249,24 +249,3 @@ def test_several_processes_draw_the_same_greedy_responses_in_the_same_order(fold
     (one, of_one), (three, of_three) = (read(tmp_path / str(world)) for world in (1, 3))
     assert one[:5] == three[:5] and of_one["greedy"] == of_three["greedy"]
     assert [(row["drawn"], row["row"]) for row in one] == [(row["drawn"], row["row"]) for row in three]
-
-
-def test_overwrite_deletes_an_evaluation_and_nothing_else(folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    for _ in range(2):
-        command.main(options(folder, samples=0, max_new_tokens=2, output_dir=out, overwrite="true"))
-    rows = (folder / "rows.jsonl").read_bytes()
-    for name, said in (("responses.jsonl", "no evaluation wrote responses.jsonl"), ("summary.json", "wrote summary")):
-        (out / name).write_bytes(rows)
-        with pytest.raises(SystemExit, match=said):
-            command.main(options(folder, samples=0, max_new_tokens=2, output_dir=out, overwrite="true"))
-        assert (out / name).read_bytes() == rows
-        (out / name).unlink()
-
-
-def test_a_folder_that_is_a_model_is_evaluated_though_it_is_also_a_runs(folder, tmp_path):
-    both = shutil.copytree(folder / "model", tmp_path / "both")
-    shutil.copytree(folder / "model", both / "model")
-    (both / "config.yaml").write_text("verifiers: math\n")
-    config = command.EvalConfig(model=str(both), dataset="rows.jsonl")
-    assert command.as_its_run(config) == config

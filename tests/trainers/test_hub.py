@@ -134,22 +134,3 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read(packag
     with pytest.raises(InputError, match=f"{package}_project is set, but {package} is not installed: pip install"):
         sft.train(config)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
-def test_trackio_itself_takes_a_run(files, tmp_path, monkeypatch):
-    import sqlite3
-
-    import trackio
-
-    for module in [module for name, module in sys.modules.items() if name.startswith("trackio")]:
-        if hasattr(module, "TRACKIO_DIR"):
-            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    (tmp_path / "trackio").mkdir()
-    sft.train(config_of(files, tmp_path / "run", steps=2, save_every=1, trackio_project="p"))
-    sft.train(config_of(files, tmp_path / "run", steps=3, save_every=1, trackio_project="p", resume=True))
-    assert trackio.__version__
-    with sqlite3.connect(tmp_path / "trackio" / "p.db") as store:
-        rows = store.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert [(name, step) for name, step, _ in rows] == [("run", 1), ("run", 2), ("run", 3)]
-    assert "train/loss" in str(rows[0][2])

@@ -7,7 +7,7 @@ import yaml
 from bench.repro import null_run
 from fused_rl.trainers.models.language_model import LanguageModel
 from tests.marks import slow
-from tests.trainers import fake_server, runs
+from tests.trainers import runs
 
 GRPO = {"verifiers": runs.VERIFIER, "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "max_new_tokens": 6}
 GRPO |= {"zero_stage": 0, "temperature": 0.8, "kl_coef": 0.01, "lr": 0.5, "warmup_steps": 2, "overwrite": True}
@@ -51,11 +51,3 @@ def test_noise_is_found_and_is_status_1(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LanguageModel, "forward", noisy)
     assert null_run.main(["grpo", "--config", str(config)]) == 1
     assert "NOT exact" in capsys.readouterr().out
-
-
-def test_through_a_server_the_noise_is_the_servers(files, tmp_path):
-    with fake_server.serving("vllm", files[0]) as fake:
-        options = {"server": [fake.url], "max_prompt_length": 64, "output_dir": str(tmp_path / "run")}
-        history = null_run.measured("grpo", options_of(files, "grpo", **options))
-    assert null_run.noise(history) == {}  # the trainer measures the responses itself
-    assert history[-1]["rollout/logprob_diff_max"] < 1e-4 and not list(tmp_path.iterdir())

@@ -5,8 +5,6 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options.config import InputError
 from fused_rl.trainers.run import there
 
@@ -67,17 +65,3 @@ def test_a_path_that_does_not_exist_is_no_name_on_the_hub(files):
         InputError, match="model=runs/sft/model does not exist here, and not on the Hub: HFValidationError"
     ):
         there.check("runs/sft/model", None, [])
-
-
-def test_every_command_looks_before_it_reads(hub, files, tmp_path):
-    hub(TimeoutError("timed out"))
-    common = ["--model", "org/m", "--dataset", files[1]]
-    of_run = ["--output_dir", str(tmp_path / "run"), "--eval_size=0"]
-    for main, options in (
-        (grpo.main, [*of_run, "--dry_run"]),
-        (sft.main, [*of_run, "--steps=1", "--batch_size=2"]),
-        (eval.main, []),
-    ):
-        with pytest.raises(SystemExit, match="error: model=org/m does not exist here, and not on the Hub.*timed out"):
-            main([*common, *options])
-    assert not (tmp_path / "run").exists()
