@@ -105,6 +105,7 @@ def told_of_dtensors(rank, world):
     return wrong
 
 
+@pytest.mark.slow
 def test_a_dtensor_is_told_and_never_read():
     """Such as a tensor-parallel layer's: it has no memory of its own, and reading it ended the process."""
     assert run_distributed(told_of_dtensors, 1) == [[]]

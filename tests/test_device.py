@@ -14,7 +14,8 @@ NOTHING_COLLECTED = 5
 COMMAND = ["-m", "pytest", "-q", "-p", "tests.device.process", "-p", "no:cacheprovider", "tests/device", "-m"]
 
 
-@pytest.mark.parametrize("selected", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("selected", ["not slow", "slow"])
 def test_on_a_device_that_is_not_there(selected):
     """`make test-device` shows them one by one."""
     if reason := process.missing():

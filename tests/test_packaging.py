@@ -162,6 +162,7 @@ def test_installed_package_works_from_another_folder(way, sources, environment, 
     assert "grpo" in help_text
 
 
+@pytest.mark.slow
 def test_in_a_checkout_the_trainers_are_files_of_the_package(tmp_path):
     """So that an editor, a type checker and coverage find them: by links, and no entry in `__path__`."""
     code = "import fused_rl; from fused_rl.trainers import grpo; print(len(fused_rl.__path__), grpo.__file__)"
@@ -212,6 +213,7 @@ def test_without_extras_help_is_help(without_extras):
     assert out.startswith("usage: fused-rl COMMAND")
 
 
+@pytest.mark.slow
 def test_without_extras_a_command_says_what_to_install(without_extras):
     status, out, err = command(without_extras, "grpo", "--model", "x")
     assert (status, out) == (1, "") and err.count("\n") == 1, err

@@ -40,6 +40,7 @@ MISSING = {"deepspeed", "datasets", "pydantic", "trl", "rich", "peft", "xdist", 
 MISSING |= {"accelerate", "liger_kernel", "math_verify"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--collect-only", "-q"], pytest.param(["-q", "-x"], marks=pytest.mark.slow)])
 def test_they_run_where_little_is_installed(more):
     """Torch, triton, transformers, numpy and pytest: no error at collection, and drawn inputs are drawn."""

@@ -430,6 +430,6 @@ def sharded(rank, world, interpret):
     return True
 
 
-@pytest.mark.parametrize(("world", "interpret"), [(2, "0"), slow(2, "1"), slow(3, "0")])
+@pytest.mark.parametrize(("world", "interpret"), [slow(2, "0"), slow(2, "1"), slow(3, "0")])
 def test_over_split_vocabularies(world, interpret):
     assert run_distributed(sharded, world, interpret) == [True] * world

@@ -68,6 +68,7 @@ def test_a_wrong_op_is_a_fact(monkeypatch, tmp_path):
     assert {fact["wrong"].split()[0] for fact in found if "wrong" in fact} == {"softcap"}
 
 
+@pytest.mark.slow
 def test_facts_go_on_after_one_that_ends_its_process(tmp_path, monkeypatch, capfd):
     """And what was known stays written."""
     rows = {

@@ -45,6 +45,7 @@ def test_results_survive_the_round_trip_and_the_report(pages, clock, monkeypatch
     assert (pages / "docs" / "benchmarks-cpu.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_the_report_leaves_out_what_it_cannot_read_and_says_so(pages, clock, monkeypatch, capsys):
     assert report.command("report", []) == 1
     assert "no results" in capsys.readouterr().out

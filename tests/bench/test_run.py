@@ -58,6 +58,7 @@ def broken_nan(case, x):
     return logprobs, entropy_ * float("nan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "what"), [(broken_value, "logprob"), (broken_gradient, "gradient"), (broken_nan, "entropy")]
 )

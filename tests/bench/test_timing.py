@@ -64,6 +64,7 @@ def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
     assert set(once) == {"forward", "both"}
 
 
+@pytest.mark.slow
 def test_peak_memory_counts_what_is_held_at_once():
     size = 32 << 20
     x = torch.ones(size, dtype=torch.uint8)

@@ -53,7 +53,7 @@ def whole(files, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def fake(request, folder):
     """A server of each kind."""
     from tests.trainers import fake_server

@@ -54,6 +54,7 @@ def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
     assert {panel.x for panel in against} == {"completions/mean_length", "objective/kl_exact"}
 
 
+@pytest.mark.slow
 def test_samples_are_of_the_same_held_out_rows_and_of_training(files, tmp_path, capsys):
     grpo.train(grpo_config(files, tmp_path / "run", eval_every=2, steps=3, show_samples=3))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]

@@ -64,6 +64,7 @@ def test_a_dry_run_reads_no_hub_dataset():
     assert sft.arithmetic(config, 1)["optimizer steps"] == UNKNOWN
 
 
+@pytest.mark.slow
 def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path, capsys):
     sft.train(run_config(files, tmp_path / "steps", steps=3))
     sft.train(run_config(files, tmp_path / "passes", num_train_epochs=1.2))

@@ -42,9 +42,8 @@ def test_what_cannot_be_in_4_bits_is_refused_in_a_line(options, message, files, 
 
 
 def test_a_reward_model_is_not_in_4_bits():
-    config = reward.RewardConfig(model="m", dataset="d", output_dir="o", load_in_4bit=True, lora_rank=2)
     with pytest.raises(InputError, match="load_in_4bit=True has no meaning: a reward model is saved whole"):
-        reward.arithmetic(config, 1)
+        reward.RewardConfig(model="m", dataset="d", output_dir="o", load_in_4bit=True, lora_rank=2)
 
 
 def gradients(lm) -> dict[str, torch.Tensor]:

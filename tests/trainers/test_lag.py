@@ -348,8 +348,8 @@ def made(files, tmp_path_factory):
 
 
 CASES = [
-    ("grpo", 1, "plain"),
-    ("ppo", 2, "plain"),
+    slow("grpo", 1, "plain"),
+    slow("ppo", 2, "plain"),
     slow("grpo", 2, "truncated"),
     slow("ppo", 1, "truncated"),
     slow("grpo", 1, "adapters"),
@@ -364,6 +364,7 @@ def test_a_thread_is_one_after_the_other_bit_for_bit(kind, k, others, made, file
     assert_equal_runs(tmp_path / "turns", made(kind, k, others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "k"), [("grpo", 1), slow("ppo", 2)])
 def test_metrics_say_which_weights_were_sampled_and_how_far_they_were(kind, k, made):
     metrics = tiny.read_metrics(made(kind, k))[1:]
@@ -417,7 +418,7 @@ def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
     store.release()
 
 
-SERVED = [("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2), slow("ppo", "sglang", 1)]
+SERVED = [slow("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2), slow("ppo", "sglang", 1)]
 
 
 @pytest.mark.parametrize(("trainer", "kind", "k"), SERVED)

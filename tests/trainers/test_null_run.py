@@ -37,6 +37,7 @@ def test_in_process_there_is_no_noise_at_all(case, files):
     assert null_run.noise(history) == {}
 
 
+@pytest.mark.slow
 def test_noise_is_found_and_is_status_1(files, tmp_path, monkeypatch, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(options_of(files, "grpo", output_dir=str(tmp_path / "run"))))

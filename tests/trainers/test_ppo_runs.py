@@ -131,6 +131,7 @@ def check_splits(files, tmp_path, world, cases, **options):
     assert last["objective/kl1_avg"] != pytest.approx(0, abs=1e-3) and last["objective/kl_coef"] != 0.05
 
 
+@pytest.mark.slow
 def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
     check_splits(files, tmp_path, 2, [(3, 2, files[2])])
 

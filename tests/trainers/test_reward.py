@@ -283,6 +283,7 @@ def test_the_head_under_zero_3(folder):
     assert torch.tensor(draws[0]).std().item() == pytest.approx(1 / math.sqrt(17), rel=0.5)  # of 16 draws; stock: 0.1
 
 
+@pytest.mark.slow
 def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path):
     # (ZeRO stage, micro-batch, LoRA rank). Two processes have 8 sequences each; 1 means one pair at a time.
     check_agreement(folder, tmp_path, [(0, 8, 0), (2, 1, 0), (0, 8, 2)], [(3, 4, 0), (2, 8, 2)])

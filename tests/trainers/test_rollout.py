@@ -238,7 +238,8 @@ def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
     torch.testing.assert_close(linear.logits, logits.logits, atol=1e-5, rtol=0)
 
 
-def test_missing_models_and_tokenizers_are_named(tmp_path):
+def test_missing_models_and_tokenizers_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="no_model"):
         load(str(tmp_path / "no_model"))
     with pytest.raises(InputError, match="zero_stage=0"):

@@ -86,6 +86,7 @@ def test_every_rank_draws_its_own_responses_and_a_seed_draws_them_again():
     assert first[0] != second[0] and first[0] == first[1] != first[2] and second[0] == second[1]
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_how_often_it_is_evaluated(files, grpo_run, tmp_path):
     grpo.train(grpo_config(files, tmp_path, eval_every=1))
     often, seldom = (tiny.untimed(tiny.read_metrics(folder)) for folder in (tmp_path, grpo_run))
@@ -100,6 +101,7 @@ def evaluate_share(rank, world, files, folder):
     grpo.train(grpo_config(files, f"{folder}/{world}", eval_size=3, steps=1))
 
 
+@pytest.mark.slow
 def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     evaluate_share(0, 1, files, str(tmp_path))
     runs.on_ranks(evaluate_share, 2, files, str(tmp_path))
@@ -115,6 +117,7 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
 # Stopped and resumed: bit for bit.
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
     stopped, options = tmp_path / "stopped", {"steps": 5, "eval_size": 0}
     runs.stopped_after(grpo, grpo_config(files, stopped, **options), 3)
@@ -200,6 +203,7 @@ def test_shared_prompts_train_as_prompts_of_their_own_do(files, tmp_path, monkey
     assert_same_weights(tmp_path / "own", tmp_path / "shared", atol=1e-4)
 
 
+@pytest.mark.slow
 def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, monkeypatch):
     loaded, load_lm = [], language_model.load_lm
     monkeypatch.setattr(language_model, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k))

@@ -152,6 +152,7 @@ class Noting(tiny.Sampler):
         return [Response([70 + seed % 90, 3], "stop") for seed in numbers]
 
 
+@pytest.mark.slow
 def test_every_response_has_a_seed_that_a_resumed_run_draws_again(files, tmp_path):
     def run(name, **options):
         Noting.noted = []
@@ -204,6 +205,7 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_path, own):
     grpo.train(grpo_config(files, tmp_path / "a"))
     grpo.train(grpo_config(files, tmp_path / "b", sampler="own_sampler:Half"))

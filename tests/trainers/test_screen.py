@@ -40,7 +40,8 @@ def test_a_second_run_in_a_process_is_a_run(files, tmp_path, capsys):
     sft.main(argv(files, tmp_path / "b", "--zero_stage=2"))
     options = dict(word.removeprefix("--").split("=", 1) for word in argv(files, tmp_path / "c"))
     sft.train(sft.SFTConfig(**{name: int(value) if value.isdigit() else value for name, value in options.items()}))
-    evaluation.main(["--model", files[0], "--dataset", files[1], "--samples=0", "--max_new_tokens=2", "--max_rows=2"])
+    words = ["--model", files[0], "--dataset", files[1], "--verifiers=math", "--samples=0", "--max_new_tokens=2"]
+    evaluation.main([*words, "--max_rows=2"])
     sft.main(argv(files, tmp_path / "d"))
     a, c, d = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in "acd")
     assert a == c == d

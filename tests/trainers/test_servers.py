@@ -303,7 +303,7 @@ def test_the_probe_detects(kind, flaw, begins, folders, tmp_path):
         assert fake.label == "2" and flaw is None
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=SLOW)])
 def test_the_probe_of_truncated_sampling(kind, folders, tmp_path):
     policy = served.Policy(folders[1])
     with fake_server.serving(kind, folders[0]) as fake:

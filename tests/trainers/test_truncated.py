@@ -385,6 +385,7 @@ def run(folder, rows, output_dir, **options) -> list[dict]:
     return tiny.untimed(tiny.read_metrics(output_dir))
 
 
+@pytest.mark.slow
 def test_a_run_draws_from_the_sets_and_no_split_nor_path_changes_it(folder, rows, tmp_path, capsys):
     first = run(folder, rows, tmp_path / "a")
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
