@@ -139,6 +139,7 @@ def whiten_here(rank, world):
     return errors
 
 
+@pytest.mark.slow
 def test_whiten_over_a_process_group():
     for errors in run_distributed(whiten_here, 2):
         assert all(error < 1e-6 for error in errors)  # NaN fails too

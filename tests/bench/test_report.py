@@ -27,6 +27,7 @@ def pages(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_results_survive_the_round_trip_and_the_report(pages, clock, monkeypatch):
     rows = run.run_case(one_case(), "plain torch", 1e9, 1e9)
     wrong = rows[-1] | {"implementation": "a peer", "status": results.WRONG, "reason": "entropy off by 2 nats"}

@@ -16,6 +16,7 @@ from bench.cases.support import HEAD, KeptHead, KeptLogits
 from tests.bench.cases import checked, contend, one_case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "names"),
     [

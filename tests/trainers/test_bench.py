@@ -11,10 +11,8 @@ import torch
 
 from bench import (
     machine,
-    pages,
     report,
     results,
-    sampling,
     trainer_losses,
     trainer_peers,
     trainer_tasks,
@@ -150,30 +148,3 @@ def test_a_library_whose_loss_is_another_is_wrong(monkeypatch):
     ours, theirs = trainer_losses.rows()
     assert ours["status"] == results.OK and ours["difference"] == 0 and results.repeats(ours) == trainer_losses.TURNS
     assert theirs["status"] == results.WRONG and "off by 1" in theirs["reason"]
-
-
-def points(*accuracies, seconds=10.0):
-    return [[step, seconds * step, accuracy] for step, accuracy in enumerate(accuracies)]
-
-
-def test_time_to_quality(tmp_path):
-    rows = []
-    for seed in (1, 2, 3):
-        for name, seconds in (("fused_rl", 1.0), ("TRL GRPOTrainer", 3.0)):
-            row = {"op": "grpo", "seed": seed, "implementation": name, "status": results.OK, "version": None}
-            rows.append(row | {"accuracy": points(0.2, 0.4, 0.8 + seed / 100, 0.7, seconds=seconds)})
-    assert pages.reached(rows) == 0.81
-    assert pages.seconds_to(rows[0], 0.6) == pytest.approx(1 + 0.2 / 0.41)
-    assert pages.seconds_to(rows[0], 0.1) == 0
-    text = pages.quality_table(rows, markdown=True)
-    assert "| grpo | fused_rl | 81 % | 1.98 | 1.95 to 2.00 | 3.00 | 70.0 % | 3.00 | 3 |" in text
-    pages.draw_quality(rows, tmp_path / "figure.svg")
-    assert (tmp_path / "figure.svg").stat().st_size > 1000
-
-
-def test_a_sampler_with_other_greedy_tokens_fails():
-    tokens = {"fused_rl": [[1, 2], [3, 5]], "transformers generate": [[1, 2], [3, 4]], "server": [[1, 2], [3, 4]]}
-    row = sampling.row_of("fused_rl", "greedy", [0.5, 2.0, 1.0], tokens)
-    assert row["status"] == results.FAILED_CHECK and row["tokens_per_second"] == 4.0
-    assert sampling.row_of("server", "greedy", [1.0], tokens)["status"] == results.OK
-    assert sampling.row_of("fused_rl", "temperature 1", [1.0], tokens)["status"] == results.OK

@@ -152,6 +152,7 @@ def reinforced(files, folder, steps, **options):
     return runs.grpo_config(files, folder, steps=steps, minibatches=1, **options)
 
 
+@pytest.mark.slow
 def test_a_run_warns_as_it_trains_once_and_so_does_a_resumed_one(files, tmp_path, capsys):
     config = reinforced(files, tmp_path / "run", 12)
     said = [runs.stopped_after(grpo, config, 11)]

@@ -101,12 +101,6 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_pa
     assert tiny.weights(model) and not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("options", [{"hub_model_id": "a"}, {"hub_private_repo": True}])
-def test_where_to_push_without_pushing_is_refused(options, files, tmp_path):
-    with pytest.raises(InputError, match="says where to push the model; add --push_to_hub"):
-        sft.arithmetic(config_of(files, tmp_path, **options), 1)
-
-
 # Trackers.
 
 

@@ -373,6 +373,7 @@ def test_metrics_say_which_weights_were_sampled_and_how_far_they_were(kind, k, m
     assert off[0] < 1e-5 and min(off[1:]) > 1e-3
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path):
     stopped = tmp_path / "stopped"
     forget_after(made("grpo", 1), stopped, 2)

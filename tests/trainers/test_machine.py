@@ -36,6 +36,7 @@ def test_a_wrong_kernel_is_found(error, monkeypatch, capsys):
     assert ": WRONG, please report it: within " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_works_with_torch_alone(tmp_path):
     absent = ("deepspeed", "transformers", "datasets", "peft", "pydantic", "rich", "yaml", "numpy", "regex")
     code = f"import sys; sys.modules |= dict.fromkeys({absent})\nfrom fused_rl.trainers.commands import doctor\n"

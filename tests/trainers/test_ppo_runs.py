@@ -191,6 +191,7 @@ def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_ano
     assert first.score_std == again.score_std == 0.7
 
 
+@pytest.mark.slow
 def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_path):
     options = {"critic": None, "critic_lr": 1e-2, "value_clip": None, "eval_size": 0, "gae_lambda": 1.0, "epochs": 4}
     ppo.train(config_of(files, tmp_path, critic_only=12, **options))
@@ -202,6 +203,7 @@ def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_p
     assert all(m["val/ratio"] == pytest.approx(1, abs=1e-6) for m in metrics)
 
 
+@pytest.mark.slow
 def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_on(files, tmp_path):
     config = {"target_kl": 1e-6, "epochs": 3, "eval_size": 0, "steps": 2}
     ppo.train(config_of(files, tmp_path / "early", **config))

@@ -184,6 +184,7 @@ def test_it_learns(folder):
     assert metrics[-1]["train/rm/loss"] < 0.3
 
 
+@pytest.mark.slow
 def test_pairs_that_share_a_row_train_as_sides_of_their_own(folder, run, monkeypatch):
     shared, pack_pairs = [], reward.pack_pairs
     monkeypatch.setattr(reward, "pack_pairs", lambda *given: shared.append(pack_pairs(*given)) or shared[-1])

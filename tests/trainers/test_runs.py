@@ -66,6 +66,7 @@ def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path,
     check_splits(files, tmp_path, world, list(itertools.product(range(4), (8, 4, 2, 1))))
 
 
+@pytest.mark.slow
 def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(files, tmp_path):
     for name, options in {"a": {}, "b": {"micro_batch_size": 3}, "c": {"loss_from": "logits"}}.items():
         grpo.train(grpo_config(files, tmp_path / name, steps=2, kl_coef=0.1, **options))
@@ -160,6 +161,7 @@ def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(file
     assert list((grpo_run / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_verifier_under_limits_adds_exactly_these_metrics(files, tmp_path):
     judged = {"verifiers": ["math", VERIFIER], "verifier_weights": [1, 0.1], "answer_column": "answer"}
     config = grpo_config(files, tmp_path, **judged, steps=2)
@@ -218,6 +220,7 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, m
     assert_same_weights(tmp_path / "none", tmp_path / "second")
 
 
+@pytest.mark.slow
 def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypatch):
     options = {"preset": "dapo", "kl_coef": 0.1, "entropy_coef": 0.01, "epochs": 2, "steps": 2}
     grpo.train(grpo_config(files, tmp_path / "one", **options))

@@ -117,6 +117,7 @@ def test_the_sampler_s_distance_is_told_before_any_correction(correction, cut):
     assert metrics.keys() <= tiny.documented("grpo")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_half_a_nat_off_is_seen_in_a_step_of_grpo_and_of_ppo(files, tmp_path):
     class Off(tiny.Telling):
         """Draws as the policy does, and tells log-probabilities half a nat too low."""

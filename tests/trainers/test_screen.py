@@ -32,6 +32,7 @@ def argv(files, folder: Path, *more: str) -> list[str]:
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_process_is_a_run(files, tmp_path, capsys):
     """After a command, after one that was refused, and after a run without a command."""
     sft.main(argv(files, tmp_path / "a"))

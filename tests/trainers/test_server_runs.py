@@ -68,11 +68,7 @@ def test_whole_runs(files, tmp_path, trainer, kind, top_p):
         assert row.get("rollout/logprob_diff_max", 0) < 1e-4
 
 
-RESUMED = [
-    pytest.param("grpo", "vllm", marks=SLOW),
-    pytest.param("grpo", "sglang", marks=SLOW),
-    pytest.param("ppo", "vllm", marks=SLOW),
-]
+RESUMED = [pytest.param(*case, marks=SLOW) for case in (("grpo", "vllm"), ("grpo", "sglang"), ("ppo", "vllm"))]
 
 
 @pytest.mark.parametrize(("trainer", "kind"), RESUMED)

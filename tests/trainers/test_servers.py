@@ -314,6 +314,7 @@ def test_the_probe_of_truncated_sampling(kind, folders, tmp_path):
             sampler.publish(1, policy.save)
 
 
+@pytest.mark.slow
 def test_in_16_bits_a_larger_difference_on_average_is_allowed(folders, tmp_path, monkeypatch):
     policy = served.Policy(folders[1])
     with fake_server.serving("vllm", folders[0]) as fake:
@@ -357,6 +358,7 @@ def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(pair, folder, t
     assert sampler.sample(PROMPTS, sampling)[0].weight_version is None
 
 
+@pytest.mark.slow
 def test_the_last_folder_stays_until_all_servers_have_the_next(pair, folder, tmp_path):
     policy = served.Policy(folder)
     sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)

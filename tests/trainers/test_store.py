@@ -196,6 +196,7 @@ def on_two_ranks(rank, world, files, folder) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
     first, second = run_distributed(on_two_ranks, 2, files, str(tmp_path))
     assert first == second

@@ -329,6 +329,7 @@ def test_each_turn_has_seeds_of_its_own():
 # The recipe.
 
 
+@pytest.mark.slow
 def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
     recipe.prepare(tmp_path, 1)
     config = recipe.config_of(tmp_path, 1)
