@@ -47,7 +47,7 @@ demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, o
 	$(BIN)/python -m fused_rl.recipes.demo_ppo
 
 .PHONY: test
-test: $(VENV)/installed  ## the cheapest test of every guarantee: 6 minutes on 2 cores
+test: $(VENV)/installed  ## the cheapest test of every guarantee: 3 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server"
 
 .PHONY: test-slow

@@ -1,7 +1,7 @@
 """GRPO: sample a group of responses per prompt, score them, prefer those that are better than the others.
 
     fused-rl grpo --config recipes/demo_grpo.yaml
-    fused-rl grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --output_dir runs/gsm8k
+    fused-rl grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --verifiers math --output_dir runs/gsm8k
 
 Where arXiv:2402.03300 (eq. 3 and 4) is computed, of token t in response i of n_i tokens, B responses in all:
 
