@@ -225,14 +225,11 @@ def qwen_sft(
     )
 
 
-def odd_words(responses: list[str], rows: list[dict]) -> list[float]:
-    """A score that differs between random responses: the share of words that end in an odd digit."""
-    found = []
-    for response in responses:
-        words = response.split()
-        odd = sum(word[-1] in "13579" for word in words)
-        found.append(odd / max(1, len(words)))
-    return found
+def odd_words(response: str, row: dict) -> float:
+    """Return the share of words that end in an odd digit, which differs between random responses."""
+    words = response.split()
+    odd = sum(word[-1] in "13579" for word in words)
+    return odd / max(1, len(words))
 
 
 SMALL, LARGE = "demo", "Qwen2-like head"
