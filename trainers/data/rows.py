@@ -149,7 +149,7 @@ def given_rows(option: str, given: Given) -> Rows:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         expected = "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
         raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
-    return _some(Rows([dict(row) for row in rows], f"{option}="))
+    return _some(Rows([dict(row) for row in rows], option))
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
