@@ -70,7 +70,8 @@ def start(
         told = {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         its_own = moment if rank == moment.rank else UNDISTURBED
         arguments = (command, argv, folder, its_own, told, judge)
-        processes.append(PROCESSES.Process(target=_run, args=arguments, daemon=True))
+        # A daemon may not have children, which judge.
+        processes.append(PROCESSES.Process(target=_run, args=arguments, daemon=judge is None))
         processes[-1].start()
     return processes
 

@@ -5,7 +5,6 @@ import shutil
 import pytest
 
 from tests import digests
-from tests.distributed import run_distributed
 
 # Each part that keeps a state of its own is in one of them: order, generators, optimizer, lag, critic, KL controller.
 FAST = {"sft-zero1", "ppo-zero0"}
@@ -29,10 +28,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, step, files):
 
     def train(output_dir, *more):
         words = [*digests.words_of(command, options, files, output_dir), *more]
-        if world == 1:
-            digests.train(0, 1, command, words)
-        else:
-            run_distributed(digests.train, world, command, words, timeout=500)
+        digests.run(command, options, world, words)
 
     if not whole.exists():
         train(whole)

@@ -337,7 +337,7 @@ def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
     """The README's command, with local files of the same forms."""
     words = ["--model", files[0], "--dataset", files[1], "--prompt_column", "question", "--answer_column", "answer"]
     words += ["--output_dir", str(tmp_path / "run"), "--steps", "2", "--prompts_per_step", "2", "--group_size", "2"]
-    words += ["--max_new_tokens", "8", "--eval_size", "2"]
+    words += ["--max_new_tokens", "8", "--eval_size", "2", "--verifiers", "math"]
     grpo.main(words)
     assert "rewards/math/mean" in tiny.read_metrics(tmp_path / "run")[-1]
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
