@@ -252,9 +252,6 @@ def test_two_ranks_of_which_one_is_told_to_stop(rank, stage, whole, good, tmp_pa
 JUDGE = """
 import time
 
-def load():
-    return judge
-
 def judge(response, answer):
     time.sleep(0.02)
     return len(response.encode()) % 2
