@@ -139,7 +139,7 @@ def _cispo(log_ratio, advantages, logprobs, sequences, options):
 
 @dataclass(frozen=True)
 class SapoOptions:
-    """SAPO's own."""
+    """The options that only SAPO reads."""
 
     sapo_temperature_pos: Positive = 1.0
     """Of SAPO's gate where the advantage is positive (arXiv:2511.20347)."""
@@ -156,7 +156,7 @@ def _sapo(log_ratio, advantages, logprobs, sequences, options):
 
 @dataclass(frozen=True)
 class VespoOptions:
-    """VESPO's own."""
+    """The options that only VESPO reads."""
 
     vespo_k_pos: NonNegative = 2.0
     """VESPO's power of the ratio where the advantage is 0 or more (arXiv:2602.10693)."""
