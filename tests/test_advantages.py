@@ -98,6 +98,7 @@ def advantages_here(rank, world):
     return [advantages.tolist() for advantages in found]
 
 
+@pytest.mark.slow
 def test_the_batch_is_that_of_all_ranks():
     first, second = run_distributed(advantages_here, 2)
     unequal = torch.tensor([1.0, 1, 0, 0])

@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fused_rl
 from tests.distributed import run_distributed
+from tests.marks import slow
 from tests.one_process import in_one_process
 
 LOGITS = torch.zeros(2, 3, 50)
@@ -273,7 +274,8 @@ def output_of(name, leaf):
     return found if isinstance(found, torch.Tensor) else found[0]
 
 
-@pytest.mark.parametrize("name", LEAVES)
+# The ranks of a split vocabulary are processes.
+@pytest.mark.parametrize("name", [slow(n) if n.startswith("vocab_parallel") else n for n in LEAVES])
 def test_a_second_derivative_is_an_error_and_never_left_out(name):
     """A penalty on the gradient, beside the loss: without the error it would add nothing to the second gradient."""
     leaf = TAKES[name][LEAVES[name]].clone().requires_grad_()

@@ -84,6 +84,7 @@ def test_every_way_to_launch_compiles():
         assert not any(loop["barriers"] for loop in row["loops"])
 
 
+@pytest.mark.slow
 def test_lengths_temperatures_and_vocabularies_never_compile():
     """20 lengths, 5 temperatures and 3 vocabularies: one kernel forward and one backward, of each op."""
     [row] = codegen.subprocess_lines("--count")

@@ -8,7 +8,7 @@ from tests import digests
 
 STORED = json.loads(digests.STORED.read_text())
 # One case of each kind is fast; the others differ from it in the ZeRO stage or in what is sampled.
-FAST = {"sft-packed", "reward-zero0", "grpo-zero0", "grpo-lag1", "ppo-zero2"}
+FAST = {"sft-packed", "reward-zero0", "grpo-zero0", "ppo-zero2"}
 
 
 @pytest.fixture(scope="module")

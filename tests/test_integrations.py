@@ -9,7 +9,7 @@ import torch
 
 from tests.integrations import trl_ranks, trl_runs
 from tests.integrations.trl_runs import Cell
-from tests.marks import first_fast, slow
+from tests.marks import slow
 
 # TRL's trainers: whole runs, patched against unpatched
 
@@ -27,10 +27,10 @@ HEADS = ["tied", "bias", "gemma2", "cohere", "granite"]
 FAST_CELLS = [
     Cell("GRPO", {"temperature": 0.7, "entropy_coef": 0.1, **OFF_POLICY}, model="gemma2"),
     Cell("DPO", {"use_weighting": True}),  # reads log_sum_sq_probs
-    Cell("SFT"),
     Cell("Distillation", {"beta": 0.5}, model="gemma2"),
 ]
 CELLS = [
+    Cell("SFT"),
     *(Cell("GRPO", {"loss_type": loss_type, **OFF_POLICY}) for loss_type in GRPO_LOSSES),
     Cell("GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence", **OFF_POLICY}),
     Cell("GRPO", {"top_entropy_quantile": 0.3, **OFF_POLICY}),
@@ -129,7 +129,8 @@ def test_trl_run(cell, trl, tmp_path):
     check_cell(cell, tmp_path)
 
 
-@pytest.mark.parametrize("cell", first_fast(ACCUMULATED), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ACCUMULATED, ids=str)
 def test_trl_run_with_gradient_accumulation(cell, trl, tmp_path):
     check_cell(cell, tmp_path, gradient_accumulation_steps=2)
 

@@ -96,6 +96,7 @@ def test_kl_retained_frozen_empty_and_errors():
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", [BF16, slow(FP32)])
+@pytest.mark.slow
 def test_kl_memory(dtype):
     shape, workspace_mb = (256, 64, 20480), 12
     leaves, targets, _ = make(shape, dtype)

@@ -103,6 +103,7 @@ def assert_trained_alike(results, cases):
 # stage, tied
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("cases", [[(3, True)], slow([(0, False), (1, False), (2, False), (3, False)])], ids=str)
+@pytest.mark.slow
 def test_deepspeed_zero(cases):
     """ZeRO 0 to 3 over two processes train as one process does on the whole batch, loss scaled after the op."""
     assert_trained_alike(run_distributed(zero_training, 2, cases), cases)

@@ -24,6 +24,7 @@ def run_python(code, *, cwd, python=sys.executable, **env):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_import_with_torch_alone(tmp_path):
     """`import fused_rl`, the reference and the CPU path work where triton, deepspeed and transformers do not exist."""
     code = """

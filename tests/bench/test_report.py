@@ -64,6 +64,7 @@ def test_the_report_leaves_out_what_it_cannot_read_and_says_so(pages, clock, mon
     assert (pages / "docs" / "benchmarks-linear-cpu.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_the_pages_that_stand_here_are_those_of_the_results(pages, monkeypatch):
     """So is every figure that README and docs quote between their markers."""
     monkeypatch.setattr(report, "RESULTS", results.RESULTS)

@@ -60,8 +60,8 @@ def run_example(source: str, folder: Path, before: str = "") -> str:
 WRITTEN = examples((ROOT / "docs" / "integrations.md").read_text())
 
 
-# an example that imports a trainer takes ten seconds; TRL's also runs within tests/test_integrations_trl_patch.py
-EXAMPLES = [block if HOSTS[block[0]] is None else slow(*block) for block in WRITTEN]
+# an example imports torch in a process of its own; TRL's also runs within tests/test_integrations_trl_patch.py
+EXAMPLES = [slow(*block) for block in WRITTEN]
 
 
 @pytest.mark.parametrize(("section", "source"), EXAMPLES, ids=[section for section, _ in WRITTEN])

@@ -48,6 +48,7 @@ def test_an_input_that_changed_is_named_on_resume(files, run, name, change, name
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_accepted_changes_are_the_inputs_of_the_run_from_then_on(files, run, capsys):
     with edited(Path(files[1]), reordered):
         sft.train(run_config(files, run, resume=True, steps=5, accept_changes=True))

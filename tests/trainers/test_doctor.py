@@ -163,6 +163,7 @@ def test_a_run_warns_as_it_trains_once_and_so_does_a_resumed_one(files, tmp_path
     assert "finding: step 10: val/stop_rate" in asked(capsys, tmp_path / "run")[1]
 
 
+@pytest.mark.slow
 def test_a_forward_that_does_not_repeat_itself(files, tmp_path, capsys, monkeypatch):
     forward = language_model.LanguageModel.forward
 

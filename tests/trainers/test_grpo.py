@@ -243,6 +243,7 @@ def draw_here(rank, world, folder):
     return of_groups, drawn.counts.tolist(), asked, tiny.untimed([drawn.metrics])[0]
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_refills_and_share_what_they_find(folder):
     """Rank 0 has both groups with a signal; one of two that are drawn then is rank 1's: 3 of 4, and a fourth fills."""
     (first, first_counts, asked, metrics), (second, second_counts, *again) = run_distributed(draw_here, 2, folder)

@@ -33,6 +33,7 @@ SYNCED = {"kl_coef": 0.1, "ref_sync_every": 2, "ref_mixup_alpha": 0.6}
 CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-std", "std_floor": 0.1, "epochs": 2}
 
 
+@pytest.mark.slow
 def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder, rows, tmp_path, monkeypatch):
     synced, sync = [], moving_reference.sync
 

@@ -111,6 +111,7 @@ def test_what_contradicts_it_is_refused(config, options, message, monkeypatch):
         reward.arithmetic(made, 1) if config is reward.RewardConfig else language_model.head_dtype(made, made)
 
 
+@pytest.mark.slow
 def test_runs_with_it(folder, tmp_path, capsys):
     """GRPO: the first minibatch's ratio is 1 to fp32's rounding, and the head cannot change on resume."""
     rows = [{"prompt": f"{i}", "completion": f"{i}", "ground_truth": f"{i}"} for i in range(8)]

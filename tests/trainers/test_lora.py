@@ -125,6 +125,7 @@ def test_merged_weights_are_those_of_the_model_with_its_adapters(options, files,
 # A folder of adapters as the model.
 
 
+@pytest.mark.slow
 def test_saved_adapters_are_trained_on_and_measured_against_the_weights_below_them(files, adapters, tmp_path):
     config = grpo_config((adapters, files[1]), tmp_path, lr=0.0)
     lm = tiny.load_lm(config)

@@ -112,6 +112,7 @@ def test_a_limit_costs_its_own_case(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_run_that_was_killed():
     code = """
         import os, signal

@@ -14,8 +14,8 @@ GRPO |= {"zero_stage": 0, "temperature": 0.8, "kl_coef": 0.01, "lr": 0.5, "warmu
 PPO = GRPO | {"group_size": 2, "epochs": 2, "target_kl": 0.1, "critic_lr": 0.5}
 CASES = [
     ("grpo", {"micro_batch_size": 3, "share_prompts": False}),  # which do not divide
-    ("grpo", {"micro_batch_size": 8, "share_prompts": True}),
-    ("ppo", {"micro_batch_size": 3}),
+    slow(("grpo", {"micro_batch_size": 8, "share_prompts": True})),
+    slow(("ppo", {"micro_batch_size": 3})),
     slow(("grpo", {"micro_batch_size": 1})),
     slow(("grpo", {"loss_from": "logits"})),
     slow(("grpo", {"top_p": 0.9})),

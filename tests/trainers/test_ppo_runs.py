@@ -171,6 +171,7 @@ def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(
 # What a run leaves, and what its options do.
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_another(files, tmp_path, capsys):
     with figures.drawn():
         ppo.train(config_of(files, tmp_path / "a", eval_every=2))
@@ -215,6 +216,7 @@ def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_o
     assert early[1]["optim/critic_lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
 
 
+@pytest.mark.slow
 def test_the_critics_optimizer_is_its_own(files, tmp_path):
     options = {"critic_lr": 0.5e-3, "critic_lr_schedule": "constant", "lr_schedule": "linear", "eval_size": 0}
     ppo.train(config_of(files, tmp_path, steps=2, minibatches=1, epochs=1, **options))
@@ -252,6 +254,7 @@ def assert_finite(metrics):
     assert not bad, bad
 
 
+@pytest.mark.slow
 def test_a_run_whose_responses_are_all_left_out_blames_no_critic(files, tmp_path, capsys):
     ppo.train(config_of(files, tmp_path, max_new_tokens=1, mask_truncated=True, steps=2, stop_token=None, eval_size=0))
     assert "critic" not in capsys.readouterr().out
@@ -272,6 +275,7 @@ def test_empty_responses_have_no_token_to_train_and_their_scores_are_counted(fil
     assert metrics["optim/grad_norm"] == metrics["optim/critic_grad_norm"] == 0
 
 
+@pytest.mark.slow
 def test_responses_that_all_were_cut_share_the_replaced_score(files):
     responses = [Response([90, 91, 92], "length"), Response([93, 94, 95], "length")]
     metrics = step_with(files, responses, missing_eos_score=-1.0, missing_eos_penalty=0.0)

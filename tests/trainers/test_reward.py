@@ -176,6 +176,7 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
     assert len(steps) == len(logged) - 1 < 2  # the step that would have spoilt the weights was not made
 
 
+@pytest.mark.slow
 def test_it_learns(folder):
     config = make_config(folder, "learns", steps=60, lr=3e-3, eval_every=60, normalize_pairs=0, label_smoothing=0.0)
     reward.train(config)

@@ -56,6 +56,7 @@ def check_splits(files, tmp_path, world, cases):
         assert_same_weights(tmp_path / "reference", made, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
     check_splits(files, tmp_path, 2, [(0, 3), (2, 1), (3, 4)])
 
@@ -138,6 +139,7 @@ def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp
 # What a run leaves and shows.
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, grpo_run, tmp_path, capsys):
     for name, options in {"again": {}, "other": {"seed": 2}}.items():
         grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
@@ -192,6 +194,7 @@ def test_metrics_of_grpo_mean_what_they_say(files, tmp_path):
     assert m["objective/entropy"] == pytest.approx(m["policy/entropy_avg"] * tokens, rel=0.25)
 
 
+@pytest.mark.slow
 def test_shared_prompts_train_as_prompts_of_their_own_do(files, tmp_path, monkeypatch):
     packed = []
     monkeypatch.setattr(policy, "pack", lambda part, in_row: packed.append(in_row) or packing.pack(part, in_row))
@@ -253,6 +256,7 @@ def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatc
     assert_same_metrics(tmp_path / "narrow-sft", tmp_path / "wide-sft", rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     sft.train(sft_config(files, tmp_path, steps=30, lr=1e-2, eval_every=15))
     metrics = tiny.read_metrics(tmp_path)
@@ -314,6 +318,7 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_path, monkeypatch):
     rows = [{"question": f"{i}?", "answer": "y" * (1 + 9 * (i % 5))} for i in range(20)]
     ragged = (files[0], tiny.jsonl(tmp_path / "ragged.jsonl", rows))
@@ -343,6 +348,7 @@ def test_a_hub_model_on_gsm8k_from_the_command_line(files, tmp_path):
     assert "<user>18+4?<end>" in (tmp_path / "run" / "samples.jsonl").read_text()  # held out, through the template
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_and_measures_against_the_model_without_them(files, tmp_path):
     import peft
     import transformers
@@ -356,6 +362,7 @@ def test_lora_trains_adapters_and_measures_against_the_model_without_them(files,
     assert changed and not (tmp_path / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_fp32_masters_and_starts_on_policy(files, tmp_path, capsys):
     grpo.train(grpo_config(files, tmp_path, dtype="bfloat16", zero_stage=1, lr=1e-6, steps=4, save_every=4))
     metrics = tiny.read_metrics(tmp_path)

@@ -34,7 +34,8 @@ def ppo_config(files, output_dir, *fakes, **options):
 TRAINERS = {"grpo": (grpo.train, grpo_config), "ppo": (ppo.train, ppo_config)}
 
 
-@pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch, lora_rank):
     monkeypatch.setenv("SERVER_KEY", "sk-secret")
     with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
@@ -107,6 +108,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(files, tmp_path):
     assert [path.name for path in (cut / "published").glob("step-*")] == ["step-3"]
 
 
+@pytest.mark.slow
 def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
     """The probe of a server passes, and then it samples otherwise."""
     with fake_server.serving("vllm", files[0]) as fake:

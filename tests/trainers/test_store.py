@@ -159,6 +159,7 @@ def no_file_above(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_stops_with_one_line_and_continues_when_there_is_room(files, whole, run):
     with no_file_above(40_000):
         refused(

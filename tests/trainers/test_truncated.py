@@ -400,6 +400,7 @@ def test_a_run_draws_from_the_sets_and_no_split_nor_path_changes_it(folder, rows
     assert first[0]["eval/accuracy_greedy"] == whole[0]["eval/accuracy_greedy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "of_ratio", "of_kl"),
     [({"lora_rank": 2}, 1e-6, 1e-6), ({"dtype": "bfloat16", "zero_stage": 1}, 5e-2, 2.5e-3), ({"top_k": 1}, 0.0, 0.0)],
