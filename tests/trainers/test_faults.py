@@ -221,32 +221,24 @@ def test_a_killed_run_goes_on_bit_for_bit(command, options, whole, good, tmp_pat
     assert not failures
 
 
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("rank", "stage"), [(0, 2), (1, 3)])
-def test_two_ranks_of_which_one_is_killed(rank, stage, whole, good, tmp_path, tally):
+def test_two_ranks_one_of_which_gets_a_signal(rank, stage, sent, whole, good, tmp_path, tally):
     options = WHOLE if stage == 3 else ("--zero_stage", str(stage))
     expected = whole("sft", 2, *options)
     folder = Path(shutil.copytree(good, tmp_path / "folder"))
     shutil.rmtree(folder / "run")
-    moment = Moment(1, f"unfinished-step-2/rank-{rank}", rank=rank)
-    statuses = run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2)
-    assert statuses[rank] == -signal.SIGKILL and statuses[1 - rank] not in (0, None)
+    if sent is signal.SIGKILL:
+        moment = Moment(1, f"unfinished-step-2/rank-{rank}", rank=rank)
+        statuses = run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2)
+        assert statuses[rank] == -sent and statuses[1 - rank] not in (0, None)
+    else:
+        moment = Moment(1, "unfinished-step-1", signal=sent, rank=rank)
+        assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2) == [130, 130], log_of(folder)
+        assert re.search("stopped after step [12]; continue with --resume", log_of(folder))
     assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(folder)
     assert_equal_runs(folder, expected)
-    tally("kill -9 to one of two ranks", "goes on bit for bit")
-
-
-@pytest.mark.parametrize(("rank", "stage"), [(0, 2), (1, 3)])
-def test_two_ranks_of_which_one_is_told_to_stop(rank, stage, whole, good, tmp_path, tally):
-    options = WHOLE if stage == 3 else ("--zero_stage", str(stage))
-    expected = whole("sft", 2, *options)
-    folder = Path(shutil.copytree(good, tmp_path / "folder"))
-    shutil.rmtree(folder / "run")
-    moment = Moment(1, "unfinished-step-1", signal=signal.SIGTERM, rank=rank)
-    assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2) == [130, 130], log_of(folder)
-    assert re.search("stopped after step [12]; continue with --resume", log_of(folder))
-    assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(folder)
-    assert_equal_runs(folder, expected)
-    tally("SIGTERM to one of two ranks", "goes on bit for bit")
+    tally(f"{sent.name} to one of two ranks", "goes on bit for bit")
 
 
 JUDGE = """

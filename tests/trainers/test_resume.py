@@ -24,7 +24,7 @@ def files(tmp_path_factory):
 def test_a_resumed_run_is_the_uninterrupted_one(name, step, files):
     command, options, world = digests.CASES[name]
     whole, resumed = files / "runs" / name, files / "runs" / f"{name}-{step}"
-    options |= {"save_every": 2, "keep_checkpoints": 9, "steps": 6}
+    options = options | {"save_every": 2, "keep_checkpoints": 9, "steps": 6}
 
     def train(output_dir, *more):
         words = [*digests.words_of(command, options, files, output_dir), *more]

@@ -55,20 +55,6 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
     assert not any(b"sk-secret" in content for content in runs.contents(tmp_path / "run").values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("top_p", [0.9, 1.0])
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_whole_runs(files, tmp_path, trainer, kind, top_p):
-    train, config_of = TRAINERS[trainer]
-    with fake_server.serving(kind, files[0]) as fake, fake_server.serving(kind, files[0]) as other:
-        train(config_of(files, tmp_path / "run", fake, other, top_p=top_p, top_k=30 if top_p < 1 else 0))
-        assert fake.label == other.label == "3"
-    store.release()
-    for row in tiny.read_metrics(tmp_path / "run"):
-        assert row.get("rollout/logprob_diff_max", 0) < 1e-4
-
-
 RESUMED = [pytest.param(*case, marks=SLOW) for case in (("grpo", "vllm"), ("grpo", "sglang"), ("ppo", "vllm"))]
 
 
