@@ -174,8 +174,8 @@ def attention(device: str) -> Facts:
 
 def sampling(device: str, batch: int) -> Facts:
     """The sampler in this process: tokens per second, 8 responses to each prompt."""
+    from fused_rl.trainers.rollouts.generate import TransformersSampler
     from fused_rl.trainers.rollouts.sampling import Sampling
-    from fused_rl.trainers.samplers.generate import TransformersSampler
 
     lm = qwen(device, at(device, 24, 1))
     sampler = TransformersSampler(lm, pad_id=0, batch_size=batch)

@@ -22,9 +22,9 @@ from bench import machine, pages, results, trainer_peers, trainer_tasks, trainer
 from bench.trainer_ours import Reward
 from bench.trainer_steps import GRPO
 from fused_rl.trainers.models.reward_model import RewardModel
+from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.generate import TransformersSampler
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 WORK = machine.ROOT / "runs" / "bench-quality"

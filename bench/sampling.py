@@ -23,8 +23,8 @@ from bench import machine, options, pages, results
 from bench.peers import Unavailable
 from fused_rl.recipes import demo
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.samplers.generate import TransformersSampler
 
 SECONDS = 30  # unless --budget says otherwise
 LEAST, MOST = 3, 20  # samples of a row

@@ -15,7 +15,7 @@ from fused_rl.recipes import demo_reward
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.models.reward_model import RewardModel
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.run.parse import parse
 
 WORK = machine.ROOT / "runs" / "bench-trainers"
 WARM_STEPS = 100  # enough that responses end, which is all that their time depends on

@@ -24,7 +24,7 @@ from bench import machine, options, peers, results, trainer_losses, trainer_peer
 from bench.trainer_steps import GRPO, NEEDED, PARTS, Ours
 from bench.trainer_tasks import MORE, TASKS, Task
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 SECONDS = 110  # of the CPU, for the steps of all tasks, unless --budget says otherwise; what they need takes 50 more
 LEAST, MOST = 3, 10  # samples of a row

@@ -16,9 +16,9 @@ from fused_rl.recipes import demo, demo_reward
 from fused_rl.trainers import ppo, reward, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
-from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
+from fused_rl.trainers.run.parse import parse
 
 PROXY, TRUTH = "objective/scores", "rewards/reasoning_gym/mean"
 

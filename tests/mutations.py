@@ -309,19 +309,19 @@ MUTATIONS = {
         "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
     ),
     "a response loses its stop token": Mutation(
-        "trainers/samplers/generate.py",
+        "trainers/rollouts/generate.py",
         "(stops.cumsum(1) - stops.int() == 0)",
         "(stops.cumsum(1) == 0)",
         "tests/trainers/test_rollout.py",
     ),
     "logits count after the end of a response": Mutation(
-        "trainers/samplers/generate.py",
+        "trainers/rollouts/generate.py",
         "broken[rows.number] |= bad & ~ended",
         "broken[rows.number] |= bad",
         "tests/trainers/test_sampling.py -k nan",
     ),
     "rows that go on are fed the tokens of those that ended": Mutation(
-        "trainers/samplers/generate.py",
+        "trainers/rollouts/generate.py",
         "token = token[index]",
         "token = token[: len(index)]",
         "tests/trainers/test_sampling.py -k bits",
@@ -342,16 +342,16 @@ MUTATIONS = {
         "trainers/policy/policy.py", '({"rollouts": sampler} if config.lag else {})', "{}", f"{LAG} -k resumed"
     ),
     "the copy that is sampled stays as it was": Mutation(
-        "trainers/samplers/copied.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
+        "trainers/rollouts/copied.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
     ),
     "a thread draws from the process's generator": Mutation(
-        "trainers/samplers/generate.py",
+        "trainers/rollouts/generate.py",
         "generator=self.generator(prompts, sampling)",
         "generator=None",
         f"{LAG} -k 'drawn_from or bit_for_bit'",
     ),
     "log-probabilities are told of the first token alone": Mutation(
-        "trainers/samplers/generate.py", "told[step].scatter_(", "told[0].scatter_(", f"{LAG} -k drawn_from"
+        "trainers/rollouts/generate.py", "told[step].scatter_(", "told[0].scatter_(", f"{LAG} -k drawn_from"
     ),
     "sets are recorded after the stop": Mutation(
         "trainers/rollouts/sampling.py",
@@ -360,7 +360,7 @@ MUTATIONS = {
         "tests/trainers/test_sampling.py -k 'sets or recorded'",
     ),
     "a window is a token short": Mutation(
-        "trainers/samplers/past.py",
+        "trainers/rollouts/past.py",
         "layer.sliding_window - 1",
         "layer.sliding_window - 2",
         "tests/trainers/test_sampling.py -k bits",
@@ -624,13 +624,13 @@ MUTATIONS = {
         "tests/trainers/test_solved.py",
     ),
     "a mean over sequences counts micro-batches": Mutation(
-        "trainers/metrics/sums.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
+        "trainers/run/sums.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
     ),
     "a gradient below its limit is scaled up": Mutation(
         "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k bits"
     ),
     "a finding is told at every step": Mutation(
-        "trainers/metrics/rules.py",
+        "trainers/run/rules.py",
         "None if rule in self.found else condition(self)",
         "condition(self)",
         "tests/trainers/test_doctor.py",

@@ -8,8 +8,8 @@ import torch
 
 import fused_rl
 from fused_rl.optim import sum_of_squares
+from fused_rl.trainers import options as config
 from fused_rl.trainers.base import optim
-from fused_rl.trainers.options import config
 from tests.distributed import run_distributed, zero_engine
 from tests.marks import slow
 

@@ -12,8 +12,8 @@ import pytest
 import fused_rl
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.commands import eval
-from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.logger import read_metrics
+from fused_rl.trainers.run.parse import parse
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

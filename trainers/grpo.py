@@ -27,11 +27,10 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Given
-from fused_rl.trainers.metrics.keys import POLICY, keyed
-from fused_rl.trainers.metrics.sums import Sums
 from fused_rl.trainers.models import moving_reference
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import prepare, reference
+from fused_rl.trainers.policy.build import Make
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
 from fused_rl.trainers.policy.groups import (
     Drawn,
@@ -47,9 +46,10 @@ from fused_rl.trainers.policy.reference import ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import beginning, command
 from fused_rl.trainers.run.curves import Against
+from fused_rl.trainers.run.keys import POLICY, keyed
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.samplers.build import Make
+from fused_rl.trainers.run.sums import Sums
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader

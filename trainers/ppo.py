@@ -28,10 +28,9 @@ from fused_rl.trainers.base.ranks import counted
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Given
-from fused_rl.trainers.metrics.keys import PPO, keyed
-from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.options.config import InputError, Needs, NonNegative, Positive
+from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy import credit, prepare
+from fused_rl.trainers.policy.build import Make
 from fused_rl.trainers.policy.credit import CreditConfig, Experience
 from fused_rl.trainers.policy.critic import CriticConfig, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
@@ -42,9 +41,10 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.curves import Against
+from fused_rl.trainers.run.keys import PPO, keyed
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.samplers.build import Make
+from fused_rl.trainers.run.sums import Sums
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader

@@ -22,7 +22,6 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
-from fused_rl.trainers.metrics.calibration import calibration, draw_scores
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.models.reward_model import (
@@ -32,7 +31,7 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.options.config import (
+from fused_rl.trainers.options import (
     MAIN,
     Needs,
     NonNegative,
@@ -44,6 +43,7 @@ from fused_rl.trainers.options.config import (
 )
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.calibration import calibration, draw_scores
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.scorers.reward_model import RewardScorer

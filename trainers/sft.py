@@ -20,16 +20,16 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, tell_dropped
-from fused_rl.trainers.metrics.keys import SFT, keyed
-from fused_rl.trainers.metrics.sums import Sums
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
+from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
+from fused_rl.trainers.run.keys import SFT, keyed
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
+from fused_rl.trainers.run.sums import Sums
 
 COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
 CURVES = {

@@ -28,8 +28,8 @@ from fused_rl.recipes import demo
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
-from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.logger import read_metrics
+from fused_rl.trainers.run.parse import parse
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "rk3")
 HOLDING = ESTIMATORS[1:]

@@ -21,8 +21,8 @@ from bench.repro import ppo_step
 from fused_rl.recipes import demo
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.run.logger import read_metrics
+from fused_rl.trainers.run.parse import parse
 
 TRAINERS = {"grpo": (grpo, grpo.GRPOConfig), "ppo": (ppo, ppo.PPOConfig)}
 STEPS = 3

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from bench import machine, results
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
-from fused_rl.trainers.options.config import EngineConfig, OptimConfig
+from fused_rl.trainers.options import EngineConfig, OptimConfig
 
 WEIGHTS = 165_000_000
 LARGEST = 0.82  # share of the first weight, a head's

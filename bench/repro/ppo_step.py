@@ -7,9 +7,9 @@ from fused_rl.trainers import ppo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.policy import policy, prepare
 from fused_rl.trainers.policy.critic import load_critic
+from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_scorers
 
 

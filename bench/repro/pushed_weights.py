@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.repro import ppo_step
 from fused_rl.recipes import demo
 from fused_rl.trainers import grpo
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.run.parse import parse
 
 STEPS = 60  # of GRPO between the old weights and the new
 PROMPTS, SHOTS = 16, 18

@@ -28,7 +28,7 @@ from bench import machine, plots, results, vllm_server
 from bench.repro import pushed_weights as weights
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.mismatch import EXACT
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.servers.inference import Http

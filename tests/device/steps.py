@@ -21,9 +21,9 @@ from fused_rl.trainers.models.reward_model import load_reward_model
 from fused_rl.trainers.models.value_model import Critic
 from fused_rl.trainers.policy import critic as critics
 from fused_rl.trainers.policy import policy as policies
+from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt
-from fused_rl.trainers.samplers.generate import TransformersSampler
 from tests.device import tensors
 from tests.trainers import steps as of_cpu
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import vllm_server
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import load_tokenizer
-from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.server import models
 from tests.trainers import served

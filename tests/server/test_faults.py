@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.server import models
 from tests.trainers import served

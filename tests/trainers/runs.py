@@ -13,7 +13,7 @@ import torch
 
 from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import store
 from tests.distributed import run_distributed
 from tests.trainers import figures, killed, tiny

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from tests.trainers import tiny
 from tests.trainers.runs import grpo_config, sft_config
 

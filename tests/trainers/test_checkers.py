@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.load import load_scorers

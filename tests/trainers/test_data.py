@@ -5,7 +5,7 @@ from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
-from fused_rl.trainers.options.config import DataConfig, InputError
+from fused_rl.trainers.options import DataConfig, InputError
 from fused_rl.trainers.policy import prepare
 from tests.trainers import tiny
 

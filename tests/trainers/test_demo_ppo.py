@@ -2,7 +2,7 @@
 
 from fused_rl.recipes import demo, demo_ppo
 from fused_rl.trainers import ppo
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.run.parse import parse
 
 
 def test_miscounts_stand_next_to_the_right_answer():

@@ -9,8 +9,8 @@ import torch
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.commands import doctor
-from fused_rl.trainers.metrics.rules import RULES, Watch
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.run.rules import RULES, Watch
 from tests.trainers import runs
 
 FP32 = {"dtype": "float32", "eval_size": 256}

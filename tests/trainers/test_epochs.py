@@ -5,9 +5,9 @@ import yaml
 
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.data.order import UNKNOWN, foresee, in_steps
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run import store
+from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]

@@ -11,9 +11,9 @@ from fused_rl.trainers.commands import eval as command
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.parse import parse
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response
+from fused_rl.trainers.run.parse import parse
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 

@@ -11,7 +11,7 @@ from fused_rl.trainers import sft
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.data.rows import Rows, load_rows
-from fused_rl.trainers.options.config import InputError, on_hub
+from fused_rl.trainers.options import InputError, on_hub
 from fused_rl.trainers.scorers.answers import answer_of
 from tests.trainers import tiny
 from tests.trainers.runs import sft_config

@@ -8,7 +8,7 @@ import torch
 
 from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.data import adapters
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import grpo, ppo, reward, sft
-from fused_rl.trainers.options.config import InputError, names_of
-from fused_rl.trainers.options.names import unknown
-from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.options.trl import NAMES
+from fused_rl.trainers.base.names import NAMES, unknown
+from fused_rl.trainers.options import InputError, names_of
+from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
 COMMANDS = {module.__name__.rsplit(".", 1)[1]: module for module in (sft, reward, grpo, ppo)}

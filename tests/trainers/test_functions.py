@@ -9,8 +9,8 @@ import torch
 
 from fused_rl.surrogates import needs_sequences
 from fused_rl.trainers import grpo
-from fused_rl.trainers.options.config import InputError, to_yaml
-from fused_rl.trainers.options.functions import load_function
+from fused_rl.trainers.base.functions import load_function
+from fused_rl.trainers.options import InputError, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.checks import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample

@@ -9,7 +9,7 @@ import yaml
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import groups, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed

@@ -9,8 +9,8 @@ import fused_rl
 from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.samplers import generate
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.rollouts import generate
 from tests.trainers import tiny
 
 BF16, FP32 = torch.bfloat16, torch.float32

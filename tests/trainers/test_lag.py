@@ -12,13 +12,13 @@ import torch
 
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts import lag
+from fused_rl.trainers.rollouts.copied import CopySampler
 from fused_rl.trainers.rollouts.lag import Ahead
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
-from fused_rl.trainers.samplers.copied import CopySampler
 from tests.marks import slow
 from tests.trainers import fake_server, killed, tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
@@ -299,7 +299,7 @@ def test_with_adapters_these_alone_are_copied(folder):
 
 
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
-    monkeypatch.setattr("fused_rl.trainers.samplers.copied.keeps_keys_and_values", lambda lm: False)
+    monkeypatch.setattr("fused_rl.trainers.rollouts.copied.keeps_keys_and_values", lambda lm: False)
     with pytest.raises(InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"):
         CopySampler(lm, pad_id=0, batch_size=3)
 

@@ -10,7 +10,7 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 

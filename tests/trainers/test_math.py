@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.roll_out import rollout_metrics
 from fused_rl.trainers.scorers import load, math
 from fused_rl.trainers.scorers.pool import Pool

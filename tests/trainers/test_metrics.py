@@ -9,9 +9,9 @@ import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.metrics import keys
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.run import keys
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 

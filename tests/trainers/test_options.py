@@ -12,10 +12,10 @@ from fused_rl.presets import PolicyLossOptions
 from fused_rl.surrogates import SURROGATES
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
-from fused_rl.trainers.options.config import InputError, fields_of, in_words, kinds_of, names_of, to_yaml
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.options import InputError, fields_of, in_words, kinds_of, names_of, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.policy.credit import adapted, check_credit
+from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.options import read
 from tests.trainers.bad_inputs import CASES
 from tests.trainers.test_faults import GOOD

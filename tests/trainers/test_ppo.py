@@ -9,7 +9,7 @@ import fused_rl
 from fused_rl.trainers import ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import credit, policy
 from fused_rl.trainers.policy.critic import Critic
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out

@@ -11,11 +11,10 @@ import torch
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.policy import policy
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.policy import build, policy
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.samplers import build
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import figures, runs, steps, tiny

@@ -10,7 +10,7 @@ import torch
 from fused_rl.trainers import ppo, reward, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.scorers import load
 from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import tiny

@@ -15,7 +15,7 @@ from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run import store
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.distributed import run_distributed

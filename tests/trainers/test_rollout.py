@@ -4,11 +4,11 @@ import torch
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.rollouts import generate
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.samplers import generate
 from tests.trainers import tiny
 
 

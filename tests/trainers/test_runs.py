@@ -11,7 +11,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import language_model, packing
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import evaluate, policy, prepare
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run import store

@@ -10,15 +10,15 @@ import torch
 
 from fused_rl.presets import resolve_options
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.policy import build
 from fused_rl.trainers.rollouts.checks import check_correction
 from fused_rl.trainers.rollouts.mismatch import mismatch
 from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.seeds import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
-from fused_rl.trainers.samplers import build
+from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 from tests.trainers.served import logprobs

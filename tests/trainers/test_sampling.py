@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench.trainer_steps import decode_passes
+from fused_rl.trainers.rollouts import generate, past
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
-from fused_rl.trainers.samplers import generate, past
 from tests.trainers.test_packing import model
 
 PADDED = ([5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13, 14], [9, 10, 11, 12, 13, 14], [8] * 12)  # the shortest first

@@ -9,7 +9,7 @@ from fused_rl.trainers import sft
 from fused_rl.trainers.base import screen
 from fused_rl.trainers.base.files import as_json
 from fused_rl.trainers.commands import eval as evaluation
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.curves import Against, draw_curves
 from fused_rl.trainers.run.logger import Logger

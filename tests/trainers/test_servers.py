@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.servers import inference
 from tests.marks import SLOW

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, read
 

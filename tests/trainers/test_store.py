@@ -14,10 +14,10 @@ import yaml
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import unfinished
-from fused_rl.trainers.options.config import ACTIONS, InputError, names_of
-from fused_rl.trainers.options.parse import parse
+from fused_rl.trainers.options import ACTIONS, InputError, names_of
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import read_metrics
+from fused_rl.trainers.run.parse import parse
 from tests.distributed import run_distributed
 from tests.marks import slow
 from tests.trainers import tiny

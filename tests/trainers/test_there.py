@@ -5,7 +5,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run import there
 
 

@@ -12,7 +12,7 @@ from fused_rl.recipes import turns as recipe
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import packing
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import credit, groups, policy
 from fused_rl.trainers.policy.critic import Critic, OwnCritic
 from fused_rl.trainers.rollouts.checks import check_responses, without_stop

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, scorer_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fused_rl.trainers.base import engine, optim, zero
-from fused_rl.trainers.options.config import EngineConfig, OptimConfig
+from fused_rl.trainers.options import EngineConfig, OptimConfig
 
 CELLS = ((1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16"))
 OPTIONS = (

@@ -168,7 +168,7 @@ def load_reward_model(config):
 
 def respond(lm, prompts: list[list[int]], sampling, batch_size: int) -> list:
     """A response of the model to each prompt."""
-    from fused_rl.trainers.samplers.generate import TransformersSampler
+    from fused_rl.trainers.rollouts.generate import TransformersSampler
 
     return TransformersSampler(lm, pad_id=0, batch_size=batch_size).sample(prompts, sampling)
 

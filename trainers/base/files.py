@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 UNFINISHED = ".unfinished-"  # how names begin until all is written; nobody else uses such names
 # What torch and safetensors, which raise no OSError, say when the system refuses to write.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers.options.config import OptimConfig
+from fused_rl.trainers.options import OptimConfig
 
 
 def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

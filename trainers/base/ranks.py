@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 
 IN_TOUCH = 10.0  # seconds
 Part = TypeVar("Part")

@@ -2,7 +2,7 @@
 
 import sys
 
-from fused_rl.trainers.options.text import shown
+from fused_rl.trainers.base.text import shown
 
 
 def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:

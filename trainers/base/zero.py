@@ -15,7 +15,7 @@ import torch
 
 from fused_rl.optim import sum_of_squares
 from fused_rl.trainers.base.ranks import world_size
-from fused_rl.trainers.options.config import EngineConfig
+from fused_rl.trainers.options import EngineConfig
 
 COMPARED = ("0.19.8",)  # versions of DeepSpeed whose step gives these bits
 SPAN = 1 << 18  # elements that stay in the cache; of whole vectors, which decide about a weight's last bit

@@ -19,9 +19,9 @@ def of_run(folder: Path) -> bool:
     import yaml
 
     from fused_rl.trainers.base.screen import tell
-    from fused_rl.trainers.metrics.rules import RULES, Watch
-    from fused_rl.trainers.options.errors import InputError
+    from fused_rl.trainers.base.text import InputError
     from fused_rl.trainers.run.logger import read_metrics
+    from fused_rl.trainers.run.rules import RULES, Watch
 
     # What the run left: its options, with what dtype auto was, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
@@ -81,7 +81,7 @@ def look(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
     from fused_rl.trainers.base.screen import tell
-    from fused_rl.trainers.options.errors import InputError
+    from fused_rl.trainers.base.text import InputError
 
     try:
         status = look(sys.argv[1:] if argv is None else argv)

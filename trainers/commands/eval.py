@@ -24,12 +24,13 @@ import yaml
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import (
+from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
     InputError,
     Needs,
@@ -41,9 +42,9 @@ from fused_rl.trainers.options.config import (
     of_hub,
     without,
 )
-from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.options.text import in_a_line
 from fused_rl.trainers.policy.evaluate import share_of_rank
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.roll_out import roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -51,8 +52,7 @@ from fused_rl.trainers.rollouts.solved import judged, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 from fused_rl.trainers.run import command, there
 from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.samplers.generate import TransformersSampler
-from fused_rl.trainers.samplers.options import SamplingConfig
+from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader

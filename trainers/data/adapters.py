@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.options import InputError
 
 
 class Adapters(NamedTuple):

@@ -9,9 +9,9 @@ import functools
 import json
 import re
 
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options.config import DataConfig, InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.options import DataConfig, InputError
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 

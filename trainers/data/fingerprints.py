@@ -13,7 +13,7 @@ from pathlib import Path
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import fingerprint
 from fused_rl.trainers.data.adapters import find_adapters
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 OF_A_MODEL = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_config.json")
 THREADS = 4

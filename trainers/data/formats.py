@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.options import InputError
 
 
 def read_parquet(path: Path) -> list[dict]:

@@ -16,7 +16,7 @@ import torch
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.options.config import FILES, DataConfig, InputError, StepsConfig
+from fused_rl.trainers.options import FILES, DataConfig, InputError, StepsConfig
 
 
 class RowOrder:

@@ -18,7 +18,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import SAID
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # the loss is computed in fp32
 

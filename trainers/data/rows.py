@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data.formats import read_csv, read_json, read_jsonl, read_parquet
-from fused_rl.trainers.options.config import FILES, DataConfig, InputError, is_saved
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.options import FILES, DataConfig, InputError, is_saved
 
 if TYPE_CHECKING:
     import datasets

@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch import nn
 
-from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 def check(options: ModelConfig, held: EngineConfig, *, adapters: bool) -> None:

@@ -19,7 +19,7 @@ from fused_rl.trainers.models.pretrained import (
     save,
     switch_off_dropout,
 )
-from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 class Scored(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ from torch import nn
 
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
-from fused_rl.trainers.options.errors import InputError
 
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does
 MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row

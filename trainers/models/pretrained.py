@@ -9,8 +9,8 @@ from torch import nn
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import whole_folder
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.options import InputError
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from fused_rl.trainers.data.batch import pad
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.models.pretrained import check_dtypes, check_weights, readable, save, switch_off_dropout
-from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 class RewardModel(nn.Module):

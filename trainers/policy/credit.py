@@ -10,14 +10,14 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.metrics.keys import explained_variance
-from fused_rl.trainers.metrics.sums import Sums
-from fused_rl.trainers.options.config import Finite, InputError, Needs, NonNegative, Positive, Unit, without
+from fused_rl.trainers.options import Finite, InputError, Needs, NonNegative, Positive, Unit, without
 from fused_rl.trainers.policy.options import RolloutConfig
 from fused_rl.trainers.policy.policy import Measured, rows_of
 from fused_rl.trainers.policy.reference import KLConfig
 from fused_rl.trainers.rollouts.roll_out import scorer_metrics
 from fused_rl.trainers.rollouts.types import Rollout
+from fused_rl.trainers.run.keys import explained_variance
+from fused_rl.trainers.run.sums import Sums
 
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 

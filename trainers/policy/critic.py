@@ -13,7 +13,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.reward_model import check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.models.value_model import Critic
-from fused_rl.trainers.options.config import (
+from fused_rl.trainers.options import (
     Decay,
     NonNegative,
     NonNegativeInt,

@@ -15,7 +15,7 @@ import fused_rl
 from fused_rl.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import (
+from fused_rl.trainers.options import (
     InputError,
     Needs,
     NonNegative,

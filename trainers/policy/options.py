@@ -6,8 +6,9 @@ import torch
 
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, PresetName, resolve_options
-from fused_rl.trainers.options import config
-from fused_rl.trainers.options.config import (
+from fused_rl.trainers import options as config
+from fused_rl.trainers.base.functions import load_function
+from fused_rl.trainers.options import (
     NO_EVALUATION,
     InputError,
     Needs,
@@ -17,8 +18,7 @@ from fused_rl.trainers.options.config import (
     derived,
     evaluates,
 )
-from fused_rl.trainers.options.functions import load_function
-from fused_rl.trainers.samplers.options import SamplerConfig
+from fused_rl.trainers.rollouts.options import SamplerConfig
 
 LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
 # Two weights are numbers, on which other options depend; what is None is the preset's.

@@ -19,6 +19,7 @@ from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
+from fused_rl.trainers.policy.build import Make, build_sampler
 from fused_rl.trainers.policy.options import LOSS, LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
@@ -27,7 +28,6 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.seeds import Seeds
 from fused_rl.trainers.rollouts.shown import Shown, drawn_from
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
-from fused_rl.trainers.samplers.build import Make, build_sampler
 
 
 class Passed(NamedTuple):

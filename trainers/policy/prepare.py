@@ -12,14 +12,14 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.order import in_run, in_steps
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
 from fused_rl.trainers.models.pretrained import check_fits
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.policy.build import Make, check_own
 from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.policy.policy import Policy, load_policy
 from fused_rl.trainers.rollouts.prompts import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.samplers.build import Make, check_own
 
 
 def divided(config: PolicyConfig, world: int) -> dict[str, object]:

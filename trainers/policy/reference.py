@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.options.config import Needs, NonNegativeInt, PositiveFraction, without
+from fused_rl.trainers.options import Needs, NonNegativeInt, PositiveFraction, without
 from fused_rl.trainers.policy.options import LossConfig
 from fused_rl.trainers.policy.policy import Measured
 

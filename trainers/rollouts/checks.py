@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling, of_response
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, shortened, support_of
 

@@ -9,7 +9,7 @@ import torch
 import fused_rl
 from fused_rl.presets import PolicyLossOptions
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Rollout
 
 EXACT, ON_AVERAGE = 1e-3, 0.05  # nats: rounding of fp32, and of 16 bits

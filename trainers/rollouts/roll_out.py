@@ -15,7 +15,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.checks import (
     check_responses,
     check_sampler,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 
 
 class NoDistribution(InputError):

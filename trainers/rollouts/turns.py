@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling, joined
 from fused_rl.trainers.rollouts.seeds import BELOW
 from fused_rl.trainers.rollouts.types import Response

@@ -16,7 +16,7 @@ import torch
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
-from fused_rl.trainers.options.config import InputError, RunConfig
+from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub, there
 from fused_rl.trainers.run.logger import phase, require_trackers
 from fused_rl.trainers.run.store import RunFolder

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import foresee
-from fused_rl.trainers.options.config import InputError, Options, RunConfig, to_yaml
-from fused_rl.trainers.options.parse import parse
-from fused_rl.trainers.options.text import shown
+from fused_rl.trainers.options import InputError, Options, RunConfig, to_yaml
 from fused_rl.trainers.run import there
 from fused_rl.trainers.run.beginning import Arithmetic
 from fused_rl.trainers.run.loop import Stopped
+from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.store import RunFolder, release
 
 LOST = "what was done since the last checkpoint is lost"

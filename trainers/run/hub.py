@@ -7,8 +7,8 @@ Left out: pushing checkpoints, model cards, pull requests.
 from pathlib import Path
 
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.config import InputError, OutputConfig
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.options import InputError, OutputConfig
 
 
 def make_repository(config: OutputConfig) -> str:

@@ -14,10 +14,10 @@ from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.metrics.rules import Watch
-from fused_rl.trainers.options.config import InputError, OutputConfig, RunConfig
-from fused_rl.trainers.options.text import shown
+from fused_rl.trainers.base.text import shown
+from fused_rl.trainers.options import InputError, OutputConfig, RunConfig
 from fused_rl.trainers.run.curves import Curves, draw_curves
+from fused_rl.trainers.run.rules import Watch
 
 
 class Logger:

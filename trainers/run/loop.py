@@ -27,7 +27,7 @@ from fused_rl.trainers.base.files import storing
 from fused_rl.trainers.base.ranks import barrier, global_sum, on_first_rank_at_length, rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.options.config import RunConfig
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.curves import Curves

@@ -40,7 +40,7 @@ from fused_rl.trainers.base.files import (
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import fingerprints
-from fused_rl.trainers.options.config import ACTIONS, InputError, RunConfig, to_yaml
+from fused_rl.trainers.options import ACTIONS, InputError, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")

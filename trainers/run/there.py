@@ -6,8 +6,8 @@ The Hub gets a single question with a time limit: the libraries that read from i
 from collections.abc import Iterable
 from pathlib import Path
 
-from fused_rl.trainers.options.config import FILES, InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.options import FILES, InputError
 
 OF_A_MODEL = ("config.json", "adapter_config.json")  # the folder of a run has neither
 PATIENCE = 5.0  # seconds, of one question to the Hub

@@ -2,7 +2,7 @@
 
 import numbers
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 

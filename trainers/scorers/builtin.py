@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import regex
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.answers import answer_of
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.encode import PROMPT_COLUMNS
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 

@@ -5,8 +5,8 @@ import sys
 import types
 from collections.abc import Sequence
 
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.builtin import Limited

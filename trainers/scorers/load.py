@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.functions import load_function
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options.config import InputError
-from fused_rl.trainers.options.functions import load_function
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers.answers import ANSWER_COLUMNS, answer_of
 from fused_rl.trainers.scorers.builtin import THINK_THEN_ANSWER, ExactMatch, Length, Pattern

@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Sequence
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.answers import answer_of
 from fused_rl.trainers.scorers.builtin import Limited

@@ -15,8 +15,8 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import pydantic
 
-from fused_rl.trainers.options.config import Finite, InputError, Needs, Options
-from fused_rl.trainers.options.functions import name_of
+from fused_rl.trainers.base.functions import name_of
+from fused_rl.trainers.options import Finite, InputError, Needs, Options
 
 
 class Kind(NamedTuple):

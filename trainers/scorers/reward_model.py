@@ -8,7 +8,7 @@ from torch import nn
 
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.reward_model import RewardModel, check_finite, check_reads_policy, collate, has_score_head
-from fused_rl.trainers.options.config import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 from fused_rl.trainers.scorers.options import Spelled

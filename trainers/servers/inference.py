@@ -16,8 +16,7 @@ from typing import ClassVar
 import httpx2
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.options.errors import InputError
-from fused_rl.trainers.options.text import in_a_line
+from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, shortened
 

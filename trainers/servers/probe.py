@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fused_rl import TokenSupport
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options.errors import InputError
 from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.mismatch import ALLOWED, agrees
 from fused_rl.trainers.rollouts.sampling import Sampling

@@ -15,7 +15,7 @@ from pathlib import Path
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import storing
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
 from fused_rl.trainers.servers.inference import UNREADABLE, Http, Server

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.rollouts.generate import TransformersSampler, keeps_keys_and_values
 from fused_rl.trainers.rollouts.lag import digest
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response
-from fused_rl.trainers.samplers.generate import TransformersSampler, keeps_keys_and_values
 
 
 class CopySampler(TransformersSampler):

@@ -25,9 +25,9 @@ from pydantic import ConfigDict
 from typing_extensions import Self
 
 from fused_rl import checks
-from fused_rl.trainers.options.errors import InputError
-from fused_rl.trainers.options.functions import name_of
-from fused_rl.trainers.options.names import unknown
+from fused_rl.trainers.base.functions import name_of
+from fused_rl.trainers.base.names import unknown
+from fused_rl.trainers.base.text import InputError
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.options.config import InputError, OutputConfig
-from fused_rl.trainers.options.functions import load_function
+from fused_rl.trainers.base.functions import load_function
+from fused_rl.trainers.options import InputError, OutputConfig
+from fused_rl.trainers.rollouts.copied import CopySampler
+from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.lag import Ahead
+from fused_rl.trainers.rollouts.options import SamplerConfig
 from fused_rl.trainers.rollouts.types import Sampler
-from fused_rl.trainers.samplers.copied import CopySampler
-from fused_rl.trainers.samplers.generate import TransformersSampler
-from fused_rl.trainers.samplers.options import SamplerConfig
 from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import PUBLISHED, ServerSampler

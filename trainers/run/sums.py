@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from fused_rl.trainers.base.ranks import gather, global_sum, rank
-from fused_rl.trainers.options.config import InputError
+from fused_rl.trainers.options import InputError
 
 
 class Sums:

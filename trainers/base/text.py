@@ -3,6 +3,10 @@
 import unicodedata
 
 
+class InputError(ValueError):
+    """The user's options, data or disk cannot be used; the message says what came, what was expected and the remedy."""
+
+
 def in_a_line(error: BaseException) -> str:
     """What an exception of somebody else's says, in one line of at most 300 characters, whatever its text does."""
     try:

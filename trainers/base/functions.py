@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from fused_rl.trainers.options.errors import InputError
+from fused_rl.trainers.base.text import InputError
 
 
 def load_function(option: str, name: str) -> Callable:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import pydantic
 
-from fused_rl.trainers.options.config import (
+from fused_rl.trainers.options import (
     InputError,
     Needs,
     NonNegativeInt,

@@ -174,7 +174,7 @@ class _Rows:
     """The responses that are computed: those that go on, and until the next look those that have ended since."""
 
     def __init__(self, lm, prompts: list[list[int]], sampling: Sampling, pad_id: int):
-        from fused_rl.trainers.samplers.past import in_place
+        from fused_rl.trainers.rollouts.past import in_place
 
         # The distinct prompts, padded on the left.
         runs = [list(run) for _, run in groupby(prompts)]
