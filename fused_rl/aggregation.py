@@ -18,7 +18,7 @@ from fused_rl.checks import (
     described,
     values_are_checked,
 )
-from fused_rl.masked import at_least_fp32, masked_sum
+from fused_rl.masked import at_least_fp32, sum_where
 from fused_rl.shards import is_dtensor
 
 __all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divisor", "possible"]
@@ -65,7 +65,7 @@ class Sequences:
     def sum(self, values: Tensor) -> Tensor:
         """(B, T) -> (S,): the sum over each sequence's tokens that count."""
         if self.ids is None:
-            return masked_sum(values, self.mask, 1)
+            return sum_where(self.mask, values, 1)
         values = torch.where(self.mask, at_least_fp32(values, self.mask), 0)
         return values.new_zeros(self.mask.numel()).index_add(0, self.ids.flatten(), values.flatten())
 
@@ -129,9 +129,11 @@ class TokenBatch:
         """(B, T) -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
         if tensor is None:
             return None
-        check_floating(name, tensor)
-        check_device(name, tensor, self.mask.device, "the mask")
-        check_shape(name, tensor, "the mask", self.mask.shape)
+        mask = self.mask
+        if type(tensor) is not Tensor or tensor.dtype not in FLOATING or tensor.shape != mask.shape:
+            check_floating(name, tensor)
+            check_shape(name, tensor, "the mask", mask.shape)
+        check_device(name, tensor, mask.device, "the mask")
         return torch.where(self.mask, tensor.to(self.dtype), 0)
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
@@ -162,7 +164,12 @@ class TokenBatch:
         """(B, T) -> (): reduced once."""
         if LOSS_AGGS[loss_agg].means_of_sequences:  # elsewhere every share is 1
             losses = losses * self.shares(loss_agg)
-        return masked_sum(losses, self.mask) / self.denominator(loss_agg)
+        return sum_where(self.mask, losses) / self.denominator(loss_agg)
+
+    def sums(self, metrics: dict[str, Tensor], loss_agg: str) -> dict[str, Tensor]:
+        """(B, T) -> () of each: their sums over the denominator."""
+        denominator = self.denominator(loss_agg)
+        return {name: sum_where(self.mask, values) / denominator for name, values in metrics.items()}
 
 
 def divisor(count: int | float | Tensor) -> int | float | Tensor:
@@ -222,4 +229,4 @@ def aggregate(
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
     # the batch checks shapes, and knows the denominators that are not given
     batch = TokenBatch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
-    return batch.aggregate(losses, loss_agg)
+    return batch.aggregate(batch.tokens("losses", losses), loss_agg)

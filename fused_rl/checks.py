@@ -65,6 +65,8 @@ def _shortened(text):
 
 def check_tensor(name: str, x: object, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
+    if type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided:  # a DTensor is of another type
+        return
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         dense = "dense " if isinstance(x, Tensor) else ""
         raise ValueError(f"{name} must be a {dense}tensor{or_else}, got {described(x)}")

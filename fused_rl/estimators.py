@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_rl.checks import check_choice, check_device, check_floating, check_shape
 
-__all__ = ["KL_ESTIMATORS", "KLEstimator", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
+__all__ = ["KL_ESTIMATORS", "KLEstimator", "estimate", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
 KL_ESTIMATORS = get_args(KLEstimator)
@@ -95,6 +95,13 @@ def kl_estimate(
         check_floating(name, x)
         check_shape(name, x, "logprobs", logprobs.shape)
         check_device(name, x, logprobs.device, "logprobs")
+    return estimate(logprobs, ref_logprobs, kl_estimator, old_logprobs)
+
+
+def estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, kl_estimator: KLEstimator, old_logprobs: Tensor | None = None
+) -> Tensor:
+    """Return `kl_estimate` of tensors that were checked before."""
     if logprobs.dtype != torch.float64:
         logprobs = logprobs.float()
     d = logprobs - ref_logprobs.detach()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_rl.aggregation import LossAgg, TokenBatch, aggregate, possible
 from fused_rl.checks import check_choice, check_range, check_tensors
-from fused_rl.estimators import kl_estimate, tangent_exp, tangent_expm1
+from fused_rl.estimators import estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import (
     ROLLOUT_BOUNDS,
     PolicyLossOptions,
@@ -204,7 +204,7 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
 def _regularisers(logprobs, old, ref, entropy, chosen):
     losses = torch.zeros_like(logprobs)
     if chosen.kl_coef:
-        losses = losses + chosen.kl_coef * kl_estimate(logprobs, ref, chosen.kl_estimator, old_logprobs=old)
+        losses = losses + chosen.kl_coef * estimate(logprobs, ref, chosen.kl_estimator, old)
     if chosen.entropy_coef:
         losses = losses - chosen.entropy_coef * entropy
     return losses
@@ -223,17 +223,17 @@ def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
         metrics["clipfrac"] = clipped(level, advantages, chosen).to(level.dtype)
     if entropy is not None:
         metrics["entropy"] = entropy
-    return {name: batch.aggregate(values, "token-mean") for name, values in metrics.items()}
+    return batch.sums(metrics, "token-mean")
 
 
 def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     """Sums per sequence, averaged: the KL optimised, `kl`, and k1 to k4 whatever is optimised."""
-    found = {k: kl_estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
+    found = {k: estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
     ratio = tangent_exp(logprobs - old)
     found |= {"k4": ratio * found["k1"], "rk3": ratio * found["k3"]}
-    optimised = found[kl_estimator] if kl_estimator in found else kl_estimate(logprobs, ref, kl_estimator)
+    optimised = found[kl_estimator] if kl_estimator in found else estimate(logprobs, ref, kl_estimator)
     estimates = {"kl": optimised, **{f"kl{i}": found[f"k{i}"] for i in (1, 2, 3, 4)}}
-    return {name: batch.aggregate(kl, "seq-mean-token-sum") for name, kl in estimates.items()}
+    return batch.sums(estimates, "seq-mean-token-sum")
 
 
 def policy_token_loss(
@@ -396,4 +396,4 @@ def _value_moments(values, returns, batch):
         "value_error": error,
         "value_error_square": error.square(),
     }
-    return {name: batch.aggregate(moment, "token-mean") for name, moment in moments.items()}
+    return batch.sums(moments, "token-mean")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fused_rl.checks import check_flag, check_floating, check_mask, check_process_group, check_range
 
-__all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "whiten"]
+__all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "sum_where", "whiten"]
 
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
@@ -32,6 +32,11 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     values = at_least_fp32(values, mask)
     if dim is not None and (type(dim) is not int or not -values.dim() <= dim < values.dim()):
         raise ValueError(f"dim must be None or one dimension of values {tuple(values.shape)}, got {dim!r}")
+    return sum_where(mask, values, dim)
+
+
+def sum_where(mask: Tensor, values: Tensor, dim: int | None = None) -> Tensor:
+    """Return `masked_sum` of values that are known to have the mask's shape and at least fp32."""
     values = torch.where(mask, values, 0)  # not a product: 0 * nan is nan
     return values.sum() if dim is None else values.sum(dim)
 

@@ -67,10 +67,10 @@ class PolicyLossOptions(SapoOptions, VespoOptions):
     """Drop the surrogate of sequences with negative advantage that the policy has left by more than this, in nats per
     token (mean of rollout or old logprobs - logprobs; DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
     top_entropy: Fraction | None = None
-    """Keep the surrogate of this fraction of a micro-batch's tokens only, those of highest entropy
-    (arXiv:2506.01939)."""
+    """Keep the surrogate of this fraction of the tokens only, those of highest entropy (arXiv:2506.01939): of one call
+    of `policy_loss`, and in the trainers of an optimizer step over all ranks."""
     entropy_threshold: NonNegative | None = None
-    """The same by a fixed threshold in nats, which does not depend on the micro-batch."""
+    """Keep the surrogate of tokens with at least this entropy, in nats."""
     skip_impossible: bool = False
     """Leave out tokens that a policy gives no probability (-inf): of loss, KL term, metrics and the denominators that
     are counted here; those given stay. Otherwise such a token makes the loss NaN or inf, as -inf - -inf does."""
@@ -278,7 +278,7 @@ def resolve_options(
     for name in [*base, *changes]:
         check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
     if options is not None:
-        return dataclasses.replace(options, **changes)
+        return dataclasses.replace(options, **changes) if changes else options
     # of a preset whose surrogate is exchanged for another, the bounds that only the former reads
     base = {name: value for name, value in base.items() if not _is_unread(name, changes.get("surrogate"))}
     return PolicyLossOptions(**{**base, **changes})

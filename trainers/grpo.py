@@ -40,8 +40,8 @@ from fused_rl.trainers.policy.groups import (
     draw,
     keeps_groups,
 )
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options, loss_options
-from fused_rl.trainers.policy.policy import Measured, Policy, measure, plan, rows_of
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options
+from fused_rl.trainers.policy.policy import Measured, Policy, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.policy.reference import ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import beginning, command
@@ -108,7 +108,8 @@ def measure_first(policy: Policy, drawn: Drawn, updates: list[list[torch.Tensor]
     rollout = drawn.rollout
     first_pass = sum(updates[: config.minibatches], [])
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
-    own = rollout.rollout_logprobs is None and not _kl_in_reward(config)
+    needed_before = _kl_in_reward(config) or config.top_entropy is not None
+    own = rollout.rollout_logprobs is None and not needed_before
     return measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=len(updates[0]) if own else 0)
 
 
@@ -179,9 +180,11 @@ def accumulate(
     index = torch.cat(parts)
     mask = batch.response_mask & on_device(trained, policy.device)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
+    rows = on_device(index, policy.device)
     num_tokens, num_sequences, num_trained = ranks.counted(tokens, drawn.counts[index].sum(), trained[index].sum())
-    options = loss_options(config) | config.kl_in_loss(config.kl_coef)
-    options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
+    chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])
+    options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
+    options |= {"max_length": config.max_new_tokens}
 
     # Rows, loss, backward, sums; the loss is https://arxiv.org/abs/2402.03300, eq. 3, or the preset's.
     sums = Sums(step)

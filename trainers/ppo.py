@@ -34,8 +34,8 @@ from fused_rl.trainers.policy.build import Make
 from fused_rl.trainers.policy.credit import CreditConfig, Experience
 from fused_rl.trainers.policy.critic import CriticConfig, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options, loss_options
-from fused_rl.trainers.policy.policy import Policy, measure, plan, rows_of
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options
+from fused_rl.trainers.policy.policy import Policy, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
@@ -171,8 +171,10 @@ def accumulate(
     rollout_logprobs = rollout.rollout_logprobs
     index = on_device(torch.cat(parts), policy.device)
     num_tokens, num_sequences = counted(experience.mask[index].sum(), torch.tensor(len(index)))
-    options = loss_options(config) | config.kl_in_loss(kl_coef)
-    options |= {"num_tokens": num_tokens, "num_sequences": num_sequences, "max_length": config.max_new_tokens}
+    chosen = policy.loss_options(kl_coef)
+    chosen = in_this_update(chosen, experience.measured.entropy[index], experience.mask[index])
+    options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
+    options |= {"max_length": config.max_new_tokens}
 
     # Rows, loss, backward, sums: https://arxiv.org/abs/1707.06347, eq. 7 and 9.
     sums = Sums(step)

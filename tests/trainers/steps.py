@@ -76,11 +76,12 @@ def fake_policy(config, module, responses, scores) -> policy.Policy:
 
 def measured_of(exact, batch) -> policy.Measured:
     """Log-probabilities of a policy that sampled and of a reference, a little off those of the policy."""
-    old, ref = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
+    old, ref, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     for i, row in enumerate(exact["rows"]):
         old[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][0]
         ref[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][1]
-    return policy.Measured(old, torch.zeros_like(old), ref, None)
+        entropy[i, row["at"]] = row["entropy"].detach().float()
+    return policy.Measured(old, entropy, ref, None)
 
 
 def accumulated(folder, exact, **options):

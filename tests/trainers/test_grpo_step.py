@@ -90,10 +90,8 @@ def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
     sums, lm, advantages = accumulated(folder, exact, preset="dapo", clip_high=0.2, top_entropy=0.3, micro_batch_size=8)
     assert sums["policy_loss"] != 0
     losses, there = clipped(exact, advantages)
-    kept, entropy = torch.zeros_like(there), padded(exact, "entropy").detach()
-    for part in torch.arange(8).split(3):  # of each micro-batch its own fraction
-        threshold = entropy[part][there[part]].quantile(0.7)
-        kept[part] = there[part] & (entropy[part] >= threshold)
+    entropy = padded(exact, "entropy").detach()
+    kept = there & (entropy >= entropy[there].quantile(0.7))  # of the whole minibatch, in parts of three
     assert 0 < kept.sum() < there.sum() / 2
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
 

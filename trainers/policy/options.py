@@ -82,36 +82,33 @@ class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
     )
 
 
-def loss_options(config: LossConfig) -> dict[str, object]:
-    """What the config says about the loss, as `fused_rl.policy_loss` names it, checked."""
+def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
+    """Return the options of `fused_rl.policy_loss` that the config and `changes` give, checked."""
     given = {name: getattr(config, name) for name in LOSS}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
     if ":" in str(given.get("surrogate")):
         given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
     try:
-        resolve_options(config.preset, given)
+        return resolve_options(config.preset, given | changes)
     except ValueError as error:
         raise InputError(str(error)) from error
-    return {"preset": config.preset, **given}
 
 
 def check_loss_options(config: LossConfig) -> None:
     """Refuse options that contradict each other, or that the chosen surrogate does not read."""
     options = loss_options(config)
-    if callable(options.get("surrogate")):
+    if callable(options.surrogate):
         logprobs = torch.full((1, 2), -1.0, requires_grad=True)
         mask = torch.ones(1, 2, dtype=torch.bool)
-        kl_coef = {"kl_coef": 0.0, "kl_estimator": "rk3"}
+        options = loss_options(config, kl_coef=0.0, kl_estimator="rk3")
         batch = {
             "ref_logprobs": logprobs.detach(),
             "entropy": -logprobs.detach(),
             "rollout_logprobs": logprobs.detach(),
         }
         try:
-            loss, _ = fused_rl.policy_loss(
-                logprobs, logprobs.detach(), torch.ones(1), mask, **batch, **options | kl_coef
-            )
+            loss, _ = fused_rl.policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, **batch, options=options)
         except ValueError as error:
             raise InputError(str(error)) from error
         if not loss.requires_grad:

@@ -4,6 +4,7 @@ The algorithms themselves (`update`, `train_step`) are in their own files, and n
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from fused_rl.presets import resolve_options, wide_option
+from fused_rl.presets import PolicyLossOptions, wide_option
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
@@ -20,7 +21,7 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy.build import Make, build_sampler
-from fused_rl.trainers.policy.options import LOSS, LossConfig, PolicyConfig, loss_options
+from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out
@@ -70,6 +71,8 @@ class Policy:
     """The step whose weights the next responses are of; None before they were published."""
     shown: list[Shown] = field(default_factory=list)
     """Of this rank's last rollout that is trained on; empty before there was one."""
+    resolved: dict[float, PolicyLossOptions] = field(default_factory=dict)
+    """The options of the loss, by the weight of the KL that they were last resolved for."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
         """What the model and the reference take to score `part`."""
@@ -101,11 +104,16 @@ class Policy:
         Raises:
             InputError: a server's are too far; with `lag` they may be, and the probe alone verifies a server.
         """
-        options = loss_options(self.config)
-        metrics = mismatch(rollout, old_logprobs, resolve_options(options.pop("preset"), options))
+        metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
         if self.config.server is not None and not self.config.lag:
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
+
+    def loss_options(self, kl_coef: float) -> PolicyLossOptions:
+        """Return the options of the loss with this weight of the KL, which are resolved once per weight."""
+        if kl_coef not in self.resolved:
+            self.resolved = {kl_coef: loss_options(self.config, **self.config.kl_in_loss(kl_coef))}
+        return self.resolved[kl_coef]
 
     def begin(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Step `step` begins; with `lag` later rollouts are drawn meanwhile, of the prompts so many steps after it."""
@@ -151,7 +159,7 @@ class Policy:
         # The forward pass, by the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            if options.get("rollout_logprobs") is None and is_token_level(options):
+            if options.get("rollout_logprobs") is None and is_token_level(options["options"]):
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
                 scored = self.model(**self.inputs(part), token_loss=token_loss, per_token=per_token)
                 _, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
@@ -180,11 +188,27 @@ class Policy:
             self.model.lr_scheduler.step()
 
 
-def is_token_level(options: dict[str, object]) -> bool:
+def is_token_level(options: PolicyLossOptions) -> bool:
     """Whether a token's loss depends on nothing else in its sequence or batch; of a user's surrogate nobody knows."""
-    of_loss = {name: options[name] for name in LOSS if name in options}
-    chosen = resolve_options(options["preset"], of_loss)
-    return wide_option(chosen) is None and not callable(chosen.surrogate)
+    return wide_option(options) is None and not callable(options.surrogate)
+
+
+def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor) -> PolicyLossOptions:
+    """Return the options with `top_entropy` as a threshold, which all micro-batches of an update on all ranks share.
+
+    Args:
+        options: of the loss.
+        entropy: (b, T - 1) nats, as measured before the update.
+        mask: (b, T - 1) bool: the tokens of the update.
+    """
+    if options.top_entropy is None:
+        return options
+    entropies = torch.cat(ranks.gather(entropy[mask].cpu())).sort(descending=True).values
+    dropped = math.ceil((1 - options.top_entropy) * (len(entropies) - 1))
+    kept = len(entropies) - dropped  # as many as are not below the quantile
+    # Between the last one that is kept and the next, so that rounding moves neither across it.
+    threshold = entropies[kept - 1 : kept + 1].double().mean().item() if dropped > 0 else 0.0
+    return replace(options, top_entropy=None, entropy_threshold=threshold)
 
 
 def _drift(logprobs: torch.Tensor, before: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
