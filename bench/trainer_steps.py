@@ -71,7 +71,7 @@ class Ours:
         self.watch = Watch()
         self.read()
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        self.logger = Logger(config, {}, 0)
+        self.logger = Logger(config, 0)
 
     def read(self) -> None:
         """Rows and models."""

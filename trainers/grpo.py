@@ -45,7 +45,6 @@ from fused_rl.trainers.policy.policy import Measured, Policy, in_this_update, me
 from fused_rl.trainers.policy.reference import ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import beginning, command
-from fused_rl.trainers.run.curves import Against
 from fused_rl.trainers.run.keys import POLICY, keyed
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
@@ -55,22 +54,6 @@ from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
-COLUMNS = {
-    "reward": "reward",
-    "held-out": "eval/accuracy_greedy",
-    "KL": "objective/kl_exact",
-    "entropy": "policy/entropy_avg",
-    "tokens/s": "perf/tokens_per_second",
-}
-CURVES = {
-    "reward (mean of a step)": ["reward"],
-    "held-out accuracy": ["eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k"],
-    "KL to the reference (nats per response)": ["objective/kl1_avg", "objective/kl_exact"],
-    "entropy (nats per token)": ["policy/entropy_avg"],
-    "reward over response length": Against("completions/mean_length", "reward"),
-    "reward over KL": Against("objective/kl_exact", "reward"),
-    "groups that teach nothing": ["frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"],
-}
 
 
 class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
@@ -282,7 +265,7 @@ def train(
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
         engines["reference"] = moving_reference.SavedReference(policy.reference)
-    loop = Loop(config, run, engines, order, COLUMNS, CURVES, own=policy.own)
+    loop = Loop(config, run, engines, order, own=policy.own)
     policy.publish(loop.step)
     if loop.begins and held_out.prompts:
         loop.log(*evaluate(policy, held_out))

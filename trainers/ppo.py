@@ -40,7 +40,6 @@ from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.curves import Against
 from fused_rl.trainers.run.keys import PPO, keyed
 from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
@@ -48,23 +47,6 @@ from fused_rl.trainers.run.sums import Sums
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
-
-COLUMNS = {
-    "score": "objective/scores",
-    "held-out score": "eval/score",
-    "KL": "objective/kl_exact",
-    "entropy": "policy/entropy_avg",
-    "explained": "val/var_explained",
-    "tokens/s": "perf/tokens_per_second",
-}
-CURVES = {
-    "score and reward (mean of a step)": ["objective/scores", "objective/rlhf_reward"],
-    "held-out score and accuracy": ["eval/score", "eval/accuracy_greedy", "eval/accuracy_sampled"],
-    "KL to the reference (nats per response)": ["objective/kl", "objective/kl_exact"],
-    "explained variance of the returns": ["val/var_explained"],
-    "score over response length": Against("completions/mean_length", "objective/scores"),
-    "score over KL": Against("objective/kl_exact", "objective/scores"),
-}
 
 
 class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
@@ -273,7 +255,7 @@ def train(
     order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
     kl_coef = config.kl_coef
     engines = {"policy": policy.model, "critic": critic.engine}  # what checkpoints hold
-    loop = Loop(config, run, engines, order, COLUMNS, CURVES, lambda: {"kl_coef": kl_coef}, policy.own)
+    loop = Loop(config, run, engines, order, lambda: {"kl_coef": kl_coef}, policy.own)
     kl_coef = loop.restored.get("kl_coef", kl_coef)
     policy.publish(loop.step)
     if loop.begins and held_out.prompts:

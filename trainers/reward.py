@@ -50,19 +50,6 @@ from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 
-COLUMNS = {
-    "loss": "train/rm/loss",
-    "accuracy": "train/rm/accuracy",
-    "margin": "train/rm/reward_margin",
-    "held-out": "eval/rm/accuracy",
-    "tokens/s": "perf/tokens_per_second",
-}
-CURVES = {
-    "loss": ["train/rm/loss", "eval/rm/loss"],
-    "accuracy": ["train/rm/accuracy", "eval/rm/accuracy"],
-    "scores": ["train/rm/chosen_rewards", "train/rm/rejected_rewards"],
-}
-
 
 MERGED = "has no meaning: a reward model is saved whole, with its adapters merged in; leave it out"
 NO_LOGITS = "has no meaning for a reward model, which never forms logits; leave it out"
@@ -261,7 +248,7 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
     # The run: `constants` normalise the scores, before training and again after it.
     order = RowOrder(len(pairs), config.batch_size, config.seed)
     constants = {}
-    loop = Loop(config, run, {"reward": model}, order, COLUMNS, CURVES, lambda: {"normalization": constants})
+    loop = Loop(config, run, {"reward": model}, order, lambda: {"normalization": constants})
     if config.resume:
         constants |= loop.restored["normalization"]
         model.module.set_normalization(*constants["before"])

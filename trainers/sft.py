@@ -31,13 +31,6 @@ from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.sums import Sums
 
-COLUMNS = {"loss": "train/loss", "entropy": "train/entropy", "tokens/s": "perf/tokens_per_second"}
-CURVES = {
-    "loss (nats per token)": ["train/loss", "eval/loss"],
-    "held-out token accuracy": ["eval/accuracy"],
-    "entropy (nats)": ["train/entropy"],
-}
-
 
 class SFTConfig(RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
@@ -215,7 +208,7 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
 
     # The run.
     order = RowOrder(len(pairs), config.batch_size, config.seed)
-    loop = Loop(config, run, {"policy": model}, order, COLUMNS, CURVES)
+    loop = Loop(config, run, {"policy": model}, order)
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out))
     for step, indices in loop:

@@ -1,57 +1,44 @@
 """What stands in curves.png."""
 
 import json
+from itertools import chain
 
 import pytest
 from matplotlib.figure import Figure
 
-from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.run.curves import Against, draw_curves
+from fused_rl.trainers import grpo
+from fused_rl.trainers.run.curves import COLUMNS, PANELS, columns_of, draw_curves
 from tests.trainers import figures, tiny
 from tests.trainers.runs import grpo_config
 
 HISTORY = [
-    {"step": 0, "eval": 0.1},
-    {"step": 1, "reward": 0.2, "length": 9.0},
-    {"step": 2, "reward": 0.4, "length": 7.0, "eval": 0.5},
+    {"step": 0, "eval/accuracy_greedy": 0.1, "eval/score": None},
+    {"step": 1, "reward": 0.2},
+    {"step": 2, "reward": 0.4, "eval/accuracy_greedy": 0.5, "policy/entropy_avg": 1.0},
     {"step": 3, "reward": 0.3},
 ]
 
 
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """`drawn(history, curves)` are the axes of the picture that it writes."""
+def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: made.append(figure) or figures.draw(figure, *a, **k))
-
-    def draw(history, curves):
-        draw_curves(history, curves, tmp_path / "curves.png")
-        assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(list(tmp_path.iterdir())) == 1
-        return {axes.get_title(): axes for axes in made[-1].axes}
-
-    return draw
-
-
-def test_a_panel_is_over_steps_or_over_another_metric(drawn):
-    axes = drawn(HISTORY, {"a": ["reward", "eval", "absent"], "b": Against("length", "reward"), "c": ["absent"]})
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes["a"].lines}
-    assert lines == {"reward": [[1, 0.2], [2, 0.4], [3, 0.3]], "eval": [[0, 0.1], [2, 0.5]]}
-    (points,) = axes["b"].collections
-    assert points.get_offsets().tolist() == [[9.0, 0.2], [7.0, 0.4]] and points.get_array().tolist() == [1, 2]
-    assert (axes["b"].get_xlabel(), axes["b"].get_ylabel()) == ("length", "reward")
-    assert not axes["c"].lines
+    draw_curves(HISTORY, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(list(tmp_path.iterdir())) == 1
+    lines = {}
+    for axes in made[0].axes:
+        lines |= {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {
+        "reward": [[1, 0.2], [2, 0.4], [3, 0.3]],
+        "eval/accuracy_greedy": [[0, 0.1], [2, 0.5]],
+        "policy/entropy_avg": [[2, 1.0]],
+    }
+    assert columns_of(HISTORY[0] | HISTORY[2]) == "reward 0.4  held-out 0.5  entropy 1"
 
 
-@pytest.mark.parametrize("trainer", [grpo, ppo])
-def test_the_panels_of_a_trainer_are_of_its_metrics(trainer):
-    """Of what a preset or an option adds, too: the groups' fractions are not of every run."""
-    keys = []
-    for panel in trainer.CURVES.values():
-        keys += list(panel)
-    groups = {"frac_groups_all_solved", "frac_groups_none_solved"} if trainer is grpo else set()
-    assert set(keys) - groups <= tiny.usual(trainer.__name__.rpartition(".")[2])
-    against = [panel for panel in trainer.CURVES.values() if isinstance(panel, Against)]
-    assert {panel.x for panel in against} == {"completions/mean_length", "objective/kl_exact"}
+def test_columns_and_panels_are_of_metrics():
+    every = set().union(*map(tiny.usual, ("sft", "reward", "grpo", "ppo")))
+    every |= {"frac_groups_all_solved", "frac_groups_none_solved"}  # not of every run
+    assert set(chain(*PANELS.values(), *COLUMNS.values())) <= every
 
 
 @pytest.mark.slow

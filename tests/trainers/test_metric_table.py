@@ -10,16 +10,10 @@ from tests.trainers import tiny
 from tests.trainers.runs import grpo_config, sft_config
 
 
-@pytest.mark.parametrize("trainer", [grpo, ppo])
-def test_the_progress_line_calls_a_held_out_score_one(trainer):
-    (header,) = [header for header, key in trainer.COLUMNS.items() if key.startswith("eval/")]
-    assert header == ("held-out score" if trainer.COLUMNS[header] == "eval/score" else "held-out")
-
-
 def test_tensorboard_has_curves_and_samples(files, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = Logger(sft_config(files, tmp_path), {}, 0)
+    logger = Logger(sft_config(files, tmp_path), 0)
     for step, loss in ((1, 2.5), (2, 1.25)):
         logger.log(step, {"train/loss": loss, "lr": 0.5})
     logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])

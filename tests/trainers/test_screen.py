@@ -11,7 +11,7 @@ from fused_rl.trainers.base.files import as_json
 from fused_rl.trainers.commands import eval as evaluation
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run.command import around
-from fused_rl.trainers.run.curves import Against, draw_curves
+from fused_rl.trainers.run.curves import draw_curves
 from fused_rl.trainers.run.logger import Logger
 from tests.trainers import figures, tiny
 
@@ -60,10 +60,10 @@ def test_control_characters_are_shown(capsys, files, tmp_path):
         raise InputError(f"a row says {HOSTILE}\nand more")
     assert "\\x1b[2J" in stopped.value.code and "\n" not in stopped.value.code and "\x1b" not in stopped.value.code
     config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
-    logger = Logger(config, {}, 0)
+    logger = Logger(config, 0)
     logger.samples(1, [{"prompt": HOSTILE, "response": f"two\nlines {HOSTILE}"}])
     logger.samples(2, [{"reward": 0.8999999761581421}])
-    logger.close({"loss": ["train/loss"]})
+    logger.close()
     out = capsys.readouterr().out
     assert " 0.9 " in out  # short on the screen, exact in the file
     assert "0.8999999761581421" in (tmp_path / "samples.jsonl").read_text()
@@ -82,14 +82,14 @@ def test_json_is_strict():
 
 def test_a_metric_that_is_no_number_is_null_and_is_not_drawn(tmp_path):
     config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
-    logger = Logger(config, {"loss": "train/loss"}, 0)
+    logger = Logger(config, 0)
     logger.log(1, {"train/loss": float("nan"), "lr": 1.0})
     logger.log(2, {"train/loss": 2.0, "lr": float("inf")})
-    logger.close({"loss": ["train/loss"]})
+    logger.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert found == [{"step": 1, "train/loss": None, "lr": 1.0}, {"step": 2, "train/loss": 2.0, "lr": None}]
     with figures.drawn():
-        draw_curves(found, {"a": ["train/loss"], "b": Against("train/loss", "lr")}, tmp_path / "curves.png")
-    again = Logger(config, {}, 2)  # a resumed run reads them
-    again.close({"loss": ["train/loss", "lr"]})
+        draw_curves(found, tmp_path / "curves.png")
+    again = Logger(config, 2)  # a resumed run reads them
+    again.close()

@@ -1,68 +1,65 @@
-"""curves.png: what a run's metrics look like over its steps, or over each other."""
+"""What is shown of a run: the columns of the progress bar, and the panels of curves.png."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from fused_rl.trainers.base.files import unfinished
 
+# Header -> the keys that it may stand for; the first one that a run has is shown.
+COLUMNS = {
+    "loss": ("train/loss", "train/rm/loss"),
+    "reward": ("reward", "objective/scores"),
+    "held-out": ("eval/accuracy_greedy", "eval/score", "eval/rm/accuracy", "eval/accuracy"),
+    "KL": ("objective/kl_exact",),
+    "entropy": ("policy/entropy_avg", "train/entropy"),
+    "tokens/s": ("perf/tokens_per_second",),
+}
+# Title -> the keys that are drawn over the steps; a panel without any of them is left out.
+PANELS = {
+    "loss": ("train/loss", "eval/loss", "train/rm/loss", "eval/rm/loss"),
+    "reward (mean of a step)": ("reward", "objective/scores", "objective/rlhf_reward"),
+    "held-out accuracy": ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/accuracy"),
+    "accuracy on pairs": ("train/rm/accuracy", "eval/rm/accuracy"),
+    "scores": ("train/rm/chosen_rewards", "train/rm/rejected_rewards", "eval/score"),
+    "KL to the reference (nats per response)": ("objective/kl", "objective/kl1_avg", "objective/kl_exact"),
+    "entropy (nats per token)": ("policy/entropy_avg", "train/entropy"),
+    "explained variance of the returns": ("val/var_explained",),
+    "groups that teach nothing": ("frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"),
+    "response length (tokens)": ("completions/mean_length",),
+}
 IN_A_ROW = 4  # panels
 
 
-class Against(NamedTuple):
-    """A panel with a point for every step that has both metrics: `y` over `x`, coloured by the step."""
+def columns_of(metrics: Mapping[str, float]) -> str:
+    """Return the metrics that the progress bar shows, in one line."""
+    parts = []
+    for header, keys in COLUMNS.items():
+        found = [metrics[key] for key in keys if key in metrics]
+        if found:
+            parts.append(f"{header} {found[0]:.4g}")
+    return "  ".join(parts)
 
-    x: str
-    y: str
 
-
-Curves = dict[str, list[str] | Against]
-"""Title of a panel -> the keys that are drawn over the steps, or two over each other."""
-
-
-def draw_curves(history: list[dict], curves: Curves, path: Path) -> None:
+def draw_curves(history: list[dict], path: Path) -> None:
     """Write a PNG with one panel per title.
 
     Args:
         history: the lines of a metrics.jsonl; a key may be missing or None in any of them.
-        curves: the panels.
         path: of the PNG.
     """
     from matplotlib.figure import Figure
 
-    wide = min(len(curves), IN_A_ROW)
-    high = -(-len(curves) // IN_A_ROW)
+    known = {key for line in history for key, value in line.items() if value is not None}
+    panels = {title: known.intersection(keys) for title, keys in PANELS.items() if known.intersection(keys)}
+    wide = min(max(len(panels), 1), IN_A_ROW)
+    high = max(-(-len(panels) // IN_A_ROW), 1)
     figure = Figure(figsize=(4.5 * wide, 3.2 * high), layout="constrained")
-    panels = figure.subplots(high, wide, squeeze=False).flatten()
-    for axes in panels[len(curves) :]:
-        axes.set_visible(False)
-    for axes, (title, drawn) in zip(panels, curves.items(), strict=False):
-        axes.set(title=title)
+    for number, (title, keys) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(high, wide, number, title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        if isinstance(drawn, Against):
-            _points(figure, axes, history, drawn)
-        else:
-            _lines(axes, history, drawn)
+        for key in sorted(keys):
+            points = [(line["step"], line[key]) for line in history if line.get(key) is not None]
+            axes.plot(*zip(*points, strict=True), label=key, marker="o" if len(points) < 20 else None)
+        axes.legend(fontsize="small")
     figure.savefig(unfinished(path), dpi=120)
     unfinished(path).replace(path)
-
-
-def _lines(axes, history: list[dict], keys: list[str]) -> None:
-    """Each key over the steps that have it."""
-    for key in keys:
-        points = [(m["step"], m[key]) for m in history if m.get(key) is not None]
-        if points:
-            steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, label=key, marker="o" if len(points) < 20 else None)
-    axes.set(xlabel="step")
-    if axes.lines:
-        axes.legend(fontsize="small")
-
-
-def _points(figure, axes, history: list[dict], drawn: Against) -> None:
-    """One key over another."""
-    points = [(m.get(drawn.x), m.get(drawn.y), m["step"]) for m in history]
-    points = [point for point in points if None not in point]
-    axes.set(xlabel=drawn.x, ylabel=drawn.y)
-    if points:
-        x, y, steps = zip(*points, strict=True)
-        figure.colorbar(axes.scatter(x, y, c=steps, s=12), ax=axes, label="step")

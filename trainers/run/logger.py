@@ -16,17 +16,16 @@ from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import InputError, OutputConfig, RunConfig
-from fused_rl.trainers.run.curves import Curves, draw_curves
+from fused_rl.trainers.run.curves import columns_of, draw_curves
 from fused_rl.trainers.run.rules import Watch
 
 
 class Logger:
-    """Writes a run's metrics from step `start` on; `columns` are {header: key} of the progress bar."""
+    """Writes a run's metrics from step `start` on."""
 
-    def __init__(self, config: RunConfig, columns: dict[str, str], start: int):
+    def __init__(self, config: RunConfig, start: int):
         self.folder = Path(config.output_dir)
         self.steps = config.steps
-        self.columns = columns
         self.last = {}
         self.line = 0.0
         self.active = rank() == 0
@@ -43,7 +42,7 @@ class Logger:
         self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
         self.trackers = _trackers(config, config.plain())
-        self.progress = _progress_bar(columns, self.steps, start)
+        self.progress = _progress_bar(self.steps, start)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl, and a point of each curve."""
@@ -60,12 +59,12 @@ class Logger:
         for finding in self.watch.see(entry):
             tell(f"warning: {finding}")
         self.last.update(metrics)
-        told = "  ".join(f"{name} {self.last[key]:.4g}" for name, key in self.columns.items() if key in self.last)
+        columns = columns_of(self.last)
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step, shown=told)
-        elif told and (step == self.steps or time.monotonic() - self.line > 10):  # not a terminal: a line now and then
+            self.progress.update(self.progress.task_ids[0], completed=step, shown=columns)
+        elif columns and (step == self.steps or time.monotonic() - self.line > 10):  # no terminal: a line now and then
             self.line = time.monotonic()
-            tell(f"step {step}/{self.steps}  {told}")
+            tell(f"step {step}/{self.steps}  {columns}")
 
     def samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Show a few responses as a table, and keep them in samples.jsonl."""
@@ -84,12 +83,12 @@ class Logger:
             table.add_row(*(Text(shown(_short(value), keep="\n\t")) for value in row.values()))
         (self.progress.console.print if self.progress is not None else rich.print)(table)
 
-    def draw(self, curves: Curves) -> None:
-        """curves.png of what there is."""
+    def draw(self) -> None:
+        """Draw curves.png of the metrics so far."""
         if self.active:
-            draw_curves(self.history, curves, self.folder / "curves.png")
+            draw_curves(self.history, self.folder / "curves.png")
 
-    def close(self, curves: Curves) -> None:
+    def close(self) -> None:
         """Flush everything and draw curves.png."""
         if not self.active:
             return
@@ -99,7 +98,7 @@ class Logger:
         self.board.close()
         for tracker in self.trackers:
             tracker.finish()
-        self.draw(curves)
+        self.draw()
 
 
 def _short(value: object) -> str:
@@ -166,7 +165,7 @@ def _kept(path: Path, start: int) -> list[dict]:
     return entries
 
 
-def _progress_bar(columns, steps: int, start: int):
+def _progress_bar(steps: int, start: int):
     if not sys.stdout.isatty():
         return None
     from rich import progress

@@ -1,6 +1,6 @@
 """The steps of a run, the same for every trainer: where it begins, when it evaluates, logs, saves and stops.
 
-    loop = Loop(config, run, {"policy": engine}, order, COLUMNS, CURVES)
+    loop = Loop(config, run, {"policy": engine}, order)
     if loop.begins:
         loop.log(evaluate())
     for step, indices in loop:
@@ -30,7 +30,6 @@ from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.beginning import Run
-from fused_rl.trainers.run.curves import Curves
 from fused_rl.trainers.run.logger import Logger, phase
 from fused_rl.trainers.run.store import NOTHING, Kept, RunFolder, release
 
@@ -82,7 +81,6 @@ class Loop:
         config, run: of the run (`beginning.begin`), which has read all its rows (`has_read`).
         engines: DeepSpeed engines by name, for the checkpoints.
         order: which rows come next; its position is in the checkpoints.
-        columns, curves: {header: key} of the progress bar, panels of curves.png.
         state: returns what else the trainer needs to continue, JSON.
         own: what each rank keeps for itself, by name.
     """
@@ -93,8 +91,6 @@ class Loop:
         run: Run,
         engines: dict[str, object],
         order: RowOrder,
-        columns: dict[str, str],
-        curves: Curves,
         state: Callable[[], dict] = dict,
         own: Mapping[str, Kept] = NOTHING,
     ):
@@ -104,7 +100,6 @@ class Loop:
         self.engines = engines
         self.output = RunFolder(config)
         self.order = order
-        self.curves = curves
         self.state = state
         self.own = own
         self.step = 0
@@ -115,7 +110,7 @@ class Loop:
             self.step, order.position = self.restored["step"], self.restored["position"]
         self.output.claim(self.step)
         with storing("metrics.jsonl", self.folder):
-            self.logger = Logger(config, columns, self.step)
+            self.logger = Logger(config, self.step)
         self.interruption = Interruption()
 
     @property
@@ -154,7 +149,7 @@ class Loop:
             self.logger.samples(self.step, samples)
         if self.evaluates and not self.begins and not self.last:  # at the end they are drawn anyhow
             with storing("curves.png", self.folder):
-                self.logger.draw(self.curves)
+                self.logger.draw()
 
     def _save_or_stop(self) -> None:
         """A checkpoint on schedule, when the run is told to stop, and at the end: the model is not saved yet."""
@@ -167,7 +162,7 @@ class Loop:
             self.save_seconds = time.monotonic() - began
         if stop:
             with storing("curves.png", self.folder):
-                self.logger.close(self.curves)
+                self.logger.close()
             release()
             if rank() == 0:
                 tell(f"stopped after step {self.step}; continue with --resume")
@@ -179,7 +174,7 @@ class Loop:
         model = self.folder / "model"
         try:
             with storing("curves.png", self.folder):
-                self.logger.close(self.curves)
+                self.logger.close()
             with storing("model", self.folder), phase("saved the model"):
                 save(model)
             if not self.config.save_every:  # there was one only until the model was safe
