@@ -134,8 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     for kind in next(iter(found.values())):
         table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))
     rich.print(table)
-    print(f"{time.monotonic() - began:.0f} seconds. Scores: {folder}/reward/scores.png")
-    print(f"Curves: {folder}/reward/curves.png  calibration: {folder}/reward/evaluation.json")
+    print(f"{time.monotonic() - began:.0f} seconds. Curves: {folder}/reward/curves.png")
     print(f"Model: {folder}/reward/model")
 
 

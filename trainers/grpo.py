@@ -40,7 +40,7 @@ from fused_rl.trainers.policy.groups import (
     draw,
     keeps_groups,
 )
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
 from fused_rl.trainers.policy.policy import Measured, Policy, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.policy.reference import ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
@@ -65,7 +65,7 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    check_loss_options(config)
+    loss_options(config)
     advantage = advantage_of(config)
     config.warn_of_estimator()
     if config.group_size < 2:

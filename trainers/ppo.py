@@ -34,7 +34,7 @@ from fused_rl.trainers.policy.build import Make
 from fused_rl.trainers.policy.credit import CreditConfig, Experience
 from fused_rl.trainers.policy.critic import CriticConfig, load_critic, planned
 from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, check_loss_options
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
 from fused_rl.trainers.policy.policy import Policy, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
@@ -77,7 +77,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
 
 def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
-    check_loss_options(config)
+    loss_options(config)
     advantage = fused_rl.PRESETS[config.preset].advantage
     if {advantage, config.advantage} != {"gae"}:
         raise InputError(

@@ -9,7 +9,6 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 
 import math
 import time
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -43,7 +42,6 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.calibration import calibration, draw_scores
 from fused_rl.trainers.run.logger import evaluation, phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.scorers.reward_model import RewardScorer
@@ -148,9 +146,7 @@ def train_step(
     scores[share] = torch.cat(found_of_share).double().cpu()
     scores = ranks.global_sum(scores)
     if not scores.isfinite().all():
-        score_pairs(
-            model, pairs, config.micro_batch_size
-        )  # each side alone: in one row, the one makes the other NaN as well
+        score_pairs(model, pairs, config.micro_batch_size)  # one by one, to name the one that is not finite
     check_finite(scores, [pair.where for pair in pairs])
     return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
@@ -187,15 +183,6 @@ def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tens
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
     scores = score_pairs(model, pairs, config.micro_batch_size)
     return scores, pair_metrics(scores, pairs, config, "eval/rm/")
-
-
-def report(folder: Path, scores: torch.Tensor, metrics: dict[str, float], constants: dict) -> None:
-    """Write evaluation.json and scores.png: where the scores lie, and how far a margin can be trusted."""
-    bins = calibration(scores)
-    error = sum(row["pairs"] * abs(row["predicted"] - row["observed"]) for row in bins) / len(scores)
-    summary = {**metrics, "calibration": bins, "calibration_error": error, "normalization": constants}
-    write_atomically(folder / "evaluation.json", as_json(summary, indent=2) + "\n")
-    draw_scores(scores, bins, folder / "scores.png")
 
 
 def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:
@@ -255,7 +242,7 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
     else:
         constants["before"] = normalize(model, reference, config.micro_batch_size)
 
-    scores, found = None, {}
+    found = {}
     if loop.begins and held_out:
         loop.log(evaluate(model, held_out, config)[1])
     for step, indices in loop:
@@ -271,13 +258,13 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
             samples = sample_table(tokenizer, held_out, scores)
         loop.log(metrics, samples)
 
-    # The evaluation of the last step is in the scale of the training loss, which calibration needs.
-    if held_out and scores is None:  # resumed when nothing was left to do
-        scores, found = evaluate(model, held_out, config)
+    # The evaluation of the last step is in the scale of the training loss.
+    if held_out and not found:  # resumed when nothing was left to do
+        found = evaluate(model, held_out, config)[1]
     constants["after"] = normalize(model, reference, config.micro_batch_size)
     if held_out and ranks.rank() == 0:
         with storing("evaluation.json", run.folder):
-            report(run.folder, scores, found, constants)
+            write_atomically(run.folder / "evaluation.json", as_json(found | {"normalization": constants}, indent=2))
     return loop.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 

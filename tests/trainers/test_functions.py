@@ -245,38 +245,7 @@ def of_sequences(log_ratio, advantages, logprobs, sequences, options):
     return -sequences.expand(sequences.mean(log_ratio)) * advantages
 
 
-def reduces(log_ratio, advantages, logprobs, sequences, options):
-    return plain(log_ratio, advantages, logprobs, sequences, options).sum()
-
-
-def constant(log_ratio, advantages, logprobs, sequences, options):
-    return advantages
-
-
-def two(log_ratio, advantages):
-    return -log_ratio * advantages
-
-
-def checked(surrogate):
-    options.check_loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", surrogate=surrogate))
-
-
 @pytest.mark.parametrize("surrogate", [plain, of_sequences, f"{HERE}:plain"])
 def test_a_surrogate_is_an_object_or_a_name(surrogate):
-    checked(surrogate)
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "message"),
-    [
-        (reduces, "the surrogate reduces must return the loss of each token"),
-        (lambda *_: None, "must return the loss of each token"),
-        (f"{HERE}:constant", "returns a loss without a gradient"),
-        (two, "the surrogate two is called with .log_ratio, advantages, .* does not take these"),
-        (f"{HERE}:Judge", "the surrogate Judge .* it is a class; pass a function"),
-        (f"{HERE}:three", "has no function 'three'"),
-    ],
-)
-def test_what_is_no_surrogate_is_refused_before_the_run(surrogate, message):
-    with pytest.raises(InputError, match=message):
-        checked(surrogate)
+    config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", surrogate=surrogate)
+    assert callable(options.loss_options(config).surrogate)

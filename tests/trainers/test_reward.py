@@ -97,7 +97,7 @@ def test_metrics_have_exactly_these_names(run):
     for m in metrics:
         assert all(map(math.isfinite, m.values()))
     made = {path.name for path in Path(config.output_dir).iterdir()}
-    assert {"curves.png", "scores.png", "evaluation.json", "samples.jsonl", "tensorboard", "model"} <= made
+    assert {"curves.png", "evaluation.json", "samples.jsonl", "tensorboard", "model"} <= made
 
 
 def held_out_pairs(config) -> list[preferences.Pair]:
@@ -135,20 +135,6 @@ def test_the_saved_model_is_normalised_on_the_reference_set(run):
     sides = sum(([p.chosen, p.rejected] for p in pairs), [])
     scores = RewardScorer(model)([p for p, _ in sides], [r for _, r in sides])
     assert scores.mean().item() == pytest.approx(0, abs=1e-5) and scores.std().item() == pytest.approx(1, abs=1e-5)
-
-
-def test_calibration_by_margin():
-    margin = torch.tensor([0.1, -0.1, 0.3, 3.0, -3.5, 3.2, 3.0, 50.0])
-    rows = reward.calibration(torch.stack([margin + 7, torch.full_like(margin, 7)], 1))
-    assert [(r["low"], r["high"], r["pairs"]) for r in rows] == [
-        (0, 0.25, 2),
-        (0.25, 0.5, 1),
-        (2, 4, 4),
-        (4, math.inf, 1),
-    ]
-    assert [r["observed"] for r in rows] == [0.5, 1, 0.75, 1]
-    wanted = [torch.sigmoid(torch.tensor(d)).mean().item() for d in ([0.1, 0.1], [0.3], [3, 3.5, 3.2, 3.0], [50.0])]
-    assert [r["predicted"] for r in rows] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch):

@@ -2,9 +2,6 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-import fused_rl
 from fused_rl.presets import PolicyLossOptions, PresetName, resolve_options
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.functions import load_function
@@ -93,23 +90,3 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
         return resolve_options(config.preset, given | changes)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def check_loss_options(config: LossConfig) -> None:
-    """Refuse options that contradict each other, or that the chosen surrogate does not read."""
-    options = loss_options(config)
-    if callable(options.surrogate):
-        logprobs = torch.full((1, 2), -1.0, requires_grad=True)
-        mask = torch.ones(1, 2, dtype=torch.bool)
-        options = loss_options(config, kl_coef=0.0, kl_estimator="rk3")
-        batch = {
-            "ref_logprobs": logprobs.detach(),
-            "entropy": -logprobs.detach(),
-            "rollout_logprobs": logprobs.detach(),
-        }
-        try:
-            loss, _ = fused_rl.policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, **batch, options=options)
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        if not loss.requires_grad:
-            raise InputError(f"surrogate {config.surrogate} returns a loss without a gradient")
