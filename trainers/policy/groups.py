@@ -27,9 +27,10 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample
+from fused_rl.trainers.rollouts.types import Prompt, Rollout
 
 ADVANTAGES = get_args(ResponseAdvantage)
+SUMMED = ("scores", "seconds", "incidents")  # of several rollouts
 DIVIDED = ("group-std", "batch-std", "group-mean-batch-std")  # by a standard deviation
 
 
@@ -176,18 +177,6 @@ class Drawn:
         return self.counts & self.rollout.stopped if mask_truncated else self.counts
 
 
-@dataclass
-class Group:
-    """The responses to one prompt, as they go from rank to rank."""
-
-    samples: list[Sample]
-    rewards: torch.Tensor
-    """(G,)."""
-    solved: torch.Tensor
-    """(G,)."""
-    has_signal: bool
-
-
 def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Prompt]] | None, step: int) -> Drawn:
     """The groups of a step.
 
@@ -198,97 +187,66 @@ def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Promp
         step: which step of the run it is.
     """
     config = policy.config
-    wanted = policy.config.prompts_per_step
-    rollout = _rolled_out(policy, prompts)
-    if config.zero_variance == "keep":
-        everyone = torch.ones(len(rollout.samples), dtype=torch.bool)
-        return Drawn(rollout, everyone, _metrics(policy, rollout, wanted, step))
-
-    # Until the step is full, or the bound is reached: every rank knows how many are missing, and draws as often.
-    rollouts = [rollout]
-    found = _with_signal(config, rollout)
+    wanted = config.prompts_per_step
     refills = config.max_refills if config.zero_variance == "refill" else 0
-    while found < wanted and len(rollouts) <= refills:
-        rollouts.append(_rolled_out(policy, more(wanted - found)))
-        found += _with_signal(config, rollouts[-1])
+
+    # Until the step is full, or the bound is reached: every rank knows how many are missing, and samples as often.
+    rollouts = []
+    found = 0
+    while not rollouts or (found < wanted and len(rollouts) <= refills):
+        rollout = policy.roll_out(more(wanted - found) if rollouts else prompts, policy.sampling, config.group_size)
+        rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
+        rollouts.append(replace(rollout, rewards=rewards))
+        found += int(ranks.global_sum((~equal_rewards(rewards, config.group_size)).sum()).item())
     if refills and found < wanted and ranks.rank() == 0:
         tell(
             f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
             f"(max_refills={refills}); the step is trained on those"
         )
 
-    everything = _joined(policy, rollouts)
-    return _dealt(policy, everything, _metrics(policy, everything, min(found, wanted), step))
-
-
-def _rolled_out(policy: Policy, prompts: list[Prompt]) -> Rollout:
-    """Scored responses whose rewards have paid for their length."""
-    rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
-    return replace(rollout, rewards=rollout.rewards - overlong_penalty(policy.config, rollout.batch.response_lengths))
-
-
-def _with_signal(config: GroupConfig, rollout: Rollout) -> int:
-    """How many groups of all ranks have rewards that differ."""
-    with_signal = ~equal_rewards(rollout.rewards, config.group_size)
-    return int(ranks.global_sum(with_signal.sum()).item())
-
-
-def _metrics(policy: Policy, rollout: Rollout, trained: int, step: int) -> dict[str, float]:
-    """Of all that was drawn in the step, over all ranks."""
-    return group_metrics(policy.config, rollout, step) | {"groups/trained": float(trained)}
+    everything = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
+    metrics = group_metrics(config, everything, step)
+    if config.zero_variance == "keep":
+        everyone = torch.ones(len(everything.samples), dtype=torch.bool)
+        return Drawn(everything, everyone, metrics | {"groups/trained": float(wanted)})
+    share, counts = _share(config, everything)
+    return Drawn(_joined(policy, share), counts, metrics | {"groups/trained": float(min(found, wanted))})
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
-    """All rollouts of a step as one."""
-    if len(rollouts) == 1:
-        return rollouts[0]
+    """Return several rollouts, or the groups of several, as one."""
     samples = sum((rollout.samples for rollout in rollouts), [])
-    names = rollouts[0].scores
+    scores, seconds, incidents = ([vars(rollout)[name] for rollout in rollouts] for name in SUMMED)
     return Rollout(
         samples,
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device),
-        {name: torch.cat([rollout.scores[name] for rollout in rollouts]) for name in names},
+        {name: torch.cat([part[name] for part in scores]) for name in scores[0]},
         torch.cat([rollout.rewards for rollout in rollouts]),
         torch.cat([rollout.solved for rollout in rollouts]),
-        _added([rollout.seconds for rollout in rollouts]),
-        _added([rollout.incidents for rollout in rollouts]),
+        {name: sum(part[name] for part in seconds) for name in seconds[0]},
+        {name: sum(part[name] for part in incidents) for name in incidents[0]},
     )
 
 
-def _added(parts: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-
-def _dealt(policy: Policy, rollout: Rollout, metrics: dict[str, float]) -> Drawn:
-    """This rank's share of the groups with a signal of all ranks.
+def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
+    """Return this rank's groups among those with a signal of all ranks, and which of their responses count.
 
     All ranks get equally many groups, because they must run the model equally often: what is missing are groups that
     do not count.
     """
-    config = policy.config
-    size = policy.config.group_size
-    world = ranks.world_size()
+    size = config.group_size
     equal = equal_rewards(rollout.rewards, size).tolist()
     mine = []
-    for i, has_none in enumerate(equal):
+    for i, is_equal in enumerate(equal):
         at = slice(i * size, (i + 1) * size)
-        mine.append(Group(rollout.samples[at], rollout.rewards[at], rollout.solved[at], not has_none))
+        parts = {"samples": rollout.samples[at], "rewards": rollout.rewards[at], "solved": rollout.solved[at]}
+        mine.append((not is_equal, replace(rollout, batch=None, scores={}, seconds={}, incidents={}, **parts)))
     every = sum(ranks.gather(mine), [])
 
     # Those with a signal first, and of them no more than a step has.
-    kept = [group for group in every if group.has_signal][: config.prompts_per_step]
-    others = [group for group in every if not group.has_signal]
-    count = groups_per_rank(config, len(kept), world)
-    share = (kept + others)[: count * world][ranks.rank() :: world]
-
-    samples = sum((group.samples for group in share), [])
-    dealt = Rollout(
-        samples,
-        batch_of(samples, policy.tokenizer.pad_token_id, policy.device),
-        {},
-        torch.cat([group.rewards for group in share]),
-        torch.cat([group.solved for group in share]),
-        {},
-    )
-    counts = torch.tensor([group.has_signal for group in share]).repeat_interleave(size)
-    return Drawn(dealt, counts, metrics)
+    kept = [group for group in every if group[0]][: config.prompts_per_step]
+    others = [group for group in every if not group[0]]
+    count = groups_per_rank(config, len(kept), ranks.world_size()) * ranks.world_size()
+    share = (kept + others)[:count][ranks.rank() :: ranks.world_size()]
+    counts = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
+    return [group for _, group in share], counts
