@@ -42,7 +42,7 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.logger import evaluation, phase
+from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
@@ -178,11 +178,13 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
     return scores
 
 
-@evaluation("evaluated on held-out pairs", "eval/rm/loss", "eval/rm/accuracy")
 def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
-    scores = score_pairs(model, pairs, config.micro_batch_size)
-    return scores, pair_metrics(scores, pairs, config, "eval/rm/")
+    with phase("evaluated on held-out pairs") as found:
+        scores = score_pairs(model, pairs, config.micro_batch_size)
+        metrics = pair_metrics(scores, pairs, config, "eval/rm/")
+        found["accuracy"] = metrics["eval/rm/accuracy"]
+    return scores, metrics
 
 
 def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:

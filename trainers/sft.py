@@ -27,7 +27,7 @@ from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveIn
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.beginning import begin
 from fused_rl.trainers.run.keys import SFT, keyed
-from fused_rl.trainers.run.logger import evaluation, phase
+from fused_rl.trainers.run.logger import phase
 from fused_rl.trainers.run.loop import Loop
 from fused_rl.trainers.run.sums import Sums
 
@@ -168,21 +168,22 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
-@evaluation("evaluated on held-out rows", "eval/loss", "eval/accuracy")
 @torch.no_grad()
 def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     """Loss and token accuracy on held-out rows, the same on every rank."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
-    for part in parts:
-        rows = model(**part.inputs(), want_logits=True)
-        mask = part.batch.response_mask
-        hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
-        nll = -rows.logprobs.sum()
-        tokens = mask.sum()
-        totals += torch.stack([nll, hit.sum(), tokens]).cpu()
-    loss, hits, tokens = totals.tolist()
-    return {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
+    with phase("evaluated on held-out rows") as found:
+        for part in parts:
+            rows = model(**part.inputs(), want_logits=True)
+            mask = part.batch.response_mask
+            hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
+            nll = -rows.logprobs.sum()
+            tokens = mask.sum()
+            totals += torch.stack([nll, hit.sum(), tokens]).cpu()
+        loss, hits, tokens = totals.tolist()
+        found |= {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
+    return found
 
 
 def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) -> str:

@@ -12,7 +12,7 @@ from fused_rl.trainers.rollouts.seeds import Seeds
 from fused_rl.trainers.rollouts.shown import as_rows, drawn_from
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt
-from fused_rl.trainers.run.logger import evaluation
+from fused_rl.trainers.run.logger import phase
 
 
 @dataclass
@@ -32,20 +32,20 @@ def share_of_rank(prompts: list[Prompt]) -> HeldOut:
     return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
 
 
-@evaluation("evaluated on held-out rows", "eval/accuracy_greedy", "eval/pass_at_k", "eval/score")
 @torch.no_grad()
 def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
     """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
     config = policy.config
-    k = policy.config.eval_samples
+    k = config.eval_samples
     count = held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed + ranks.rank())
-        greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
-        sampled = policy.roll_out(held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank()))
-    parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
-    measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
+    with phase("sampled responses to held-out prompts"):
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed + ranks.rank())
+            greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
+            sampled = policy.roll_out(held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank()))
+        parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
+        measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
 
     # Over all ranks: problems and tokens are counted, and everything else is divided by them.
     right = sampled.solved.view(-1, k)[:count]

@@ -1,6 +1,5 @@
 """What a run writes down as it goes: metrics.jsonl, TensorBoard, trackers, the progress bar, lines on the screen."""
 
-import functools
 import importlib.util
 import json
 import sys
@@ -107,34 +106,14 @@ def _short(value: object) -> str:
 
 
 @contextmanager
-def phase(what: str) -> Iterator[None]:
-    """Tell what has been done and how long it took, once it is done; nothing where it fails."""
+def phase(what: str) -> Iterator[dict[str, float]]:
+    """Print what was done and how long it took, with the metrics that the caller puts into the dictionary."""
     began = time.monotonic()
-    yield
+    found = {}
+    yield found
     if rank() == 0:
-        tell(f"{what} ({time.monotonic() - began:.1f} s)")
-
-
-def evaluation(what: str, *keys: str):
-    """Decorator of a function that evaluates: tells how long it took, and the metrics of these keys that it found.
-
-    The function returns a dictionary of metrics, or a tuple with one in it.
-    """
-
-    def decorate(function):
-        @functools.wraps(function)
-        def evaluate(*args):
-            began = time.monotonic()
-            found = function(*args)
-            metrics = next(part for part in (found, *found) if isinstance(part, dict))
-            if rank() == 0:
-                values = ", ".join(f"{key.removeprefix('eval/')} {metrics[key]:.4g}" for key in keys if key in metrics)
-                tell(f"{what} ({time.monotonic() - began:.1f} s): {values}")
-            return found
-
-        return evaluate
-
-    return decorate
+        values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
+        tell(f"{what} ({time.monotonic() - began:.1f} s){values}")
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -142,20 +121,11 @@ def read_metrics(path: Path) -> list[dict]:
     entries = []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
-        entry = _entry(line)
-        if entry is not None:
-            entries.append(entry)
-        elif line:
+        try:
+            entries += [json.loads(line)] if line else []
+        except ValueError:  # not JSON, or not UTF-8
             tell(f"{path}, line {number} is damaged and left out")
     return entries
-
-
-def _entry(line: bytes) -> dict | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
-        return None
-    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def _kept(path: Path, start: int) -> list[dict]:

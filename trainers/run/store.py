@@ -134,9 +134,8 @@ class RunFolder:
 
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
-            if not self.path.exists():
-                return []
-            return [path for path in self.path.iterdir() if path.name != LOCK]
+            there = self.path.iterdir() if self.path.exists() else ()
+            return [path for path in there if path.name != LOCK]
 
     def _lock(self) -> None:
         global _held
@@ -208,19 +207,14 @@ class RunFolder:
                     told = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
                     (place / "state.json").write_text(json.dumps(told))
                 barrier()
-                self._write_manifest(place)
+                files = files_below(place)[rank() :: world_size()]  # each rank reads its share
+                parts = ranks.gather({path.relative_to(place).as_posix(): fingerprint(path) for path in files})
+                if rank() == 0:
+                    (place / "manifest.json").write_text(json.dumps(functools.reduce(operator.or_, parts), indent=1))
             if rank() == 0:
                 for old in steps_in(self.checkpoints)[: -self.config.keep_checkpoints]:
                     delete(self.checkpoints / f"step-{old}")
         barrier()
-
-    def _write_manifest(self, folder: Path) -> None:
-        """Every rank reads its share of the files."""
-        files = files_below(folder)[rank() :: world_size()]
-        sums = {path.relative_to(folder).as_posix(): fingerprint(path) for path in files}
-        parts = ranks.gather(sums)
-        if rank() == 0:
-            (folder / "manifest.json").write_text(json.dumps(functools.reduce(operator.or_, parts), indent=1))
 
     def _options(self) -> dict[str, object]:
         """The options of the run, and what else must be the same when it is resumed, as JSON has them."""
