@@ -350,4 +350,3 @@ def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, 
     assert told == [f"{path}, line {number} is damaged and left out" for number in (2, 4, len(good) + 4)]
     sft.train(run_config(files, run, resume_from="step-3"))
     assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1, 2, 3, 4]
-    assert (run / "samples.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
