@@ -12,7 +12,6 @@ from fused_rl.checks import (
     check_device,
     check_floating,
     check_mask,
-    check_optional_tensors,
     check_shape,
     check_tensor,
     described,
@@ -182,9 +181,9 @@ def _is_read(values):
 
 
 def _check_sequence_ids(ids, mask):
-    check_optional_tensors(sequence_ids=ids)
     if ids is None:
         return
+    check_tensor("sequence_ids", ids, " or None")
     if ids.shape != mask.shape or ids.dtype != torch.int64:
         raise ValueError(f"sequence_ids must be (B, T) = {tuple(mask.shape)} int64, got {described(ids)}")
     check_device("sequence_ids", ids, mask.device, "the mask")

@@ -92,12 +92,6 @@ def check_tensors(**named: object) -> None:
         check_tensor(name, x)
 
 
-def check_optional_tensors(**named: object) -> None:
-    for name, x in named.items():
-        if x is not None:
-            check_tensor(name, x, " or None")
-
-
 def is_number(x: object) -> bool:
     """One of numpy, too; a bool is none."""
     return isinstance(x, (int, float, Real)) and not isinstance(x, bool)

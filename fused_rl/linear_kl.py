@@ -97,10 +97,6 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     return gradients
 
 
-def _constant(x):
-    return x.detach() if x is not None and x.requires_grad else x
-
-
 def linear_token_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -150,7 +146,8 @@ def linear_token_kl(
         if mask is not None:
             check_mask(mask, "the outputs", rows, hidden.device, SHIFTED_MASK)
         hidden, ref_hidden = hidden[:, :-1], ref_hidden[:, :-1]
-    ref_hidden, ref_weight, ref_bias = (_constant(x) for x in (ref_hidden, ref_weight, ref_bias))
+    ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()
+    ref_bias = None if ref_bias is None else ref_bias.detach()
 
     # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at

@@ -76,7 +76,10 @@ class TokenSupport:
         _check_scores(steps)
         kept = [step != -torch.inf for step in steps]
         counts = torch.stack([step.sum(-1) for step in kept], 1)  # (B, T)
-        _check_counts(counts)
+        if bool((counts == 0).any()):
+            at = tuple((counts == 0).nonzero()[0].tolist())
+            step = f" at step {at[1]}" if counts.shape[1] > 1 else ""
+            raise ValueError(f"row {at[0]} of scores{step} has no finite entry: nothing is kept there")
 
         # step by step as they came, then in the order of the targets
         whole = counts == steps[0].shape[-1]
@@ -186,7 +189,10 @@ def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | No
     """Ids below `vocab` (None: it is not known) and each target in its set; what the mask drops may hold anything."""
     ids, begin, end = support
     bad = (begin < 0) | (end < begin) | (end > len(ids))
-    _raise_at(bad, "the kept set of", lambda at: f"spans {int(begin[at])} to {int(end[at])} of {len(ids)} ids")
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        spans = f"{int(begin[at])} to {int(end[at])} of {len(ids)} ids"
+        raise ValueError(f"the kept set of logits[{', '.join(map(str, at))}] spans {spans}")
     counts = end > begin if mask is None else (end > begin) & mask
     begin, lengths, wanted = begin[counts], (end - begin)[counts], targets[counts]
     if not len(lengths):
@@ -247,12 +253,6 @@ def _named(counts, nth):
     return f"logits[{', '.join(map(str, counts.nonzero()[nth].tolist()))}]"
 
 
-def _raise_at(bad, what, told):
-    if bad.any():
-        at = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"{what} logits[{', '.join(map(str, at))}] {told(at)}")
-
-
 def _check_form(ids, offsets):
     for name, x, dtypes, wanted in (
         ("ids", ids, INTEGERS, "(M,) integers"),
@@ -283,7 +283,8 @@ def _check_values(ids, offsets):
     # within a row, ids that ascend have no double; others are sorted to see
     if int(ids.min()) < 0:
         at = (ids < 0).nonzero()[0, 0]
-        raise ValueError(f"row {_row_of(offsets, at)} keeps id {int(ids[at])}; ids start at 0")
+        row = int(torch.searchsorted(offsets, at, right=True)) - 1
+        raise ValueError(f"row {row} keeps id {int(ids[at])}; ids start at 0")
     ids = ids.long()
     ascends = ids.diff() > 0
     inner = offsets[1:-1]
@@ -296,10 +297,6 @@ def _check_values(ids, offsets):
     if double.any():
         row, twice = divmod(int(key[1:][double][0]), int(ids.max()) + 1)
         raise ValueError(f"row {row} keeps id {twice} more than once; {int(double.sum())} ids are doubles")
-
-
-def _row_of(offsets, at):
-    return int(torch.searchsorted(offsets, at, right=True)) - 1
 
 
 def _check_scores(steps):
@@ -318,10 +315,3 @@ def _check_scores(steps):
             raise ValueError(
                 f"scores must be finite, or -inf where filtered: {at} has {step[row, column]} at id {column}"
             )
-
-
-def _check_counts(counts):
-    if bool((counts == 0).any()):
-        at = tuple((counts == 0).nonzero()[0].tolist())
-        step = f" at step {at[1]}" if counts.shape[1] > 1 else ""
-        raise ValueError(f"row {at[0]} of scores{step} has no finite entry: nothing is kept there")

@@ -64,7 +64,8 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
-    _check_vocab_start(vocab_start)
+    if not isinstance(vocab_start, int) or isinstance(vocab_start, bool) or vocab_start < 0:
+        raise ValueError(f"vocab_start must be this rank's first column, 0 or more, got {described(vocab_start)}")
     check_process_group(process_group)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(local_logits, targets, *options)
@@ -133,11 +134,6 @@ def vocab_parallel_token_kl(
     kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", softcap, process_group)
     kl = kl.view(local_logits.shape[:-1])
     return kl[:, :-1] if shift else kl
-
-
-def _check_vocab_start(vocab_start):
-    if not isinstance(vocab_start, int) or isinstance(vocab_start, bool) or vocab_start < 0:
-        raise ValueError(f"vocab_start must be this rank's first column, 0 or more, got {described(vocab_start)}")
 
 
 def _reduced(rows, op, group):
