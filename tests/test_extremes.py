@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-import fused_rl
 from fused_rl import reference, token_kl, token_logprobs
 from tests.marks import cpu_fast, on_backends, slow
-from tests.masks import LOWEST, VOCAB, assert_divergence, masked_pairs
+from tests.masks import VOCAB, assert_divergence, masked_pairs
 
 MOST, LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
 DIRECTIONS = ("reverse", "forward", "jensen-shannon")
@@ -83,29 +82,6 @@ def test_rows_of_one_large_value(backend, count, vocab):
     assert (outputs.logprobs + uniform).abs().max() <= 2e-6 * uniform[0]
 
 
-def test_nan_and_inf_among_large_logits(backend):
-    rows = [filled(1e12, c5=torch.nan), filled(LEAST, c5=torch.nan), filled(1e12, c5=torch.inf)]
-    outputs = token_logprobs(torch.stack(rows).to(backend), torch.tensor([3, 3, 3], device=backend))
-    assert all(o.isnan().all() for o in outputs)
-
-
-@pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e7, 1e29])
-def test_temperatures_out_of_range_are_refused_in_one_wording(backend, temperature):
-    logits = torch.zeros(2, 8, device=backend)
-    targets = torch.zeros(2, dtype=torch.long, device=backend)
-    hidden = torch.zeros(2, 4, device=backend)
-    for given in (temperature, torch.full((2,), temperature, device=backend)):
-        calls = (
-            lambda t: token_logprobs(logits, targets, temperature=t),
-            lambda t: token_kl(logits, logits, temperature=t),
-            lambda t: fused_rl.linear_token_logprobs(hidden, hidden, targets, temperature=t),
-        )
-        for call in calls:
-            if isinstance(given, float) or backend == "cpu":
-                with pytest.raises(ValueError, match=r"temperature must be a number from 1e-06 to 1e\+06 .*, got"):
-                    call(given)
-
-
 def divergence(x, y, direction, temperature):
     """fp64 by its definition: none of these rows is close to the other."""
     logp, logq = (torch.log_softmax(z.double() / temperature, -1) for z in (x, y))
@@ -169,30 +145,11 @@ def test_a_forced_token_is_right_or_nan(backend, column):
         assert value.isnan() if height > 1e7 else known, (height, value)
 
 
-@on_backends("direction, fill", DIRECTIONS, [-1e9, -1e3, -1e4, -1e6, -1e15, -9.9e19, LOWEST], most=0)
+# beside -1e4, -1e9 and the lowest, which tests/test_hostile.py draws
+@on_backends("direction, fill", DIRECTIONS, [-1e3, -1e15, -9.9e19], most=0)
 def test_finite_masks(backend, direction, fill):
     """Where one row has a mask, x - y has no digits of the other row, whose mass counts all the same."""
     assert_divergence(*masked_pairs(torch.float32, fill), direction, backend)
-
-
-HALVES = [
-    (torch.bfloat16, -1e4),
-    (torch.bfloat16, -1e9),
-    (torch.bfloat16, LOWEST),
-    (torch.float16, LOWEST),
-]
-
-
-@on_backends("direction, of", DIRECTIONS, HALVES, most=0)
-def test_finite_masks_in_16_bits(backend, direction, of):
-    assert_divergence(*masked_pairs(*of), direction, backend)
-
-
-@on_backends("fill, vocab", [-1e9, -1e3], [100, 2, 5], most=0)  # lanes of one column
-def test_finite_masks_of_short_rows(backend, fill, vocab):
-    x, y = (z[:, -vocab:] for z in masked_pairs(torch.float32, fill))
-    for direction in DIRECTIONS:
-        assert_divergence(x[:12], y[:12], direction, backend)
 
 
 @cpu_fast

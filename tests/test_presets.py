@@ -95,20 +95,6 @@ def test_a_preset_by_name_as_a_row_and_as_options_is_one_loss():
         torch.testing.assert_close(of_tokens, named)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"preset": "grpo", "options": PolicyLossOptions()}, "preset or options, not both"),
-        ({"options": {"clip_low": 0.1}}, r"options must be PolicyLossOptions or None, got dict"),
-        ({"preset": "grop"}, "preset must be one of ppo, grpo"),
-        ({"clip_hihg": 0.1}, "option must be one of .*; got 'clip_hihg'"),
-    ],
-)
-def test_what_does_not_fit(given, said):
-    with pytest.raises(ValueError, match=said):
-        fused_rl.policy_loss(ROWS, **GIVEN, **given)
-
-
 OTHERS = {  # of each option of surrogates a value that is not its default
     **{"ratio_level": "sequence", "clip_low": 0.1, "clip_high": 0.3, "delta": 3.0},
     **{f"sapo_temperature_{sign}": 2.0 for sign in ("pos", "neg")},

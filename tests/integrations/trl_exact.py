@@ -3,93 +3,38 @@
 Results are fp64 in a run in fp64, and rounded to fp32, which is what TRL returns, in any other.
 """
 
-import math
-
 import torch
 
-
-def _logits(hidden, weight, bias, scale, softcap, temperature):
-    """(N, V) logits in fp64."""
-    logits = hidden.double() @ weight.double().T
-    if bias is not None:
-        logits = logits + bias.double()
-    logits = logits * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits / temperature
+from tests.integrations import formulas
 
 
-def _rounded(hidden, *outputs):
+def _rounded(hidden, outputs):
     if hidden.dtype == torch.float64:
-        return outputs
+        return tuple(outputs)
     return tuple(value.float() if value is not None and value.is_floating_point() else value for value in outputs)
 
 
-def _entropy(log_probs):
-    return -(log_probs.exp() * log_probs).sum(-1)
+def _wide(*head):
+    return [None if x is None else x.double() for x in head]
 
 
 class _ChunkedLogProbFunction:
     @staticmethod
     def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=()):
-        logits = _logits(hidden, weight, bias, scale, softcap, temperature)
-        log_probs = logits.log_softmax(-1)
-        fixed = log_probs.detach()
-        made = {
-            "entropy": _entropy(log_probs),
-            "log_sum_sq_probs": (2 * fixed).logsumexp(-1),
-            "mean_logits": logits.detach().mean(-1),
-            "is_top1": logits.argmax(-1) == targets,
-        }
-        selected = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        asked = [value if name in outputs else None for name, value in made.items()]
-        return _rounded(hidden, selected, *asked)
+        logits = formulas.scores(*_wide(hidden, weight, bias), temperature, softcap, scale)
+        selected, entropy, *others = formulas.row_outputs(logits, targets)
+        others = [x.detach() for x in others]
+        names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+        asked = [x if name in outputs else None for name, x in zip(names, (entropy, *others), strict=True)]
+        return _rounded(hidden, [selected, *asked])
 
 
 class ChunkedDivergenceFunction:
     @staticmethod
-    def apply(
-        student_hidden,
-        student_weight,
-        student_bias,
-        teacher_hidden,
-        teacher_weight,
-        teacher_bias,
-        beta,
-        temperature=1.0,
-        student_scale=1.0,
-        student_softcap=None,
-        teacher_scale=1.0,
-        teacher_softcap=None,
-    ):
-        student = _logits(
-            student_hidden,
-            student_weight,
-            student_bias,
-            student_scale,
-            student_softcap,
-            temperature,
-        )
-        teacher = _logits(
-            teacher_hidden,
-            teacher_weight,
-            teacher_bias,
-            teacher_scale,
-            teacher_softcap,
-            temperature,
-        )
-        student = student.log_softmax(-1)
-        teacher = teacher.detach().log_softmax(-1)
-        if beta == 0:
-            divergence = _kl(teacher, student)
-        elif beta == 1:
-            divergence = _kl(student, teacher)
-        else:
-            mixture = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
-            divergence = beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
-        return _rounded(student_hidden, divergence, _entropy(student.detach()))
-
-
-def _kl(p, q):
-    """KL(p || q) of rows of log-probabilities."""
-    return (p.exp() * (p - q)).sum(-1)
+    def apply(*heads_and_options):
+        heads, (beta, *options) = heads_and_options[:6], heads_and_options[6:]
+        temperature, *scales = [*options, *(1.0, 1.0, None, 1.0, None)[len(options) :]]
+        x = formulas.scores(*_wide(*heads[:3]), temperature, scales[1], scales[0])
+        y = formulas.scores(*_wide(*heads[3:]), temperature, scales[3], scales[2])
+        divergence, entropy = formulas.divergence(x, y.detach(), beta)
+        return _rounded(heads[0], [divergence, entropy.detach()])

@@ -95,8 +95,6 @@ def _config(kind: str):
     }
     if kind in ("qwen2", "tied"):
         return transformers.Qwen2Config(**common, num_key_value_heads=1)
-    if kind == "llama":
-        return transformers.LlamaConfig(**common, num_key_value_heads=2)
     if kind == "cohere":
         return transformers.CohereConfig(**common, logit_scale=0.3)
     if kind == "granite":
