@@ -27,7 +27,10 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def assert_that_of_the_cpu(case):
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_is_that_of_the_cpu(device, name):
+    """On the CPU twins; compiled kernels are compared in test_launches.py."""
+    case = CASES[name]
     with process_group():
         cpu = run(case, on_cpu)
         with tensors.counted() as waits:
@@ -39,17 +42,6 @@ def assert_that_of_the_cpu(case):
             torch.testing.assert_close(ours.inner, theirs, rtol=1e-4, atol=2e-6)
     assert waits.reads.total() == case.reads, waits.reads
     assert not waits.uploads
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_op_is_that_of_the_cpu(device, name):
-    assert_that_of_the_cpu(CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_an_op_on_compiled_kernels_is_that_of_the_cpu(kernels, name):
-    assert_that_of_the_cpu(CASES[name])
 
 
 def test_every_public_op_has_a_case():
