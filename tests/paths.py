@@ -33,8 +33,6 @@ ON_DEVICE = [
     "tests/test_hostile.py",
 ]
 NOT_ON_DEVICE = {
-    "tests/test_integrations_trl.py",
-    "tests/test_integrations_trl_logits.py",
     "tests/test_occupancy.py",
 }
 """Those that compare with packages which a bare image lacks, or launch nothing."""
