@@ -108,7 +108,7 @@ MUTATIONS = {
         "fused_rl/vocab_parallel.py",
         "mass = torch.where(holds, rest, share * (1 + rest))",
         "mass = share * (1 + rest)",
-        "tests/test_vocab_parallel.py",
+        "tests/test_hostile.py -k 'vocab_parallel_token_logprobs and cpu and test_ops'",
     ),
     "softcap divides by nothing": Mutation(
         "fused_rl/cpu/targets.py",

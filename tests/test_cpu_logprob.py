@@ -48,7 +48,7 @@ def test_values_and_gradients(path, dtype, vocab):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("column", [0, 3, 511, 512, 1299])  # of a vector, a block, the tail: first and last
+@pytest.mark.parametrize("column", [0, 511, 1299])  # the first, of a block and of the tail the last
 def test_what_is_not_finite_stays_in_its_row(column):
     logits, targets = random_rows(5, 1300, torch.float32, "cpu")
     logits[0, column] = torch.nan

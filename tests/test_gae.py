@@ -6,9 +6,8 @@ import torch
 import fused_rl
 from bench.compiled import interpreter
 from fused_rl import reference
-from tests.drawn import given, settings, st
-from tests.marks import on_backends, slow
-from tests.paths import DEVICE, on_both_paths
+from tests.marks import on_backends
+from tests.paths import DEVICE
 
 
 def batch(b, t, keep=0.7, seed=0, device="cpu"):
@@ -62,23 +61,6 @@ def test_equals_the_loop(backend, length, decay):
     if length > 200 and gamma * gae_lambda < 0.1:
         length = 200  # blocks of 8: many steps for the interpreter
     assert_equals_loop(*batch(3, length, device=backend), gamma, gae_lambda)
-
-
-@given(
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 150)),
-    keep=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
-    gamma=st.floats(0, 1),
-    gae_lambda=st.floats(0, 1),
-    seed=st.integers(0, 99),
-)
-def check_any_shape_mask_and_decay(shape, keep, gamma, gae_lambda, seed):
-    for device in on_both_paths():
-        assert_equals_loop(*batch(*shape, keep, seed, device), gamma, gae_lambda)
-
-
-@pytest.mark.parametrize("examples", [10, slow(60)])
-def test_any_shape_mask_and_decay(examples):
-    settings(max_examples=examples)(check_any_shape_mask_and_decay)()
 
 
 @on_backends("gamma", [1.0, 0.999], most=0)

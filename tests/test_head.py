@@ -77,14 +77,6 @@ def check(run, leaves, targets, *args, monkeypatch, **options):
     return results
 
 
-@cpu_fast
-def test_several_targets(backend, monkeypatch):
-    leaves, targets, mask = make(ONE_TILE[0], BF16, backend)
-    several = torch.stack([targets, (targets + 7) % ONE_TILE[0][2]], 1)
-    upstream = [upstream_of(several)[0], *upstream_of(targets)[1:]]
-    check(logprobs_and_gradients, leaves, several, upstream, monkeypatch=monkeypatch, mask=mask)
-
-
 # one tile of few rows on the kernels, which are interpreted
 @cpu_fast
 @pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
@@ -293,15 +285,3 @@ def test_work():
         outputs.logprobs.sum().backward()
     assert work.flop == 6 * n * width * vocab
     assert work.dtypes == {FP32, BF16}
-
-
-@pytest.mark.usefixtures("cpu")
-def test_under_autocast_the_operands_are_as_it_casts():
-    leaves, targets, _ = make(ONE_TILE[0], FP32)
-    with torch.autocast("cpu", BF16):
-        cast = fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, logits_dtype=FP32)
-        with pytest.raises(ValueError, match=r"torch.bfloat16; got torch.float16"):
-            fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, logits_dtype=FP16)
-    low = in_dtype(leaves, BF16)
-    plain = fused_rl.linear_token_logprobs(low[0], low[1], targets, logits_dtype=FP32)
-    assert all(torch.equal(a, b) for a, b in zip(cast, plain, strict=True))

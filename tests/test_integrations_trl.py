@@ -123,27 +123,6 @@ def test_frozen_tensors_get_no_gradient(frozen):
             torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-5)
 
 
-def test_without_rows():
-    """An empty microbatch gives a differentiable nothing."""
-    head = make_head(FP32)
-    head[0] = head[0][:0]
-    leaves = leaves_of(head, FP32)
-    found = run_head(
-        integration.ChunkedLogProbFunction.apply,
-        leaves,
-        torch.zeros(0, dtype=torch.long),
-        (1, None, 1),
-    )
-    assert [x.shape for x in found[:5]] == [(0,)] * 5
-    assert all(x.grad.abs().sum() == 0 for x in leaves)
-    leaves = leaves_of(make_head(FP32), FP32)
-    student = [leaves[0][:0], *leaves[1:]]
-    ours, _ = integration.ChunkedDivergenceFunction.apply(*student, *(x.detach() for x in student), 0.5)
-    ours.sum().backward()
-    assert ours.shape == (0,)
-    assert all(x.grad.abs().sum() == 0 for x in leaves)
-
-
 MIXED = {
     "autocast": (FP32, FP32, True),
     "autocast, hidden in bf16": (BF16, FP32, True),

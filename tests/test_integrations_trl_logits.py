@@ -101,24 +101,6 @@ def test_entropy_without_gradient():
     torch.testing.assert_close(entropy, trl_utils.entropy_from_logits(logits).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_banned_tokens(dtype):
-    """Finite where TRL's entropy is NaN; log-probability -inf of a banned target."""
-    logits = make_logits(dtype, banned=True).requires_grad_()
-    index = torch.full((3, 7), 5)
-    index[0, 0] = 3
-    logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index)
-    assert logprobs[0, 0] == -torch.inf
-    (logprobs.flatten()[1:].sum() + entropy.sum()).backward()
-    truth = formulas.entropy(logits.detach().double().log_softmax(-1))
-    torch.testing.assert_close(entropy.detach().double(), truth, rtol=1e-6, atol=1e-6)
-    assert logits.grad.isfinite().all()
-    assert trl_utils.entropy_from_logits(logits).isnan().all()
-    several = integration.selective_log_softmax(logits, index[..., None].expand(3, 7, 2))
-    assert several[0, 0].eq(-torch.inf).all()
-    assert several.flatten()[2:].isfinite().all()
-
-
 @pytest.mark.parametrize("function", ["selective_log_softmax", "selective_log_softmax_and_entropy"])
 def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
     with pytest.raises(ValueError, match="temperature must be positive"):

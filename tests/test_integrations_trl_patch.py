@@ -3,13 +3,11 @@
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integrations.trl_heads import leaves_of, make_head, make_targets, run_head
-from tests.trainers import tiny
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -21,24 +19,6 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E4
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
 from fused_rl.integrations import trl as integration  # noqa: E402
-from fused_rl.integrations import trl_head  # noqa: E402
-
-
-def test_the_documented_example_runs(tmp_path, monkeypatch):
-    """docs/integrations.md, its TRL section: trains, on our functions, and leaves TRL as it was."""
-    text = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
-    section = text.split("## TRL\n")[1].split("\n## ")[0]
-    example = section.split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
-    tiny.model_folder(tmp_path / "model", chat=False)
-    calls = []
-    apply = trl_head.HeadLogprobs.apply
-    monkeypatch.setattr(trl_head.HeadLogprobs, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
-    exec(compile(example, "docs/integrations.md", "exec"), {})
-    assert len(example.strip().splitlines()) <= 10
-    assert len(calls) >= 2
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
 
 # What imports the primitives by name, in TRL and in its experimental trainers.
 USERS = (

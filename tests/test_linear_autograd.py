@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fused_rl
 from fused_rl import reference
@@ -166,30 +165,6 @@ def test_autocast(run, parameters):
     exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, mask=mask)
     same = under_autocast(reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask)
     assert_as_good(results, exact, same)
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpoint(reentrant):
-    """Gradient checkpointing around the op changes nothing, and what is below it gets its gradient."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
-    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
-
-    def block(hidden):
-        logprobs, entropy, lse = call(fused_rl.linear_token_logprobs, [hidden.tanh(), *leaves[1:]], targets, **options)
-        one_pass = call(fused_rl.linear_token_loss, leaves, targets, token_loss, *per_token(targets), **options)
-        return (logprobs * entropy).sum() + lse.square().sum() + one_pass.loss
-
-    def gradients(function):
-        for leaf in leaves:
-            leaf.grad = None
-        (3 * function(leaves[0])).backward()
-        return [leaf.grad for leaf in leaves]
-
-    expected = gradients(block)
-    results = gradients(lambda hidden: checkpoint(block, hidden, use_reentrant=reentrant))
-    for a, b in zip(results, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 * b.abs().max().item())
 
 
 @pytest.mark.usefixtures("cpu")

@@ -134,15 +134,6 @@ def test_clipfrac_counts_the_dual_clip(batch):
     close(metrics["clipfrac"], ((ratio < 0.8) | (ratio > 1.1))[mask].double().mean())
 
 
-def test_a_surrogate_of_ones_own_has_no_clipfrac(batch):
-    mask, advantages, logprobs, old, *_ = batch
-    options = {
-        "preset": "grpo",
-        "surrogate": lambda log_ratio, advantages, *_: -log_ratio.exp() * advantages,
-    }
-    assert "clipfrac" not in fused_rl.policy_loss(logprobs, old, advantages, mask, **options)[1]
-
-
 def test_the_ratio_keeps_its_variance_next_to_1():
     """Log-ratios of 1e-6: of a variance of 1e-12, E[r^2] - E[r]^2 has no digit in fp32 and four in fp64."""
     generator = torch.Generator().manual_seed(0)
@@ -230,10 +221,3 @@ def test_preference_metrics_add_up_to_their_definitions():
         close(metrics[name], value, 1e-6)
     assert min(part["min_reward"] for part in parts) == extremes["min_reward"] == metrics["min_reward"]
     assert max(part["max_reward"] for part in parts) == extremes["max_reward"] == metrics["max_reward"]
-
-
-def test_entropy_bonus_metric_adds_up(batch):
-    mask, *_, entropy = batch
-    options = {"num_tokens": mask.sum(), "num_sequences": B, "loss_agg": "seq-mean-token-sum"}
-    parts = [fused_rl.entropy_bonus(entropy[at], mask[at], 0.1, **options)[1] for at in HALVES]
-    close(summed(parts)["entropy"], entropy[mask].mean(), 1e-6)

@@ -66,11 +66,6 @@ def test_no_two_presets_are_the_same():
     assert not twins
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_advantage_has_a_name(name):
-    assert PRESETS[name].advantage in fused_rl.ADVANTAGES
-
-
 ROWS, MASK = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]), torch.ones(2, 2, dtype=torch.bool)
 GIVEN = {"old_logprobs": ROWS - 0.3, "advantages": torch.tensor([1.0, -2.0]), "mask": MASK}
 

@@ -141,15 +141,6 @@ def test_linear_values_and_gradients(backend, name, sizes):
         assert not found[5][outside].any()
 
 
-def test_linear_singletons_give_no_gradient(backend):
-    leaves = make_head(3, 16, 97, BF16, backend)
-    targets = torch.tensor([5, 96, 5], device=backend)
-    support = TokenSupport(targets, torch.arange(4, device=backend))
-    one = torch.ones(3, device=backend)
-    found = linear(fused_rl, leaves, targets, (one, one, 0 * one), support=support)
-    assert not any(found[i].any() for i in (0, 1, 3, 4, 5))
-
-
 @on_backends("dtype, zeros", [BF16, FP32], [False, True], most=1)
 def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype, zeros):
     """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""

@@ -53,20 +53,6 @@ def test_loss_modes(monkeypatch, mode):
     assert_same_step(monkeypatch, loss={"policy_loss": policy_loss})
 
 
-@pytest.mark.parametrize(
-    "aggregation",
-    [
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ],
-)
-def test_aggregations(monkeypatch, aggregation):
-    assert_same_step(monkeypatch, loss={"loss_agg_mode": aggregation})
-
-
 @pytest.mark.parametrize("kl", KL_NAMES)
 def test_kl_losses(monkeypatch, kl):
     assert_same_step(monkeypatch, loss={"kl_loss_type": kl})
@@ -91,15 +77,6 @@ def test_engine_options(monkeypatch, engine_options, remove_padding):
 @pytest.mark.parametrize("remove_padding", [True, False])
 def test_fused_kernels(monkeypatch, remove_padding, entropy):
     assert_same_step(monkeypatch, fused_kernels=True, remove_padding=remove_padding, entropy=entropy)
-
-
-def test_the_triton_backend_against_the_torch_backend(monkeypatch):
-    theirs = verl_step.step(monkeypatch, fused_kernels=True)
-    with integration.patch():
-        ours = verl_step.step(monkeypatch, fused_kernels=True, backend="triton")
-    assert_close(ours[0], theirs[0])
-    for name, gradient in theirs[2].items():
-        assert_close(ours[2][name], gradient)
 
 
 def test_without_entropy_and_inplace(monkeypatch):
