@@ -7,7 +7,7 @@ import fused_rl
 from bench.compiled import interpreter
 from fused_rl import TokenSupport, reference
 from fused_rl.kernels.states import RowSupport
-from tests.heads import Work, assert_as_good, in_dtype, peak_bytes
+from tests.heads import Work, assert_as_good, in_dtype, make, peak_bytes
 from tests.kept_sets import (
     BF16,
     FP32,
@@ -88,12 +88,7 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
 
 
 def make_head(n, width, vocab, dtype, device, bias=True):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
-    weight = torch.randn(vocab, width, generator=generator)
-    offsets = torch.randn(vocab, generator=generator)
-    leaves = [hidden, weight, offsets] if bias else [hidden, weight]
-    return [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
+    return make((n, width, vocab), dtype, device, bias)[0]
 
 
 def linear(module, leaves, targets, upstream, **options):
