@@ -16,7 +16,6 @@ ON_DEVICE = [
     "tests/test_linear.py",
     "tests/test_linear_autograd.py",
     "tests/test_head.py",
-    "tests/test_linear_kl.py",
     "tests/test_kl.py",
     "tests/test_kl_autograd.py",
     "tests/test_targets.py",

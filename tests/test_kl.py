@@ -63,8 +63,8 @@ def test_shift_drops_the_last_position_without_a_copy(backend, direction):
     assert torch.equal(fused_rl.token_kl(x, y, shift=True, **options), value)
 
 
-# KL from 5e-3 to 5e-11 nats; smooth, and nearly all mass on one token
-@on_backends("direction, distance, spread", DIRECTIONS, [1e-1, 1e-3, 1e-5], [3.0, 30.0], most=1)
+# KL from 5e-5 to 5e-11 nats; smooth, and nearly all mass on one token
+@on_backends("direction, distance, spread", DIRECTIONS, [1e-5, 1e-3], [3.0, 30.0], most=1)
 def test_close_distributions_keep_their_relative_precision(backend, spread, distance, direction):
     x, y = pair(4, 5000, spread=spread, distance=distance, device=backend)
     got = fused_rl.token_kl(x, y, direction=direction)

@@ -87,9 +87,8 @@ def test_a_model_patched_before_peft_wraps_it(tmp_path):
     "options",
     [
         {"bf16": True},  # autocast: the same products in bf16, so the same numbers but for the last bits
-        slow({"gradient_checkpointing": True}),
         slow({"label_smoothing_factor": 0.1}),  # takes the labels away: the model forms logits as before
-        slow({"max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4}),
+        slow({"gradient_checkpointing": True, "max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4}),
     ],
     ids=str,
 )
@@ -97,32 +96,6 @@ def test_options_of_the_trainer(options, tmp_path):
     stock = train(tiny_models.model("qwen2-tied"), tmp_path, **options)
     fused = train(tiny_models.model("qwen2-tied"), tmp_path, "fused", **options)
     assert_equal_runs(fused, stock, 4e-3 if "bf16" in options else 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("autocast", [True, False])
-def test_bf16_is_no_further_from_fp64_than_stock(autocast):
-    """Over all models and four batches; the backbone's rounding, the larger part, is common to all three."""
-    squares = {"stock": 0.0, "logits": 0.0, "fused": 0.0}
-    for name in tiny_models.MODELS:
-        if name == "mixtral":
-            continue  # a router that chooses another expert in bf16 is no rounding
-        model = tiny_models.model(name)
-        model = model if autocast else model.bfloat16()
-        for seed in range(4):
-            inputs = batch(6, seed)
-            truth, exact = backward(copy.deepcopy(model).double(), inputs)
-            for way in squares:
-                ours = copy.deepcopy(model)
-                if way == "fused":
-                    patch(ours)
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss, gradients = backward(ours, inputs, way)
-                scale = sum(gradient.square().sum() for gradient in exact.values())
-                error = sum((gradients[key] - exact[key]).square().sum() for key in exact)
-                squares[way] += (error / scale + (loss / truth - 1).square()).item()
-    assert squares["logits"] <= squares["stock"] * 1.001
-    assert squares["fused"] <= squares["stock"] * 1.001
 
 
 def test_fp16_gradients_survive_a_large_batch():
