@@ -19,7 +19,7 @@ from tests.kept_sets import (
     some_rows,
     upstream_of,
 )
-from tests.marks import cpu_fast, on_backends, slow
+from tests.marks import cpu_fast, on_backends
 
 
 def test_lists_and_scores_and_selections():
@@ -87,7 +87,8 @@ def test_what_the_mask_drops_may_have_any_set(backend):
     assert out.logprobs[0] < 0
 
 
-@pytest.mark.parametrize("dtype", [BF16, slow(FP32), slow(FP16)])
+@cpu_fast
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP16])
 def test_values_and_gradients(backend, dtype):
     """Against masked_fill(-inf) and a softmax in fp64; what is drawn besides: tests/test_hostile.py."""
     lists, targets = some_rows()
