@@ -38,9 +38,19 @@ def backend(request, monkeypatch):
     Returns the device to put tensors on.
     """
     if request.param == "kernel":
+        request.getfixturevalue("poisoned")
         return DEVICE
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # read at each call of a public op; the kernels stay interpreted
     return "cpu"
+
+
+@pytest.fixture
+def poisoned():
+    """Fills what torch.empty returns with NaN, so that an element which no kernel writes is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture

@@ -61,12 +61,10 @@ def given(*positional, **named):
 
     def decorate(test):
         def run(*fixed):
-            listed = [(values, {}) for values in getattr(test, "listed", [])]
             for number in range(run.examples):
                 source = random.Random(number)
                 values = [one.draw(source) for one in positional]
-                listed.append((values, {name: one.draw(source) for name, one in named.items()}))
-            for values, by_name in listed:
+                by_name = {name: one.draw(source) for name, one in named.items()}
                 try:
                     test(*fixed, *values, **by_name)
                 except BaseException:
@@ -82,14 +80,6 @@ def given(*positional, **named):
 def settings(max_examples):
     def decorate(test):
         test.examples = max_examples
-        return test
-
-    return decorate
-
-
-def example(*values):
-    def decorate(test):
-        test.listed = [*getattr(test, "listed", []), values]
         return test
 
     return decorate

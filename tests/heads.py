@@ -89,26 +89,6 @@ def compare(run, leaves, targets, *args, atol=0.0, **options):
     return results
 
 
-OPTIONS = {
-    "plain": {},
-    "no bias": {},
-    "temperature": {"temperature": 0.6},
-    "row temperature": {"temperature": "rows"},
-    "softcap": {"softcap": 4.0},
-    "all": {"temperature": "rows", "softcap": 4.0, "mask": True},
-    "mask": {"mask": True},
-}
-
-
-def options_for(name, targets, mask):
-    options = dict(OPTIONS[name])
-    if options.get("temperature") == "rows":
-        options["temperature"] = torch.linspace(0.5, 2, targets.numel(), device=targets.device).view(targets.shape)
-    if "mask" in options:
-        options["mask"] = mask
-    return options
-
-
 def upstream_of(targets, seed=2):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(targets.shape, generator=generator).to(targets.device) for _ in range(3)]

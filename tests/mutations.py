@@ -96,7 +96,7 @@ MUTATIONS = {
         "fused_rl/rows.py",
         "row_temperature.reshape(-1).reciprocal()",
         "row_temperature.reshape(-1)",
-        "tests/test_kl.py -k temperature_per_row",
+        "tests/test_hostile.py -k 'token_kl and cpu and test_ops'",
     ),
     "forward is reverse": Mutation(
         "fused_rl/kl.py",
@@ -108,13 +108,13 @@ MUTATIONS = {
         "fused_rl/vocab_parallel.py",
         "mass = torch.where(holds, rest, share * (1 + rest))",
         "mass = share * (1 + rest)",
-        "tests/test_vocab_parallel.py",
+        "tests/test_hostile.py -k 'vocab_parallel_token_logprobs and cpu and test_ops'",
     ),
     "softcap divides by nothing": Mutation(
         "fused_rl/cpu/targets.py",
         "slope = inv_t if softcap is None else inv_t * (1 -",
         "slope = inv_t * (1 + 0 *",
-        "tests/test_targets.py -k options",
+        "tests/test_hostile.py -k 'targets and cpu and test_ops'",
     ),
     "the tail of the K likeliest is left out": Mutation(
         "fused_rl/topk.py",
@@ -127,6 +127,18 @@ MUTATIONS = {
         "return None if len(kept) == mask.numel() else kept",
         "return None if len(kept) else kept",
         "tests/test_linear.py -k masked",
+    ),
+    "where the gradient of a divergence begins is counted in 32 bits": Mutation(
+        "kernels/kl_gradient.py",
+        "out = row.to(tl.int64) * V",
+        "out = row * V",
+        f"{ON_DEVICE} -k a_gradient_of_more",
+    ),
+    "the gradient of a masked row is never written": Mutation(
+        "kernels/kl_gradient.py",
+        "_store(dx_ptr, dy_ptr, dx, dy, out + column, inside)",
+        "_store(dx_ptr, dy_ptr, dx, dy, out + column, wanted)",
+        "tests/test_kl.py -k 'nan_shows and kernel'",
     ),
     # The losses.
     "k3 is its mirror image": Mutation(
@@ -170,6 +182,9 @@ MUTATIONS = {
     ),
     "entropy is punished": Mutation(
         "fused_rl/losses.py", "losses = losses - chosen.entropy_coef", "losses = losses + chosen.entropy_coef", LOSSES
+    ),
+    "a long sequence is far however near its tokens are": Mutation(
+        "fused_rl/surrogates.py", "gap = sequences.mean(behaviour", "gap = sequences.sum(behaviour", LOSSES
     ),
     "lengths of sequences count padding": Mutation(
         "fused_rl/aggregation.py",

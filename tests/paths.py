@@ -3,9 +3,6 @@
 `make gpu` runs `ON_DEVICE` with `pytest --on-device`, which leaves out what runs on the CPU path.
 """
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +16,6 @@ ON_DEVICE = [
     "tests/test_linear.py",
     "tests/test_linear_autograd.py",
     "tests/test_head.py",
-    "tests/test_linear_kl.py",
     "tests/test_kl.py",
     "tests/test_kl_autograd.py",
     "tests/test_targets.py",
@@ -32,18 +28,4 @@ ON_DEVICE = [
     "tests/test_extremes.py",
     "tests/test_hostile.py",
 ]
-NOT_ON_DEVICE = {
-    "tests/test_integrations_trl.py",
-    "tests/test_integrations_trl_logits.py",
-    "tests/test_occupancy.py",
-}
-"""Those that compare with packages which a bare image lacks, or launch nothing."""
-
-
-def on_both_paths() -> Iterator[str]:
-    """The device of the kernels, then that of their twins; while it is handed out, its tensors take that path."""
-    for device, interpret in ((DEVICE, "1"), ("cpu", "0")):
-        with pytest.MonkeyPatch.context() as patch:
-            if DEVICE == "cpu":
-                patch.setenv("TRITON_INTERPRET", interpret)
-            yield device
+NOT_ON_DEVICE = {"tests/test_occupancy.py"}  # which launches nothing

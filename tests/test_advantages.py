@@ -73,16 +73,6 @@ def test_a_standard_deviation_below_the_floor_counts_as_the_floor():
             response_advantages(rewards, advantage, group_size=8, std_floor=0.5)
 
 
-def test_what_is_no_function_of_rewards_is_refused():
-    with pytest.raises(ValueError, match="gae is per token|per token: use fused_rl.gae with a critic's values"):
-        response_advantages(REWARDS, "gae", group_size=8)
-    with pytest.raises(ValueError, match="advantage must be one of group-std.*got 'std'"):
-        response_advantages(REWARDS, "std", group_size=8)
-    for advantage in ("group-std", "batch-std"):
-        with pytest.raises(ValueError, match=r"rewards must be \(B,\) floating point, got \(2, 8\)"):
-            response_advantages(REWARDS.view(2, 8), advantage, group_size=8)
-
-
 def advantages_here(rank, world):
     """Of this rank's share: rewards that are equal on a rank but not on all; equal on all; none on the last rank."""
     group = torch.distributed.group.WORLD

@@ -237,6 +237,231 @@ def test_what_is_wrong_is_told_of_its_argument(place, given):
     refused(name, f"{argument}.*{said}", **{argument: given})
 
 
+# What several arguments make wrong, or what is said of another: (function, what is given, what is said).
+SEVERAL = torch.zeros(2, 3, 4, dtype=torch.int64)
+LEAF = torch.zeros(2, 3, 50, requires_grad=True)
+FAR = TARGETS.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(50))
+LAST = torch.tensor([[False, False], [False, True]])
+HALF, BF16 = torch.ones(2, dtype=torch.bool), torch.bfloat16
+ONE_BAD = torch.tensor([[1.0, 2, 0], [1, 1, 1]])
+EVEN = torch.log_softmax(torch.zeros(2, 3, 5), -1)[..., :4]
+SETS = fused_rl.TokenSupport.from_lists([[0, 1]] * 6)
+REFUSED = [
+    # logits and targets
+    (
+        "token_logprobs",
+        {"logits": LOGITS.cfloat()},
+        r"bf16, fp16 or fp32 tensor, got torch.complex64 \(2, 3, 50\); convert",
+    ),
+    ("token_logprobs", {"logits": torch.tensor(1.0)}, r"\(\.\.\., V\) with V >= 1, got \(\)"),
+    ("token_logprobs", {"logits": torch.zeros(2, 3, 0)}, r"V >= 1, got \(2, 3, 0\)"),
+    (
+        "token_logprobs",
+        {"targets": TARGETS[:, 1:]},
+        r"shape of the rows of logits \(2, 3, 50\), \(2, 3\), got \(2, 2\)",
+    ),
+    ("token_logprobs", {"targets": TARGETS[:, 1:], "shift": True}, "shift=True takes the targets of all T positions"),
+    (
+        "token_logprobs",
+        {"targets": FAR},
+        r"target of logits\[1, 2\] is 50, outside the vocabulary of 50 \(0 to 49\); 1 of 6",
+    ),
+    ("token_logprobs", {"targets": TARGETS - 100}, r"logits\[0, 0\] is -100, outside .* mask"),
+    ("token_logprobs", {"targets": TARGETS - 1, "shift": True, "mask": LAST}, r"logits\[1, 1\] is -1"),
+    ("token_logprobs", {"mask": MASK[:, 1:]}, r"outputs, \(2, 3\), got \(2, 2\)"),
+    (
+        "token_logprobs",
+        {"logits": LOGITS[0], "targets": TARGETS[0], "shift": True},
+        r"\(B, T, V\) or \(B, T, H\), got \(3,",
+    ),
+    ("token_logprobs", {"softcap": 0.0}, "softcap must be a finite number above 0, got 0.0; pass None"),
+    ("token_logprobs", {"temperature": torch.ones(3, 3)}, r"broadcastable .* \(2, 3\), .* \(3, 3\)"),
+    ("token_logprobs", {"temperature": torch.ones(3, requires_grad=True)}, r"temperature.detach\(\)"),
+    ("token_logprobs", {"logits": LEAF, "inplace": True}, "overwrite a leaf"),
+    ("token_logprobs", {"logits": (LEAF * 1)[:, :1].expand(2, 3, 50), "inplace": True}, "do not overlap, got strides"),
+    *(
+        (name, {"temperature": temperature}, rf"temperature must be a number from 1e-06 to 1e\+06 .*, got {said}")
+        for name in ("token_logprobs", "token_kl", "linear_token_logprobs")
+        for temperature, said in [
+            *((t, t) for t in (0, -1.0, NAN, INF)),
+            *((t, "") for t in (1e-9, 1e29)),
+            (ONE_BAD, r"0.0 for logits\[0, 2\]"),
+        ]
+    ),
+    # several targets
+    ("token_logprobs", {"targets": SEVERAL[:, 1:]}, r"\(\.\.\., K\) must begin with .* \(2, 3\), got \(2, 2, 4\)"),
+    ("token_logprobs", {"targets": SEVERAL[..., None]}, r"\(2, 3\), got \(2, 3, 4, 1\)"),
+    (
+        "token_logprobs",
+        {"targets": SEVERAL + 50},
+        r"target 0 of logits\[0, 0\] is 50, outside .* \(0 to 49\); 24 of 24",
+    ),
+    ("token_logprobs", {"targets": SEVERAL - 100, "mask": FAR > 0}, r"target 0 of logits\[1, 2\] is -100"),
+    ("token_logprobs", {"logits": LOGITS.double(), "targets": SEVERAL + 50}, r"target 0 of logits\[0, 0\] is 50"),
+    ("token_logprobs", {"targets": SEVERAL, "mask": SEVERAL == 0}, r"outputs, \(2, 3\), got \(2, 3, 4\)"),
+    # kept sets
+    *(
+        (name, {"support": support, **more}, said)
+        for name in ("token_logprobs", "linear_token_logprobs")
+        for support, more, said in (
+            ([[0]] * 6, {}, "support must be a TokenSupport or None, got list"),
+            (SETS.select(torch.arange(5)), {}, r"support has 5 rows, the targets \(2, 3\) have 6; rows stand in"),
+            (
+                SETS,
+                {"targets": FAR.clamp(max=2)},
+                r"target 2 of logits\[1, 2\] is not in its kept set of 2 ids; 1 of 6",
+            ),
+            (
+                fused_rl.TokenSupport.from_lists([[0]] * 5 + [[0, 50]]),
+                {},
+                r"logits\[1, 2\] has id 50, outside .* of 50 \(0",
+            ),
+            (SETS, {"targets": SEVERAL}, "one target per row"),
+        )
+    ),
+    ("token_logprobs", {"support": SETS.select(torch.arange(4)), "shift": True}, "rows of all T targets, the first of"),
+    ("token_logprobs", {"logits": LOGITS.double(), "support": SETS, "targets": SEVERAL[..., :1]}, "one target per row"),
+    # divergences
+    ("token_kl", {"direction": "js"}, "direction must be one of"),
+    ("token_kl", {"temperature": torch.ones(4)}, "temperature must be"),
+    ("token_kl", {"mask": HALF}, r"mask must have the shape of the rows, \(2, 3\), got \(2,\)"),
+    ("token_kl", {"ref_logits": LOGITS[..., 1:]}, r"one shape, got \(2, 3, 50\) and \(2, 3, 49\)"),
+    ("token_kl", {"ref_logits": LOGITS.to(BF16)}, "share dtype and device"),
+    ("token_kl", {"logits": LOGITS.double()}, "logits must be a bf16, fp16 or fp32 tensor"),
+    ("token_kl", {"logits": LOGITS[..., :0], "ref_logits": LOGITS[..., :0]}, "V >= 1"),
+    ("linear_token_kl", {"direction": "both"}, "direction must be one of"),
+    ("linear_token_kl", {"ref_hidden": HIDDEN[:1]}, "the same tokens and vocabulary"),
+    ("linear_token_kl", {"ref_hidden": HIDDEN.to(BF16), "ref_weight": HEAD.weight.to(BF16)}, "one dtype and device"),
+    ("topk_kl", {"logprobs": EVEN, "ref_logprobs": EVEN[..., :3]}, r"of one shape, got \(2, 3, 4\) and \(2, 3, 3\)"),
+    ("topk_kl", {"direction": "sideways"}, "one of reverse, forward, jensen-shannon; got 'sideways'"),
+    ("topk_kl", {"logprobs": EVEN, "ref_logprobs": EVEN, "mask": HALF}, r"shape of the rows, \(2, 3\), got \(2,\)"),
+    (
+        "topk_kl",
+        {"logprobs": EVEN, "ref_logprobs": EVEN + torch.tensor([0.0, 0.3])[:, None, None]},
+        r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows",
+    ),
+    ("topk_kl", {"logprobs": EVEN + 2, "ref_logprobs": EVEN}, r"logprobs\[0, 0\] holds 0.39\d* at k = 0; .* no logits"),
+    ("topk_kl", {"logprobs": EVEN, "ref_logprobs": EVEN * NAN}, r"ref_logprobs\[0, 0\] holds NaN at k = 0"),
+    ("kl_estimate", {"kl_estimator": "k5"}, "kl_estimator must be one of .*rk3.*got 'k5'"),
+    ("kl_estimate", {"ref_logprobs": ROWS[0]}, r"ref_logprobs must have the shape of logprobs, \(2, 3\), got \(3,\)"),
+    ("kl_estimate", {"kl_estimator": "k4", "old_logprobs": ROWS[:1]}, "old_logprobs"),
+    # heads
+    *(
+        (name, given, said)
+        for name in ("linear_token_logprobs", "linear_token_loss")
+        for given, said in (
+            ({"weight": torch.zeros(50, 3)}, r"hidden must be .* got .*2, 3, 4.* and .*50, 3"),
+            ({"weight": torch.zeros(4, 50)}, "weight .V, H."),
+            ({"targets": FAR}, r"logits\[1, 2\] is 50, outside .* 50"),
+            ({"bias": torch.zeros(49)}, "bias must be .V,. = .50,., got .49,."),
+            ({"weight": torch.zeros(50, 4, dtype=BF16)}, "one dtype.*torch.float32, torch.bfloat16"),
+            ({"hidden": HIDDEN.double(), "weight": HEAD.weight.double()}, "float32, bfloat16"),
+            ({"workspace_mb": 0}, "workspace_mb must be a finite number above 0"),
+        )
+    ),
+    *(
+        (name, {"logits_dtype": asked}, "logits_dtype must be None, torch.float32 or the dtype of hidden and weight")
+        for name in ("linear_token_logprobs", "linear_token_loss", "linear_token_kl")
+        for asked in (BF16, torch.float64, torch.int32, "float32")
+    ),
+    (
+        "linear_token_loss",
+        {"token_loss": lambda lp, h: lp.mean()},
+        r"one value per token, \(\d+,\), unreduced; got \(\)",
+    ),
+    # losses
+    ("policy_loss", {"preset": "grop"}, "preset must be one of ppo, grpo.*got 'grop'"),
+    ("policy_loss", {"preset": "grpo", "options": fused_rl.PolicyLossOptions()}, "preset or options, not both"),
+    ("policy_loss", {"options": {"clip_low": 0.1}}, "options must be PolicyLossOptions or None, got dict"),
+    ("policy_loss", {"clip": 0.2}, "option must be one of .*clip_low, clip_high.*got 'clip'"),
+    ("policy_loss", {"ratio_level": "row"}, "ratio_level must be one of token, sequence, sequence-sum"),
+    ("policy_loss", {"loss_agg": "mean"}, "loss_agg must be one of token-mean"),
+    ("policy_loss", {"surrogate": "ppo"}, "surrogate must be one of clip"),
+    ("policy_loss", {"kl_estimator": "k9"}, "kl_estimator must be one of"),
+    ("policy_loss", {"rollout_correction": "clip"}, "rollout_correction must be one of"),
+    ("policy_loss", {"kl_coef": 0.1}, "needs ref_logprobs"),
+    ("policy_loss", {"entropy_coef": 0.1}, "need entropy"),
+    ("policy_loss", {"delta": 1.1}, r"delta must lie above 1 \+ clip_high"),
+    ("policy_loss", {"clip_low": -0.1}, "clip_low must be a finite number, 0 or more, got -0.1"),
+    ("policy_loss", {"top_entropy": 2.0}, "top_entropy must be a number above 0, at most 1"),
+    ("policy_loss", {"mask": torch.ones(2, 4, dtype=torch.bool)}, r"\(2, 4\)"),
+    ("policy_loss", {"advantages": SCORES}, r"the shape of the mask, \(2, 3\), or one value per sequence, got \(4,\)"),
+    ("policy_loss", {"logprobs": LOGITS}, r"losses take \(B, T\) floating point tensors"),
+    ("policy_loss", {"sequence_ids": ROWS}, "sequence_ids must be .* int64"),
+    # advantages and masked reductions
+    ("gae", {"rewards": SCORES}, r"rewards must be \(B, T\) floating point"),
+    ("gae", {"values": TARGETS}, r"values must be \(B, T\) floating point"),
+    ("gae", {"mask": MASK[:, 1:]}, r"mask must have the shape of rewards, \(2, 3\), got \(2, 2\)"),
+    ("gae", {"gamma": 1.01}, "gamma must be a number from 0 to 1"),
+    ("gae", {"gae_lambda": -0.1}, "gae_lambda must be a number from 0 to 1"),
+    ("gae", {"gae_lambda": NAN}, "gae_lambda must be a number from 0 to 1"),
+    ("group_advantages", {"group_size": 3}, "do not divide into groups of group_size=3"),
+    ("response_advantages", {"advantage": "gae"}, "per token: use fused_rl.gae with a critic's values"),
+    ("response_advantages", {"advantage": "std"}, "advantage must be one of group-std.*got 'std'"),
+    ("response_advantages", {"rewards": ROWS}, r"rewards must be \(B,\) floating point, got \(2, 3\)"),
+    ("response_advantages", {"advantage": "group-mean", "std_floor": 0.5}, "std_floor has no meaning with advantage="),
+    *(
+        (name, given, said)
+        for name in ("masked_sum", "masked_mean", "masked_var", "whiten")
+        for given, said in (
+            ({"mask": MASK[0]}, r"shape of values, \(2, 3\), got \(3,\)"),  # broadcasting would count wrongly
+            ({"values": TARGETS}, "values must be floating point"),
+        )
+    ),
+]
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(("name", "given", "said"), REFUSED, ids=[f"{name} {said[:40]}" for name, _, said in REFUSED])
+def test_what_does_not_fit_is_refused(name, given, said):
+    with pytest.raises(ValueError, match=said):
+        getattr(fused_rl, name)(**{**TAKES[name], **given})
+
+
+make_sets, from_scores = fused_rl.TokenSupport.from_lists, fused_rl.TokenSupport.from_scores
+# A float id would be cut to another one, and a logit of NaN or inf, which the sampler may draw, be left out.
+NO_SETS = {
+    "at row 1: from 2 to 1": lambda: fused_rl.TokenSupport(torch.arange(3), torch.tensor([0, 2, 1, 3])),
+    "number of ids, 3; got 0 to 2": lambda: fused_rl.TokenSupport(torch.arange(3), torch.tensor([0, 2])),
+    "3; got 1 to 3": lambda: fused_rl.TokenSupport(torch.arange(3), torch.tensor([1, 3])),
+    "row 1 keeps id 2 more than once; 1 id": lambda: make_sets([[1, 2], [2, 5, 7, 2]]),
+    "row 1 keeps id -1; ids start at 0": lambda: make_sets([[1], [4, -1]]),
+    "row 1 of lists must be a list of ids, whole numbers": lambda: make_sets([[1], [1.7]]),
+    "row 0 of lists must be a list of ids, whole numbers": lambda: make_sets([torch.tensor([1.5])]),
+    "row 0 of lists .*, got list .True, False.": lambda: make_sets([[True, False]]),
+    "row 0 of lists must be .*, got int 1": lambda: make_sets([1, 2, 3]),
+    "row 0 of lists must be a list of ids": lambda: make_sets([[[1, 2], [3, 4]]]),
+    "lists must be a list of ids, or None, for each row, got str '12'": lambda: make_sets("12"),
+    "row 0 of scores has no": lambda: from_scores(torch.full((2, 4), -torch.inf)),
+    "row 0 at step 1 has nan": lambda: from_scores([LOGITS[0], LOGITS[0] / 0]),
+    "scores must be a tensor .B, V. for each step, got NoneType": lambda: from_scores(None),
+    "scores must be finite.* row 0 has nan at id 1": lambda: from_scores(torch.tensor([[0.0, NAN]])),
+    "row 0 at step 0 has inf at id 0": lambda: from_scores([torch.tensor([[INF, 0.0]])] * 2),
+    "scores must be a floating-point tensor": lambda: from_scores(torch.zeros(2, 0)),
+    "support must be a TokenSupport": lambda: fused_rl.TokenSupport.cat([[1]]),
+    "sizes must be whole numbers, got int 1": lambda: make_sets([[1]]).split(1),
+    "add up to the 3 rows, got a sum of 4": lambda: make_sets([[1]] * 3).split([2, 2]),
+    "bool with 1 True places": lambda: make_sets([[1]]).spread(HALF),
+    r"\(1,\), got \(2,\)": lambda: make_sets([[1]]).select(HALF),
+}
+
+
+@pytest.mark.parametrize("said", NO_SETS)
+def test_what_is_no_set_is_told_and_never_made_one(said):
+    with pytest.raises(ValueError, match=said):
+        NO_SETS[said]()
+
+
+def test_values_per_token_of_a_loss_have_its_shape_and_no_gradient():
+    def called(*per_token):
+        fused_rl.linear_token_loss(*OF_HEAD.values(), lambda logprobs, entropy, *_: logprobs, *per_token)
+
+    with pytest.raises(ValueError, match=r"per_token\[1\] must start with the targets' shape \(2, 3\), got \(4,\)"):
+        called(ROWS, SCORES)
+    with pytest.raises(ValueError, match=r"per_token\[0\] requires a gradient"):
+        called(ROWS.clone().requires_grad_())
+
+
 def test_a_packed_batch_has_a_value_for_every_sequence():
     ids = torch.tensor([[0, 0, 1], [2, 2, -1]])
     refused(

@@ -1,7 +1,6 @@
 """token_logprobs on the CPU path: in chunks, compiled where that is worth it, in huge pages, without copies."""
 
 import logging
-import mmap
 import re
 from pathlib import Path
 
@@ -141,14 +140,3 @@ def test_the_gradient_of_large_logits_is_in_huge_pages(monkeypatch, watched):
     total = token_logprobs(logits, torch.zeros(16, dtype=torch.long), mask=no_row).logprobs.sum()
     (gradient,) = torch.autograd.grad(total, logits)
     assert "hg" in flags(gradient)
-
-
-@with_huge_pages
-def test_large_memory_asks_for_huge_pages():
-    """Small tensors share their mapping with everything else."""
-    mapping = mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of its own: torch may use one again
-    large, small = torch.frombuffer(mapping, dtype=torch.float32), torch.empty(1 << 10)
-    assert "hg" not in flags(large)
-    assert compiled.in_huge_pages(large) is large
-    assert "hg" in flags(large)
-    assert "hg" not in flags(compiled.in_huge_pages(small))

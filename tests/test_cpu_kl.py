@@ -7,7 +7,6 @@ import fused_rl
 from bench import machine
 from fused_rl.cpu import compiled as cpu
 from fused_rl.cpu import pair as rows_of_two
-from tests.masks import assert_divergence, by_definition, masked_pairs
 from tests.pairs import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
 
 VOCAB = 4 * cpu.BLOCK + 77  # blocks and a tail
@@ -115,40 +114,6 @@ def test_compiled(compiled, direction, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("distance", [0.5, 1e-3, 1e-6])  # down to 3e-13 nats
-def test_compiled_keeps_relative_precision(compiled, distance, direction):
-    x, y = pair(4, VOCAB, distance=distance)
-    for offset in (0.0, 1000.0):
-        z = x + offset
-        got = fused_rl.token_kl(z, y, direction=direction)
-        torch.testing.assert_close(got.double(), exact(z, y, direction), rtol=1e-6, atol=0)
-    x = (64 * x).round() / 64
-    assert (fused_rl.token_kl(x, x - 64.0, direction=direction) == 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_compiled_semantics(compiled, direction):
-    """As in `test_kl`: banned in one, empty rows, NaN."""
-    x, y = pair(8, VOCAB)
-    x[0, :1500:2] = -torch.inf
-    y[1, 1234], x[1, 1234] = -torch.inf, -500.0
-    x[2] = -torch.inf
-    y[3] = -torch.inf
-    x[4, 2000], y[5, 2100], x[6, 3] = torch.nan, torch.inf, torch.inf
-    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(8), direction=direction)
-    assert value.isnan().tolist() == [False] * 4 + [True] * 3 + [False]
-    infinite = {"reverse": [1, 3], "forward": [0, 2], "jensen-shannon": []}[direction]
-    assert value.isinf().nonzero()[:, 0].tolist() == infinite
-    assert (dx[infinite] == 0).all()
-    assert (dy[infinite] == 0).all()
-    for row in [row for row in (0, 1, 7) if row not in infinite]:
-        want = fused_rl.reference.token_kl(x[row].double(), y[row].double(), direction=direction)
-        torch.testing.assert_close(value[row].double(), want, rtol=1e-6, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_compiled_keeps_no_intermediate(compiled, direction):
     """The gradient, and next to nothing else, is as large as the logits: also in what is compiled second."""
     small = [z.requires_grad_() for z in pair(8, VOCAB)]
@@ -177,29 +142,6 @@ def test_slices_are_not_copied():
     assert torch.equal(matrix[at], z.reshape(-1, 40)[rows])
 
 
-def test_small_inputs_never_compile(monkeypatch):
-    monkeypatch.setattr(cpu, "by_inductor", lambda function: pytest.fail("compiled"))
-    x, y = pair(64, VOCAB)
-    fused_rl.token_kl(x.requires_grad_(), y).sum().backward()
-
-
-def test_without_a_compiler_large_inputs_stay_eager(monkeypatch):
-    monkeypatch.setattr(cpu, "by_inductor", lambda function: pytest.fail("compiled"))
-    monkeypatch.setattr(cpu, "compiler_found", lambda: False)
-    monkeypatch.setattr(cpu, "WORTH_COMPILING", 1)
-    x, y = pair(64, VOCAB)
-    fused_rl.token_kl(x.requires_grad_(), y).sum().backward()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("dtype", "fill"), [(torch.float32, -1e15), (torch.bfloat16, -1e9)])
-def test_compiled_with_finite_masks(compiled, dtype, fill, direction):
-    """Blocks of which one row is masked throughout go to the careful sums, and so do those masked in part."""
-    assert_divergence(*masked_pairs(dtype, fill), direction)
-    assert "_near_sums" in compiled
-
-
 @pytest.mark.parametrize("fill", [-60.0, -65504.0, -1e9])
 def test_a_mask_on_whole_blocks_takes_no_digits(fill):
     """Where P is a mask throughout, u is y's distance from its mean, 35 nats, and Q's mass there is most of the KL."""
@@ -207,5 +149,5 @@ def test_a_mask_on_whole_blocks_takes_no_digits(fill):
     x = y + 1e-3 * torch.randn(y.shape)
     x[:, 2 * cpu.BLOCK :] = fill
     value = fused_rl.token_kl(x, y, temperature=0.7)
-    wanted, *_ = by_definition(x.double() / 0.7, y.double() / 0.7, "reverse")
+    wanted = fused_rl.reference.token_kl(x.double(), y.double(), temperature=0.7)
     torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=0)

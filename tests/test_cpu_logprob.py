@@ -7,20 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_rl import reference, token_logprobs
+from fused_rl import token_logprobs
 from fused_rl.cpu import compiled, logprob, native
+from tests.hostile import OPS
 from tests.logits import (
-    FLOATS,
-    assert_gradient_close,
-    assert_outputs_close,
-    exact,
     random_rows,
     run,
     upstream_of,
 )
-
-# one column; less than a vector; one short of a block, and one more; several blocks and a tail
-VOCABULARIES = (1, 5, 511, 513, 2000)
+from tests.test_hostile import WHOLE, check
 
 
 @pytest.fixture(params=["rows.c", "eager"])
@@ -33,22 +28,16 @@ def path(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_values_and_gradients(path, dtype, vocab):
-    logits, targets = random_rows(9, vocab, dtype, "cpu")
-    mask = torch.arange(9) % 4 != 0
-    options = {"mask": mask, "temperature": torch.linspace(0.5, 2, 9)}
-    upstream = upstream_of((9,), "cpu")
-    outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
-    expected, expected_gradient = exact(logits, targets, upstream, **options)
-    _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
-    assert_outputs_close(outputs, expected)
-    assert_gradient_close(gradient, expected_gradient, naive)
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("name", ["token_logprobs", "token_logprobs, K targets", "token_logprobs, support"])
+def test_hostile_rows(name):
+    """Both paths; one of them is what tests/test_hostile.py has at length."""
+    for case in WHOLE:
+        check(OPS[name], case)
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("column", [0, 3, 511, 512, 1299])  # of a vector, a block, the tail: first and last
+@pytest.mark.parametrize("column", [0, 511, 1299])  # the first, of a block and of the tail the last
 def test_what_is_not_finite_stays_in_its_row(column):
     logits, targets = random_rows(5, 1300, torch.float32, "cpu")
     logits[0, column] = torch.nan

@@ -31,9 +31,7 @@ from tests.heads import (
 )
 from tests.marks import cpu_fast, on_backends, slow
 from tests.pairs import DIRECTIONS
-from tests.paths import DEVICE
 
-TILES = {"one": ONE_TILE, "more tokens": MORE_TOKENS}
 CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
 
 
@@ -79,70 +77,28 @@ def check(run, leaves, targets, *args, monkeypatch, **options):
     return results
 
 
-@on_backends("run, workspace", [logprobs_and_gradients, loss_and_gradients], TILES, most=1)
-def test_on_both_backends(backend, monkeypatch, run, workspace):
+# one tile of few rows on the kernels, which are interpreted
+@cpu_fast
+@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
+def test_values_and_gradients(backend, monkeypatch, run, dtype, workspace):
     shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, BF16, backend)
+    leaves, targets, mask = make(shape, dtype, backend)
+    temperature = torch.linspace(0.5, 2, shape[0], device=backend)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {"mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    options = {"mask": mask, "softcap": 4.0, "temperature": temperature, "workspace_mb": workspace_mb}
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
 @cpu_fast
-def test_several_targets(backend, monkeypatch):
-    leaves, targets, mask = make(ONE_TILE[0], BF16, backend)
-    several = torch.stack([targets, (targets + 7) % ONE_TILE[0][2]], 1)
-    upstream = [upstream_of(several)[0], *upstream_of(targets)[1:]]
-    check(logprobs_and_gradients, leaves, several, upstream, monkeypatch=monkeypatch, mask=mask)
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_values_and_gradients(monkeypatch, run, dtype, bias, softcap, workspace):
-    shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype, DEVICE, bias=bias)
-    temperature = torch.linspace(0.5, 2, shape[0], device=DEVICE)
-    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {
-        "mask": mask,
-        "softcap": softcap,
-        "temperature": temperature,
-        "workspace_mb": workspace_mb,
-    }
-    check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
-
-
-@on_backends("direction, workspace", DIRECTIONS, TILES, most=0)
-def test_divergence(backend, monkeypatch, direction, workspace):
-    shape, workspace_mb = workspace
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_divergence(backend, monkeypatch, direction):
+    shape, workspace_mb = MORE_TOKENS
     leaves, targets, mask = make(shape, BF16, backend)
     head = reference_head(shape, BF16, backend)
-    options = {
-        "direction": direction,
-        "mask": mask,
-        "temperature": 0.8,
-        "workspace_mb": workspace_mb,
-    }
+    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
     check(kl_and_gradients, leaves, targets, head, monkeypatch=monkeypatch, **options)
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_divergence_in_tiles(monkeypatch, direction):
-    leaves, targets, mask = make(MORE_TOKENS[0], BF16)
-    options = {"direction": direction, "mask": mask, "workspace_mb": MORE_TOKENS[1]}
-    check(
-        kl_and_gradients,
-        leaves,
-        targets,
-        reference_head(MORE_TOKENS[0], BF16),
-        monkeypatch=monkeypatch,
-        **options,
-    )
 
 
 @on_backends("lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0)
@@ -193,11 +149,8 @@ def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):
 @pytest.mark.parametrize(
     ("sigma", "offset", "where", "shape"),
     [
-        (1, 0, "", {}),
         (3, 0, "", {}),
         slow(3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}),  # a sum of so many in one go is off by more
-        (3, 30, "weight", {}),
-        (3, 30, "bias", {}),
         (3, 100, "weight", {}),
         (3, 100, "bias", {}),
     ],
@@ -231,8 +184,8 @@ def test_a_row_of_the_head_beyond_all_others():
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("banned", [0.3, 0.6, 0.97])
-@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(BF16).min])
+@pytest.mark.parametrize("banned", [0.3, 0.97])
+@pytest.mark.parametrize("value", [-1e4, torch.finfo(BF16).min])
 @pytest.mark.parametrize("where", ["bias", "weight"])
 def test_masks_in_the_head_take_no_digits(where, value, banned):
     """Large finite values in place of -inf, on most columns: in the bias, or as the weight of a constant feature."""
@@ -332,45 +285,3 @@ def test_work():
         outputs.logprobs.sum().backward()
     assert work.flop == 6 * n * width * vocab
     assert work.dtypes == {FP32, BF16}
-
-
-OPS = {
-    "logprobs": lambda h, w, t, **o: fused_rl.linear_token_logprobs(h, w, t, **o),
-    "loss": lambda h, w, t, **o: fused_rl.linear_token_loss(h, w, t, lambda lp, _: -lp, **o),
-    "divergence": lambda h, w, _, **o: fused_rl.linear_token_kl(h, w, h.detach(), w.detach(), **o),
-}
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-@pytest.mark.parametrize(
-    ("operands", "asked"),
-    [
-        (FP32, BF16),
-        (FP32, FP16),
-        (FP32, FP64),
-        (BF16, FP16),
-        (BF16, FP64),
-        (BF16, torch.int32),
-        (BF16, "float32"),
-    ],
-)
-def test_other_dtypes_are_refused(op, operands, asked):
-    (hidden, weight), targets, _ = make(ONE_TILE[0], operands, bias=False)
-    with pytest.raises(
-        ValueError,
-        match=r"logits_dtype must be None, torch.float32 or the dtype of hidden and weight",
-    ):
-        op(hidden, weight, targets, logits_dtype=asked)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_under_autocast_the_operands_are_as_it_casts():
-    leaves, targets, _ = make(ONE_TILE[0], FP32)
-    with torch.autocast("cpu", BF16):
-        cast = fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, logits_dtype=FP32)
-        with pytest.raises(ValueError, match=r"torch.bfloat16; got torch.float16"):
-            fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, logits_dtype=FP16)
-    low = in_dtype(leaves, BF16)
-    plain = fused_rl.linear_token_logprobs(low[0], low[1], targets, logits_dtype=FP32)
-    assert all(torch.equal(a, b) for a, b in zip(cast, plain, strict=True))

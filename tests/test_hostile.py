@@ -21,8 +21,11 @@ from tests.hostile import (
     blurred,
     build,
     cases,
+    kl_promise,
+    logprobs_promise,
     placed,
     sizes_of_head,
+    topk_promise,
 )
 from tests.hostile import OTHERS as OTHER_ROWS
 from tests.marks import diagonal, slow
@@ -66,6 +69,14 @@ def allowed_gradient(op, batch, leaf, exact, naive, size):
     return sum(largest) + 2 * limits.eps * size + 1e-12 + limits.smallest_normal
 
 
+# What no rounding may exceed: a log-probability, an entropy, a divergence.
+BOUNDS = {
+    logprobs_promise: ((-torch.inf, 0.0), (0.0, torch.inf)),
+    kl_promise: ((0.0, torch.inf),),
+    topk_promise: ((0.0, torch.inf),),
+}
+
+
 def check(op, case, device="cpu"):
     batch = op.prepare(placed(build(case), device))
     leaves = op.leaves(batch)
@@ -78,6 +89,9 @@ def check(op, case, device="cpu"):
     promised = op.promise(batch, exact)
     for i, values in enumerate(zip(ours, exact, promised, strict=True)):
         assert_within(f"output {i}", *values)
+    bounds = BOUNDS.get(op.promise, ())
+    for value, (least, most) in zip(ours, bounds, strict=False):
+        assert not ((value < least) | (value > most)).any()
     sizes = op.sizes(batch, best, leaves)
     unknown = unknown_gradients(op, promised, leaves, sizes)
     for i, (leaf, actual, wanted, *others) in enumerate(zip(leaves, gradients, best, naive, sizes, strict=True)):
@@ -101,13 +115,16 @@ for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.f
     for direction in ("reverse", "forward"):
         MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, False, direction, 2, 0))
 MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16))
+# Fills that are not drawn: within what fp32 holds beside logits, and far beyond it.
+for fill in ("-1e3", "-1e15"):
+    MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %", fill=fill),), vocab=513))
 # One of many likeliest columns, which says nothing of the others.
 row = Row("all equal", "8 nats higher", "a column", "-1e9", "reference")
 MASKED.append(MASKED[0]._replace(rows=(row,), vocab=2100, dtype=torch.float16))
 
 
 def masked(case):
-    return f"{case.rows[0].place} of {case.vocab}, {case.direction}"
+    return f"{case.rows[0].fill} at {case.rows[0].place} of {case.vocab}, {case.direction}"
 
 
 DIVERGENCES = [name for name in OPS if name.endswith("token_kl")]
@@ -136,7 +153,12 @@ def whole(number):
 WHOLE = [whole(number) for number in range(4)]
 
 
-@pytest.mark.parametrize("name", OPS)
+# A split vocabulary runs the same kernels, again for each reduction; of it one form of each op is fast.
+SPLIT = [name for name in OPS if name.startswith("vocab_parallel") and "," in name]
+CELLS = [("cpu", name) for name in OPS] + [slow("kernel", n) if n in SPLIT else ("kernel", n) for n in OPS]
+
+
+@pytest.mark.parametrize(("backend", "name"), CELLS, indirect=["backend"])
 def test_ops(backend, name):
     """On the CPU path a dozen draws; on the kernels, whose interpreter takes seconds, one batch of `WHOLE`."""
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -3,13 +3,11 @@
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integrations.trl_heads import leaves_of, make_head, make_targets, run_head
-from tests.trainers import tiny
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -21,48 +19,12 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E4
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
 from fused_rl.integrations import trl as integration  # noqa: E402
-from fused_rl.integrations import trl_head  # noqa: E402
-
-
-def test_the_documented_example_runs(tmp_path, monkeypatch):
-    """docs/integrations.md, its TRL section: trains, on our functions, and leaves TRL as it was."""
-    text = (Path(__file__).parent.parent / "docs" / "integrations.md").read_text()
-    section = text.split("## TRL\n")[1].split("\n## ")[0]
-    example = section.split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
-    tiny.model_folder(tmp_path / "model", chat=False)
-    calls = []
-    apply = trl_head.HeadLogprobs.apply
-    monkeypatch.setattr(trl_head.HeadLogprobs, "apply", lambda *inputs: calls.append(1) or apply(*inputs))
-    exec(compile(example, "docs/integrations.md", "exec"), {})
-    assert len(example.strip().splitlines()) <= 10
-    assert len(calls) >= 2
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
 
 # What imports the primitives by name, in TRL and in its experimental trainers.
-USERS = (
-    "trainer.distillation_trainer",
-    "trainer.grpo_trainer",
-    "trainer.sft_trainer",
-    "trainer.dpo_trainer",
-)
-USERS += (
-    "experimental.orpo.orpo_trainer",
-    "experimental.cpo.cpo_trainer",
-    "experimental.tpo.tpo_trainer",
-)
-USERS += (
-    "experimental.sdft.loss_utils",
-    "experimental.sdpo.loss_utils",
-    "experimental.a2po.a2po_trainer",
-)
-OURS = (
-    "ChunkedLogProbFunction",
-    "ChunkedDivergenceFunction",
-    "selective_log_softmax",
-    "entropy_from_logits",
-)
+USERS = [f"trainer.{name}_trainer" for name in ("distillation", "grpo", "sft", "dpo")]
+USERS += [f"experimental.{name}.{name}_trainer" for name in ("orpo", "cpo", "tpo", "a2po")]
+USERS += [f"experimental.{name}.loss_utils" for name in ("sdft", "sdpo")]
+OURS = ("ChunkedLogProbFunction", "ChunkedDivergenceFunction", "selective_log_softmax", "entropy_from_logits")
 OURS += ("selective_log_softmax_and_entropy",)
 
 
@@ -83,10 +45,7 @@ def attributes():
 
 def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     before = attributes()
-    originals = [getattr(trl_utils, name) for name in OURS[2:]] + [
-        ChunkedLogProbFunction,
-        ChunkedDivergenceFunction,
-    ]
+    originals = [ChunkedLogProbFunction, ChunkedDivergenceFunction, *(getattr(trl_utils, name) for name in OURS[2:])]
     copies = {place for place, value in before.items() if any(value is original for original in originals)}
     integration.patch()
     try:
@@ -102,21 +61,13 @@ def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     assert all(after[place] is before[place] for place in before)
 
 
-def in_fp64():
-    return torch.zeros(2, 9, dtype=FP64), torch.zeros(2, dtype=torch.long)
-
-
 def test_the_hosts_own_function_is_reached_while_patched():
     head = make_head(FP64)
     targets = make_targets(head, (1.0, None, 1.0))
     theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
     with integration.patch():
-        ours = run_head(
-            trl_utils._ChunkedLogProbFunction.apply,
-            leaves_of(head, FP64),
-            targets,
-            (1.0, None, 1.0),
-        )
+        function = trl_utils._ChunkedLogProbFunction
+        ours = run_head(function.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
     assert all(map(torch.equal, ours, theirs))
 
 

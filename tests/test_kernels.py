@@ -141,24 +141,6 @@ def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     torch.testing.assert_close(gradient, -torch.softmax(row, 1))  # as on a shard that does not hold the target
 
 
-@watched_alone
-@grid("vocab, offset", [2048 + 256, 4099, 3 * 4096], [0, 3], most=2)
-def test_bytes(vocab, offset, monkeypatch):
-    """One read forward; one read and one write backward; of a masked row no read, and zeros written."""
-    split(monkeypatch, False)
-    row, target = one_row(vocab, torch.bfloat16)
-    logits, size = at(offset, row, n=2), 2 * vocab  # bytes of a row
-    slack = 2 * 8  # the target's logit again, and up to 7 that share 16 bytes with the last columns
-    for mask, rows in ((None, 2), (torch.tensor([True, False]), 1)):
-        with interpreter.count_traffic() as launches:
-            both(logits, target.expand(2), mask)
-        forward, backward = launches
-        assert size * rows <= forward.bytes("x_ptr")[0] <= (size + slack) * rows
-        assert forward.bytes("x_ptr")[1] == 0
-        assert backward.bytes("x_ptr")[0] == (size + 2) * rows
-        assert size * 2 <= backward.bytes("dx_ptr")[1] <= (size + 2) * 2
-
-
 def test_an_offset_of_all_logits_cancels():
     """To rounding in the outputs; to the bit in the gradient."""
     row = (8 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))).round().to(DEVICE) / 8

@@ -12,23 +12,14 @@ import torch
 import fused_rl
 from bench.compiled import interpreter
 from fused_rl import reference
-from tests.drawn import example, given, settings, st
 from tests.marks import cpu_fast, on_backends, slow
-from tests.pairs import DIRECTIONS, DTYPES, assert_as_good_as_reference, both_gradients, exact, pair
-from tests.paths import on_both_paths
+from tests.pairs import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
 # less than a tile, one exactly, a tail
-SIZES = [
-    (torch.float32, 4096),
-    (torch.bfloat16, 33),
-    (torch.float16, 1000),
-    (torch.float32, 1),
-    (torch.bfloat16, 8200),
-]
-SIZES += [(torch.float32, 2), (torch.float32, 33), (torch.float32, 10007)]
+SIZES = [(torch.float32, 4096), (torch.bfloat16, 33), (torch.float16, 1000), (torch.bfloat16, 8200), (torch.float32, 1)]
 
 
 @on_backends("direction, size", DIRECTIONS, SIZES, most=3)
@@ -43,16 +34,10 @@ def test_value_and_gradients(backend, direction, size):
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
-CAPPED_SIZES = [(torch.float32, 700), (torch.bfloat16, 4104)]
-
-
 # a cap that reaches every logit, and one that reaches few; bf16, whose capped logits have more digits than it
-@on_backends(
-    "direction, softcap, size", DIRECTIONS, [3.0, 30.0], [(torch.float32, 700), (torch.bfloat16, 4104)], most=2
-)
-def test_softcap(backend, direction, softcap, size):
-    dtype, vocab = size
-    x, y = pair(2, 3, vocab, dtype=dtype, device=backend)
+@on_backends("direction, softcap", DIRECTIONS, [3.0, 30.0], most=2)
+def test_softcap(backend, direction, softcap):
+    x, y = pair(2, 3, 1029, dtype=torch.bfloat16, device=backend)
     x[0, 0, 5:20] = -torch.inf  # as -softcap: nothing is banned
     upstream = torch.randn(2, 3, device=backend)
     options = {"direction": direction, "temperature": 0.7, "softcap": softcap}
@@ -61,7 +46,8 @@ def test_softcap(backend, direction, softcap, size):
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
-@on_backends("direction", DIRECTIONS, most=2)
+@cpu_fast
+@pytest.mark.parametrize("direction", ["forward", slow("jensen-shannon")])
 def test_shift_drops_the_last_position_without_a_copy(backend, direction):
     x, y = pair(2, 4, 300, device=backend)
     mask = torch.tensor([[True, True, False], [True, False, True]], device=backend)
@@ -77,8 +63,8 @@ def test_shift_drops_the_last_position_without_a_copy(backend, direction):
     assert torch.equal(fused_rl.token_kl(x, y, shift=True, **options), value)
 
 
-# KL from 5e-3 to 5e-11 nats; smooth, and nearly all mass on one token
-@on_backends("direction, distance, spread", DIRECTIONS, [1e-1, 1e-3, 1e-5], [3.0, 30.0], most=1)
+# KL from 5e-5 to 5e-11 nats; smooth, and nearly all mass on one token
+@on_backends("direction, distance, spread", DIRECTIONS, [1e-5, 1e-3], [3.0, 30.0], most=1)
 def test_close_distributions_keep_their_relative_precision(backend, spread, distance, direction):
     x, y = pair(4, 5000, spread=spread, distance=distance, device=backend)
     got = fused_rl.token_kl(x, y, direction=direction)
@@ -138,46 +124,12 @@ def test_equal_rows_are_exactly_zero(backend, offset, direction):
     assert (dx == 0).all()
 
 
-@given(
-    vocab=st.integers(1, 600),
-    spread=st.sampled_from([0.1, 3.0, 50.0, 1000.0]),
-    distance=st.sampled_from([0.0, 1e-6, 1e-3, 1.0, 300.0]),
-    offset=st.sampled_from([0.0, 20.0, -1000.0]),
-    banned=st.sampled_from([0.0, 0.3, 0.99]),
-    dtype=st.sampled_from(DTYPES),
-    direction=st.sampled_from(DIRECTIONS),
-    seed=st.integers(0, 1000),
-)
-@example(142, 50.0, 300.0, 0.0, 0.0, torch.float32, "jensen-shannon", 1)  # at 660 nats, log 2 but for the rounding
-def check_never_negative_never_nan(vocab, spread, distance, offset, banned, dtype, direction, seed):
-    """On both backends; and they agree within what an fp32 sum allows."""
-    x, y = pair(3, vocab, dtype=dtype, spread=spread, distance=distance, seed=seed)
-    x = x + offset
-    ban = torch.rand(3, vocab, generator=torch.Generator().manual_seed(seed)) < banned
-    x, y = (z.masked_fill(ban | z.isinf(), -torch.inf) for z in (x, y))
-    y = y.masked_fill(x.isinf(), -torch.inf)
-    x = x.masked_fill(y.isinf(), -torch.inf)
-    values = []
-    for device in on_both_paths():
-        values.append(fused_rl.token_kl(x.to(device), y.to(device), direction=direction).cpu())
-        assert (values[-1] >= 0).all()
-        assert torch.isfinite(values[-1]).all()
-    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
-    if direction == "jensen-shannon":
-        assert (values[0] <= 0.6931473).all()
-
-
-@pytest.mark.parametrize("examples", [2, slow(40)])
-def test_never_negative_never_nan(examples):
-    settings(max_examples=examples)(check_never_negative_never_nan)()
-
-
 @on_backends("direction", DIRECTIONS, most=0)
 def test_banned_in_both(backend, direction):
     """Whole leading tiles, scattered columns, all but one: as if the columns were not there."""
-    x, y = pair(3, 9001, device=backend)
-    keep = torch.zeros(3, 9001, dtype=torch.bool, device=backend)
-    keep[0, 8500:] = True
+    x, y = pair(3, 5001, device=backend)
+    keep = torch.zeros(3, 5001, dtype=torch.bool, device=backend)
+    keep[0, 4500:] = True
     keep[1, ::5] = True
     keep[2, 17] = True
     x, y = (z.masked_fill(~keep, -torch.inf) for z in (x, y))
@@ -199,67 +151,10 @@ def test_banned_in_both(backend, direction):
 
 
 @cpu_fast
-def test_jensen_shannon_where_one_bans_the_likeliest(backend):
-    """Columns with mass in one distribution alone: early and late ones, small and nearly all of the mass."""
-    x, y = pair(4, 5001, device=backend)
-    for row, (at, height) in enumerate([(3, 12.0), (4999, 12.0), (3, 300.0), (4999, 300.0)]):
-        x[row, at], y[row, at] = height, -torch.inf
-        y[row, 5000 - at], x[row, 5000 - at] = 5.0, -torch.inf
-    upstream = torch.ones(4, device=backend)
-    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
-    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
-    for ours, best in zip(got, want, strict=True):
-        torch.testing.assert_close(ours.double(), best, rtol=1e-5, atol=1e-7)
-    assert fused_rl.token_kl(x, y).isinf().all()
-
-
-@cpu_fast
-def test_banned_in_one(backend):
-    """Only in the first: a finite KL. Only in the second: inf with a gradient of 0; Jensen-Shannon stays finite."""
-    x, y = pair(2, 5000, device=backend)
-    x[0, :3000:2] = -torch.inf  # row 0: the policy bans what the reference allows
-    y[1, 4321] = -torch.inf  # row 1: the other way round, at a column that the policy makes impossible in fp32 ...
-    x[1, 4321] = -500.0  # ... but not in exact arithmetic
-    upstream = torch.ones(2, device=backend)
-    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="reverse")
-    want = reference.token_kl(x[0].double(), y[0].double())
-    torch.testing.assert_close(value[0].double(), want, rtol=1e-6, atol=0)
-    assert value[1] == torch.inf
-    assert (dx[1] == 0).all()
-    assert (dy[1] == 0).all()
-    assert torch.isfinite(dx).all()
-    assert torch.isfinite(dy).all()
-    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, upstream, direction="forward")
-    assert value[0] == torch.inf
-    assert (dx[0] == 0).all()
-    assert torch.isfinite(value[1])
-    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
-    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
-    for ours, best in zip(got, want, strict=True):
-        torch.testing.assert_close(ours.double(), best.nan_to_num(0), rtol=1e-5, atol=1e-7)
-
-
-@on_backends("direction", DIRECTIONS, most=1)
-def test_disjoint_and_empty_rows(backend, direction):
-    x, y = pair(3, 50, device=backend)
-    x[0, 25:], y[0, :25] = -torch.inf, -torch.inf  # disjoint
-    x[1], y[2] = -torch.inf, -torch.inf  # nothing in the policy; nothing in the reference
-    value, dx, dy = both_gradients(fused_rl.token_kl, x, y, torch.ones(3, device=backend), direction=direction)
-    if direction == "jensen-shannon":
-        torch.testing.assert_close(value[0].item(), 0.6931472)
-    else:
-        assert value[0] == torch.inf
-        assert value.tolist()[1:] == ([0, torch.inf] if direction == "reverse" else [torch.inf, 0])
-    assert not value.isnan().any()
-    # no step would bring the two together
-    assert dx.abs().max() < 1e-6
-    assert dy.abs().max() < 1e-6
-
-
-@on_backends("which, bad", ["logits", "ref_logits"], [torch.nan, torch.inf], most=0)
-def test_nan_shows_unless_masked(backend, which, bad):
-    x, y = pair(4, 5000, device=backend)
-    (x if which == "logits" else y)[1:3, 4444] = bad
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_shows_unless_masked(backend, bad):
+    x, y = pair(4, 1300, device=backend)
+    x[1, 1222], y[2, 1222] = bad, bad
     mask = torch.tensor([True, True, False, True], device=backend)
     for direction in DIRECTIONS:
         value, dx, dy = both_gradients(
@@ -271,21 +166,6 @@ def test_nan_shows_unless_masked(backend, which, bad):
         assert value[2] == 0
         assert torch.isfinite(dx[[0, 3]]).all()
         assert torch.isfinite(dy[[0, 3]]).all()
-
-
-@on_backends("direction", DIRECTIONS, most=0)
-def test_temperature_per_row_and_mask(backend, direction):
-    x, y = pair(2, 3, 1500, device=backend)
-    temperature = torch.tensor([[0.3], [2.0]], device=backend)
-    mask = torch.tensor([[True, False, True], [False, True, True]], device=backend)
-    upstream = torch.randn(2, 3, device=backend)
-    options = {"direction": direction, "mask": mask}
-    got = both_gradients(fused_rl.token_kl, x, y, upstream, temperature=temperature, **options)
-    # floor: 1 / temperature is rounded to fp32, and divided logits reach 40
-    assert_as_good_as_reference(got, x, y, upstream, floor=3e-6, temperature=temperature.expand(2, 3), **options)
-    assert (got[0][~mask] == 0).all()
-    assert (got[1][~mask] == 0).all()
-    assert (got[2][~mask] == 0).all()
 
 
 @on_backends("direction", DIRECTIONS, most=0)
@@ -311,7 +191,7 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
 
 
 # neighbouring columns in neighbouring threads, or in one
-@on_backends("dtype, vocab", [torch.float32, torch.bfloat16], [5001, 5008], most=1)
+@on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [5001, 5008], most=1)
 def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
     """Both rows at 0, 1 and 5 elements from a 16-byte boundary, and at different ones; with a banned column, too."""
     x, y = pair(2, vocab, dtype=dtype, device=backend)
@@ -384,21 +264,6 @@ def test_a_likeliest_column_far_off_the_mean_costs_no_digits(backend):
     torch.testing.assert_close(value.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
 
 
-@cpu_fast
-@pytest.mark.parametrize("apart", [30.0, 1000.0, 3000.0])
-def test_jensen_shannon_of_rows_that_share_only_some_tokens(backend, apart):
-    """KL is half of `apart`; where Q has its mass log(p / q) is -log 2, and would lose as many digits as KL has."""
-    x = torch.full((2, 3000), -100.0, device=backend)
-    x[:, [700, 2900]] = 0.1
-    y = x.clone()
-    y[:, 700] -= apart
-    upstream = torch.tensor([1.0, -0.5], device=backend)
-    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction="jensen-shannon")
-    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream.double(), direction="jensen-shannon")
-    for ours, best, atol in zip(got, want, (0, 2e-7, 2e-7), strict=True):  # gradients are differences of numbers near 1
-        torch.testing.assert_close(ours.double(), best, rtol=1e-6, atol=atol)
-
-
 def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
     """A wide load from anywhere else faults on a GPU; the interpreter would not notice."""
     pair_of_rows = pytest.importorskip("fused_rl.kernels.pair")
@@ -413,45 +278,6 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
         assert got.data_ptr() % 16 == 0
         assert all(n % 16 == 0 for n in got.stride()[:2])
         assert same.data_ptr() == whole.data_ptr(), "no copy without need"
-
-
-def test_one_row_of_a_strided_mask(backend):
-    x, y = pair(3, 40, device=backend)
-    mask = torch.tensor([True, False, False, True, True, False], device=backend)[::2]
-    assert (fused_rl.token_kl(x, y, mask=mask) == 0).tolist() == (~mask).tolist()
-
-
-def test_by_enumeration(backend):
-    theta = torch.tensor([0.5, -0.3, 0.8, -1.0, 0.2], device=backend, requires_grad=True)
-    ref = torch.tensor([0.1, 0.4, -0.2, 0.3, -0.6], device=backend)
-    for direction, value, gradient in (
-        ("reverse", 0.306993, [-0.016429, -0.138725, 0.193046, -0.104465, 0.066574]),
-        ("forward", 0.361676, [0.057778, -0.161311, 0.204647, -0.194707, 0.093593]),
-    ):
-        kl = fused_rl.token_kl(theta, ref, direction=direction)
-        (got,) = torch.autograd.grad(kl, theta)
-        torch.testing.assert_close(kl.item(), value, rtol=0, atol=1e-6)
-        torch.testing.assert_close(got.cpu(), torch.tensor(gradient), rtol=0, atol=1e-6)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads and stores")
-@pytest.mark.parametrize("direction", ["reverse", slow("forward")])
-def test_traffic_and_memory(direction):
-    """Two reads forward, two reads and one write backward; a masked row costs nothing and one write."""
-    n, vocab = 4, 9001
-    for masked, reads in (([], n), ([0, 2], n - 2)):
-        x, y = pair(n, vocab, dtype=torch.bfloat16)
-        mask = torch.ones(n, dtype=torch.bool)
-        mask[masked] = False
-        x.requires_grad_()
-        with interpreter.count_traffic() as launches, interpreter.check_memory():
-            fused_rl.token_kl(x, y, direction=direction, mask=mask).sum().backward()
-        forward, backward = launches
-        unit = 2 * vocab
-        assert round(forward.bytes()[0] / unit, 1) == 2 * reads
-        assert forward.bytes()[1] <= 0.01 * n * unit
-        assert round(backward.bytes()[0] / unit, 1) == 2 * reads
-        assert backward.bytes()[1] == n * unit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device")

@@ -18,9 +18,6 @@ def test_only_what_is_asked_for(backend):
     fused_rl.token_kl(x, y).sum().backward()
     assert x.grad is not None
     assert y.grad is None
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        (dx,) = torch.autograd.grad(fused_rl.token_kl(x, y).sum(), x, create_graph=True)
-        dx.sum().backward()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -56,37 +53,6 @@ def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(*(torch.autograd.grad(z, x)[0] for z in (got, want)))
     assert compiled.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"direction": "js"}, "direction must be one of"),
-        ({"temperature": 0.0}, r"temperature must be a number from 1e-06 to 1e\+06"),
-        (
-            {"temperature": torch.zeros(3)},
-            r"temperature must be a number from 1e-06 to 1e\+06 .*, got 0.0 for logits",
-        ),
-        ({"temperature": torch.ones(4)}, "temperature must be"),
-        ({"mask": torch.ones(3)}, "mask must be a bool tensor"),
-        (
-            {"mask": torch.ones(2, dtype=torch.bool)},
-            r"mask must have the shape of the rows, \(3,\), got \(2,\)",
-        ),
-        ({"ref_logits": torch.zeros(3, 11)}, r"one shape, got \(3, 10\) and \(3, 11\)"),
-        ({"ref_logits": torch.zeros(3, 10, dtype=torch.bfloat16)}, "share dtype and device"),
-        (
-            {"logits": torch.zeros(3, 10, dtype=torch.float64)},
-            "logits must be a bf16, fp16 or fp32 tensor",
-        ),
-        ({"ref_logits": None}, "ref_logits must be a bf16, fp16 or fp32 tensor"),
-        ({"logits": torch.zeros(3, 0), "ref_logits": torch.zeros(3, 0)}, "V >= 1"),
-    ],
-)
-def test_errors(change, message):
-    arguments = {"logits": torch.zeros(3, 10), "ref_logits": torch.zeros(3, 10)} | change
-    with pytest.raises(ValueError, match=message):
-        fused_rl.token_kl(**arguments)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (7,)])

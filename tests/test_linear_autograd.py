@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import fused_rl
 from fused_rl import reference
@@ -112,20 +111,14 @@ def test_frozen(run, frozen):
     which = ["hidden", "weight", "bias"].index(frozen)
     leaves[which].requires_grad_(False)
     trained = [leaf for leaf in leaves if leaf.requires_grad]
+    values = per_token(targets)
+    options = {"workspace_mb": MORE_TOKENS[1]}
     with Work() as work:
         if run is logprobs_and_gradients:
-            outputs = call(fused_rl.linear_token_logprobs, leaves, targets, workspace_mb=MORE_TOKENS[1])
+            outputs = call(fused_rl.linear_token_logprobs, leaves, targets, **options)
             grads = torch.autograd.grad(outputs, trained, args[0])
         else:
-            values = per_token(targets)
-            loss = call(
-                fused_rl.linear_token_loss,
-                leaves,
-                targets,
-                token_loss,
-                *values,
-                workspace_mb=MORE_TOKENS[1],
-            ).loss
+            loss = call(fused_rl.linear_token_loss, leaves, targets, token_loss, *values, **options).loss
             grads = torch.autograd.grad(0.37 * loss, trained)
     expected = [g for i, g in enumerate(complete[-3:]) if i != which]
     for a, b in zip(grads, expected, strict=True):
@@ -172,60 +165,6 @@ def test_autocast(run, parameters):
     exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, mask=mask)
     same = under_autocast(reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask)
     assert_as_good(results, exact, same)
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("run", ["logprobs", "loss"])
-def test_checkpoint(run, reentrant):
-    """Gradient checkpointing around the op changes nothing, and what is below it gets its gradient."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
-    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
-
-    def block(hidden):
-        inputs = [hidden.tanh(), *leaves[1:]]
-        if run == "loss":
-            return call(
-                fused_rl.linear_token_loss,
-                inputs,
-                targets,
-                token_loss,
-                *per_token(targets),
-                **options,
-            ).loss
-        logprobs, entropy, lse = call(fused_rl.linear_token_logprobs, inputs, targets, **options)
-        return (logprobs * entropy).sum() + lse.square().sum()
-
-    def gradients(function):
-        for leaf in leaves:
-            leaf.grad = None
-        (3 * function(leaves[0])).backward()
-        return [leaf.grad for leaf in leaves]
-
-    expected = gradients(block)
-    results = gradients(lambda hidden: checkpoint(block, hidden, use_reentrant=reentrant))
-    for a, b in zip(results, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7 * b.abs().max().item())
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("run", ["logprobs", "loss"])
-def test_tied_weight(run):
-    """The embedding is the head: one gradient, the sum of both uses."""
-    (_, weight, bias), targets, mask = make(MORE_TOKENS[0], FP32)
-    tokens = torch.arange(22) * 5
-
-    def total(module, weight, bias, targets):
-        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
-        if run == "loss":
-            values = [v.to(weight.dtype) for v in per_token(targets)]
-            return module.linear_token_loss(hidden, weight, targets, token_loss, *values, bias=bias, mask=mask).loss
-        return sum((o.square()).sum() for o in module.linear_token_logprobs(hidden, weight, targets, bias=bias))
-
-    def gradients(module, leaves, targets):
-        return torch.autograd.grad(total(module, *leaves, targets), leaves)
-
-    compare(gradients, [weight, bias], targets)
 
 
 @pytest.mark.usefixtures("cpu")

@@ -9,7 +9,6 @@ from tests.heads import (
     CUTS,
     FP32,
     MORE_TOKENS,
-    ONE_TILE,
     Work,
     compare,
     kl_and_gradients,
@@ -17,53 +16,30 @@ from tests.heads import (
     peak_bytes,
     reference_head,
 )
-from tests.marks import on_backends, slow
 from tests.pairs import DIRECTIONS
-
-
-@on_backends("direction, workspace", DIRECTIONS, {"one": ONE_TILE, "more tokens": MORE_TOKENS}, most=1)
-def test_kl_on_both_backends(backend, direction, workspace):
-    shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, BF16, backend)
-    options = {
-        "direction": direction,
-        "mask": mask,
-        "temperature": 0.8,
-        "workspace_mb": workspace_mb,
-    }
-    compare(kl_and_gradients, leaves, targets, reference_head(shape, BF16, backend), **options)
 
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_kl(direction, dtype, workspace):
+def test_kl(direction, workspace):
+    """In fp32 with a temperature per row; what is masked is not read, and has a gradient of exactly 0."""
     shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype)
-    ref = reference_head(shape, dtype)
-    temperature = torch.linspace(0.5, 2, shape[0])
-    options = {"direction": direction, "temperature": temperature, "mask": mask}
+    leaves, targets, mask = make(shape, FP32)
+    ref = reference_head(shape, FP32)
+    options = {"direction": direction, "temperature": torch.linspace(0.5, 2, shape[0]), "mask": mask}
     # logits of 20 are rounded by 1e-6, and a KL of 20 nats multiplies that: whose rounding is luckier is chance
-    compare(
-        kl_and_gradients,
-        leaves,
-        targets,
-        ref,
-        atol=1e-6 if direction == "jensen-shannon" else 1e-5,
-        **options,
-        workspace_mb=workspace_mb,
-    )
+    atol = 1e-6 if direction == "jensen-shannon" else 1e-5
+    clean = compare(kl_and_gradients, leaves, targets, ref, atol=atol, **options, workspace_mb=workspace_mb)
     spoilt = ref | {"ref_hidden": ref["ref_hidden"].masked_fill(~mask[:, None], torch.nan)}
-    clean, again = (kl_and_gradients(fused_rl, leaves, targets, r, **options) for r in (ref, spoilt))
-    for a, b in zip(again, clean, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    again = kl_and_gradients(fused_rl, leaves, targets, spoilt, **options, workspace_mb=workspace_mb)
+    assert all(map(torch.equal, again, clean))
     assert (clean[0][~mask] == 0).all()
     assert (clean[1][~mask] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")
-def test_kl_retained_frozen_empty_and_errors():
+def test_kl_retained_frozen_and_empty():
     shape, workspace_mb = MORE_TOKENS
     leaves, targets, mask = make(shape, FP32)
     ref = reference_head(shape, FP32)
@@ -85,22 +61,14 @@ def test_kl_retained_frozen_empty_and_errors():
     assert torch.equal(trained, kl)
     assert all(x.grad is None for x in live.values())
     assert not fused_rl.linear_token_kl(*(x.detach() for x in leaves[:2]), **live).requires_grad
-    for changes, message in (
-        ({"direction": "both"}, "direction must be one of"),
-        ({"ref_hidden": ref["ref_hidden"][:21]}, "the same tokens and vocabulary"),
-        ({n: x.detach().bfloat16() for n, x in ref.items()}, "one dtype and device"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fused_rl.linear_token_kl(*leaves[:2], **(options | changes))
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("dtype", [BF16, slow(FP32)])
 @pytest.mark.slow
-def test_kl_memory(dtype):
+def test_kl_memory():
     shape, workspace_mb = (256, 64, 20480), 12
-    leaves, targets, _ = make(shape, dtype)
-    ref = reference_head(shape, dtype)
+    leaves, targets, _ = make(shape, BF16)
+    ref = reference_head(shape, BF16)
     kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=workspace_mb)
     most = peak_bytes(lambda: kl_and_gradients(fused_rl, leaves, targets, ref, workspace_mb=workspace_mb))
     workspace = workspace_mb * 2**20

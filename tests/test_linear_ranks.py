@@ -1,4 +1,4 @@
-"""Both ops in the forward of a module whose weights are sharded: ZeRO 0 to 3 and FSDP2."""
+"""The ops of a head, also with kept sets, in the forward of a module whose weights are sharded: ZeRO and FSDP2."""
 
 import itertools
 
@@ -6,10 +6,15 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import reference
+from fused_rl import TokenSupport, reference
 from tests.distributed import ragged_batches, run_distributed, zero_engine
 from tests.heads import MORE_TOKENS, token_loss
-from tests.marks import slow
+
+
+def sets_of(targets):
+    """Of each target four ids, of every third all."""
+    near = ((targets[..., None] + 17 * torch.arange(4)) % 131).flatten(0, 1)
+    return TokenSupport.from_lists([row if i % 3 else [] for i, row in enumerate(near.tolist())])
 
 
 class Policy(torch.nn.Module):
@@ -35,7 +40,9 @@ class Policy(torch.nn.Module):
         args = hidden, self.head.weight, tokens[:, 1:]
         loss = module.linear_token_loss(*args, token_loss, advantages, weights, **options).loss
         logprobs, entropy, _ = module.linear_token_logprobs(*args, **options)
-        return loss - (logprobs * advantages + 0.1 * entropy.square()).sum()
+        del options["workspace_mb"]
+        kept = module.linear_token_logprobs(*args, **options, support=sets_of(tokens[:, 1:])).logprobs
+        return loss - (logprobs * advantages + 0.1 * entropy.square() + 0.2 * kept).sum()
 
 
 BATCHES = ragged_batches([[12, 7, 9], [5, 12, 8]])
@@ -100,18 +107,17 @@ def assert_trained_alike(results, cases):
                 torch.testing.assert_close(torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name)
 
 
-# stage, tied
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("cases", [[(3, True)], slow([(0, False), (1, False), (2, False), (3, False)])], ids=str)
 @pytest.mark.slow
-def test_deepspeed_zero(cases):
+def test_deepspeed_zero():
     """ZeRO 0 to 3 over two processes train as one process does on the whole batch, loss scaled after the op."""
+    cases = [(0, False), (1, False), (2, False), (3, False), (3, True)]  # stage, tied
     assert_trained_alike(run_distributed(zero_training, 2, cases), cases)
 
 
-# a head of its own group, tied
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("cases", [[(True, False)], slow([(False, False), (False, True)])], ids=str)
-def test_fsdp(cases):
+@pytest.mark.slow
+def test_fsdp():
     """FSDP2 over two processes, the head in the root's group and in one of its own."""
+    cases = [(True, False), (False, False), (False, True)]  # a head of its own group, tied
     assert_trained_alike(run_distributed(fsdp_training, 2, cases), cases)

@@ -67,16 +67,6 @@ def test_inplace_over_rows_that_do_not_merge(backend, cut):
     assert torch.equal(gradient, expected)
 
 
-@cpu_fast
-def test_inplace_shift(backend):
-    leaf, targets = random_rows(12, 130, torch.float32, backend)
-    leaf, targets = leaf.view(3, 4, 130), targets.view(3, 4)
-    upstream = upstream_of((3, 3), backend)
-    _, expected = run(token_logprobs, leaf, targets, upstream, shift=True)
-    _, gradient = run(lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=True), leaf, targets, upstream)
-    assert torch.equal(gradient, expected)
-
-
 def test_inplace_makes_every_later_use_raise(backend):
     leaf, targets = random_rows(4, 60, torch.float32, backend)
     leaf.requires_grad_()
@@ -97,34 +87,6 @@ def test_inplace_without_a_gradient_leaves_the_logits_alone(backend):
     with torch.no_grad():
         token_logprobs(logits.requires_grad_(), targets, inplace=True)
     assert torch.equal(logits.detach(), before)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_second_derivative_raises(backend, inplace):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-    logits.requires_grad_()
-    loss = token_logprobs(logits * 1, targets, inplace=inplace).entropy.sum()
-    with pytest.raises(RuntimeError, match="second derivatives|create_graph"):
-        torch.autograd.grad(loss, logits, create_graph=True)[0].square().sum().backward()
-
-
-@cpu_fast
-def test_function_transforms_raise(backend):
-    logits, targets = random_rows(4, 60, torch.float32, backend)
-
-    def entropy(x):
-        return token_logprobs(x, targets).entropy.sum()
-
-    for transformed in (
-        lambda: torch.func.grad(entropy)(logits),
-        lambda: torch.func.jacrev(entropy)(logits),
-        lambda: torch.func.jvp(entropy, (logits,), (logits,)),
-        lambda: torch.func.vmap(lambda x, y: token_logprobs(x, y).entropy)(logits, targets),
-    ):
-        with pytest.raises(RuntimeError, match=r"torch\.func"):
-            transformed()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        entropy(torch.autograd.forward_ad.make_dual(logits, logits))
 
 
 @cpu_fast

@@ -8,18 +8,13 @@ import torch
 
 import fused_rl
 from fused_rl.optim import sum_of_squares
-from fused_rl.trainers import options as config
-from fused_rl.trainers.base import optim
 from tests.distributed import run_distributed, zero_engine
 from tests.marks import slow
 
 EPS, BETAS = 1e-5, (0.9, 0.999)
 OPTIMIZERS = {
-    "Adam": lambda p, **o: torch.optim.Adam(p, **o),
     "Adam, plain": lambda p, **o: torch.optim.Adam(p, foreach=False, **o),
     "Adam, foreach": lambda p, **o: torch.optim.Adam(p, foreach=True, **o),
-    "Adam, fused": lambda p, **o: torch.optim.Adam(p, fused=True, **o),
-    "AdamW": lambda p, **o: torch.optim.AdamW(p, weight_decay=0.0, **o),
     "AdamW, fused": lambda p, **o: torch.optim.AdamW(p, weight_decay=0.0, fused=True, **o),
     "like FusedAdam": lambda p, **o: LikeFusedAdam(p, **o),
     "like DeepSpeedCPUAdam": lambda p, **o: LikeCPUAdam(p, **o),
@@ -205,18 +200,6 @@ def test_a_closure_is_counted_as_a_step():
     torch.testing.assert_close(torch.stack(displacements), torch.stack(tensorflow(gradients, 1e-5)))
 
 
-def test_the_trainers_option():
-    p = torch.nn.Parameter(torch.zeros(60, dtype=torch.float64))
-    optimizer = optim.adamw([p], config.OptimConfig(lr=1e-5, adam_eps=EPS, tf_adam=True))
-    gradients = gradients_of(5)
-    torch.testing.assert_close(
-        run(optimizer, [p], gradients)[-1][0],
-        tensorflow(gradients, 1e-5)[-1],
-        atol=1e-15,
-        rtol=1e-9,
-    )
-
-
 class Scaled(torch.nn.Module):
     """Loss `sum(g * p)` over its parameters: every gradient is what was asked for."""
 
@@ -269,16 +252,15 @@ def check_through_deepspeed(world, stage, steps, make, timeout=120):
             torch.testing.assert_close(torch.tensor(p).double(), expected, atol=3e-9, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("stage", "steps"), [(2, 20), slow(0, 200), slow(1, 200), slow(2, 200), slow(3, 200)])
+@pytest.mark.parametrize(("stage", "steps"), [(2, 20), slow(0, 200), slow(1, 200), slow(3, 200)])
 def test_steps_through_zero_with_groups_and_sub_groups(stage, steps):
     check_through_deepspeed(1 if stage < 2 else 2, stage, steps, torch_adamw)
 
 
 @pytest.mark.slow  # DeepSpeed compiles its own optimizers, a minute each
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
-def test_deepspeeds_own_adams_through_zero(stage, make):
-    check_through_deepspeed(1, stage, 200, make, timeout=1500)
+def test_deepspeeds_own_adams_through_zero(make):
+    check_through_deepspeed(1, 2, 200, make, timeout=1500)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["rows.c", "eager"])

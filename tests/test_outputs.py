@@ -7,13 +7,6 @@ from fused_rl import reference
 from tests.marks import cpu_fast, on_backends
 
 LEADING, VOCAB, WIDTH = (2, 5), 60, 8
-MODIFICATIONS = {
-    "[~mask] = 0": lambda output, mask: output.__setitem__(~mask, 0.0),
-    "+=": lambda output, mask: output.__iadd__(1.0),
-    "mul_": lambda output, mask: output.mul_(3.0),
-    "clamp_": lambda output, mask: output.clamp_(-3.5, 3.5),
-    "masked_fill_": lambda output, mask: output.masked_fill_(mask, 0.0),
-}
 
 
 def leaves(device, seed=0):
@@ -46,19 +39,17 @@ def linear_divergence(module, logits, hidden, weight, targets, **options):
 
 
 OPS = {
-    "token_logprobs": (logprobs, {}),
-    "token_logprobs shift": (logprobs, {"shift": True}),
+    "token_logprobs": (logprobs, {"shift": True}),
     "token_logprobs inplace": (inplace_logprobs, {}),
     "linear_token_logprobs": (linear_logprobs, {}),
     "token_kl": (divergence, {}),
     "token_kl jensen-shannon": (divergence, {"direction": "jensen-shannon"}),
     "linear_token_kl": (linear_divergence, {}),
-    "linear_token_kl jensen-shannon": (linear_divergence, {"direction": "jensen-shannon"}),
 }
 
 
-@on_backends("op, modify", OPS, MODIFICATIONS, most=1)
-def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
+@on_backends("op", OPS, most=0)
+def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op):
     """Every output, one after the other, in one graph: what was kept for the backward pass is none of them."""
     function, options = op
     inputs, targets, mask = leaves(backend)
@@ -67,7 +58,8 @@ def test_a_modified_output_has_the_gradient_of_plain_torch(backend, op, modify):
         xs = [x.to(dtype).requires_grad_() for x in inputs]
         outputs = function(module, *xs, targets, **options)
         for output in outputs:
-            modify(output, mask[:, 1:] if "shift" in options else mask)
+            output[~mask[:, 1:] if "shift" in options else ~mask] = 0.0
+            output.mul_(3.0).clamp_(-8.5, 8.5)
         loss = sum((output * (i + 1)).sum() for i, output in enumerate(outputs))
         return [d for d in torch.autograd.grad(loss, xs, allow_unused=True) if d is not None]
 

@@ -69,18 +69,16 @@ def test_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, (*grads, *saved))
 
 
-@cpu_fast
-@pytest.mark.parametrize("shift", [True, False])
-def test_compiled_without_a_break(backend, shift):
+@pytest.mark.usefixtures("cpu")
+def test_compiled_without_a_break():
     lists, targets = some_rows(vocab=701, longest=300)
-    logits = random_logits(len(lists), 701).view(2, 6, 701).to(backend)
-    targets = targets.view(2, 6).to(backend)
-    support = TokenSupport.from_lists(lists).to(backend)
-    shape = (2, 5) if shift else (2, 6)
-    upstream = torch.randn(shape, device=backend)
+    logits = random_logits(len(lists), 701).view(2, 6, 701)
+    targets = targets.view(2, 6)
+    support = TokenSupport.from_lists(lists)
+    upstream = torch.randn(2, 5)
 
     def run(x, targets, support):
-        out = fused_rl.token_logprobs(x, targets, temperature=0.7, shift=shift, support=support)
+        out = fused_rl.token_logprobs(x, targets, temperature=0.7, shift=True, support=support)
         return out.logprobs + out.entropy
 
     def gradient(function):
@@ -95,12 +93,3 @@ def test_compiled_without_a_break(backend, shift):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-def test_differentiable_once(backend):
-    logits = random_logits(2, 9).to(backend).requires_grad_()
-    support = TokenSupport.from_lists([[1, 2], [1, 3]]).to(backend)
-    out = fused_rl.token_logprobs(logits, torch.ones(2, dtype=torch.long, device=backend), support=support)
-    (gradient,) = torch.autograd.grad(out.entropy.sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        gradient.square().sum().backward()

@@ -1,4 +1,4 @@
-"""Kept sets from hidden states: values, every gradient, bits, bytes, and a real sampler."""
+"""Kept sets from hidden states: values, every gradient, bits, bytes."""
 
 import pytest
 import torch
@@ -7,10 +7,9 @@ import fused_rl
 from bench.compiled import interpreter
 from fused_rl import TokenSupport, reference
 from fused_rl.kernels.states import RowSupport
-from tests.heads import Work, assert_as_good, in_dtype, peak_bytes
+from tests.heads import Work, assert_as_good, in_dtype, make, peak_bytes
 from tests.kept_sets import (
     BF16,
-    FP16,
     FP32,
     FP64,
     OPTIONS,
@@ -20,7 +19,7 @@ from tests.kept_sets import (
     run_on,
     upstream_of,
 )
-from tests.marks import cpu_fast, on_backends, slow
+from tests.marks import cpu_fast, on_backends
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
@@ -89,12 +88,7 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
 
 
 def make_head(n, width, vocab, dtype, device, bias=True):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, width, generator=generator) * torch.linspace(0.1, 2, n)[:, None]
-    weight = torch.randn(vocab, width, generator=generator)
-    offsets = torch.randn(vocab, generator=generator)
-    leaves = [hidden, weight, offsets] if bias else [hidden, weight]
-    return [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
+    return make((n, width, vocab), dtype, device, bias)[0]
 
 
 def linear(module, leaves, targets, upstream, **options):
@@ -118,25 +112,22 @@ def sets_of(sizes, vocab=701):
     return TokenSupport.from_lists(lists), torch.stack(targets)
 
 
-@on_backends(
-    "dtype, name, sizes",
-    [FP32, BF16, FP16],
-    OPTIONS.keys(),
-    {"mixed": MIXED, "short": SHORT},
-    most=1,
-)
-def test_linear_values_and_gradients(backend, dtype, name, sizes):
+# few rows have a set of their own kernel; the temperature per row and the mask stand beside whole rows
+@cpu_fast
+@pytest.mark.parametrize(("sizes", "name"), [("mixed", "per row, mask"), ("short", "plain")])
+def test_linear_values_and_gradients(backend, name, sizes):
+    sizes = {"mixed": MIXED, "short": SHORT}[sizes]
     support, targets = sets_of(sizes)
-    options = {key: o.to(backend) if isinstance(o, torch.Tensor) else o for key, o in OPTIONS[name].items()}
+    options = {key: o.to(backend) for key, o in OPTIONS[name].items()}
     options["support"] = support.to(backend)
-    leaves = make_head(12, 33, 701, dtype, backend)
+    leaves = make_head(12, 33, 701, FP32, backend)
     targets = targets.to(backend)
     upstream = [u.to(backend) for u in upstream_of(targets)]
     found = linear(fused_rl, leaves, targets, upstream, workspace_mb=0.01, **options)
     exact = linear(reference, in_dtype(leaves, FP64), targets, upstream, **options)
-    same = linear(reference, in_dtype(leaves, dtype), targets, upstream, **options)
+    same = linear(reference, in_dtype(leaves, FP32), targets, upstream, **options)
     assert_as_good(found, exact, same, atol=2e-6)
-    if sizes is SHORT and name == "plain":
+    if sizes is SHORT:
         certain = torch.tensor(sizes, device=backend) == 1
         assert not found[0][certain].any()
         assert not found[1][certain].any()
@@ -146,17 +137,8 @@ def test_linear_values_and_gradients(backend, dtype, name, sizes):
         assert not found[5][outside].any()
 
 
-def test_linear_singletons_give_no_gradient(backend):
-    leaves = make_head(3, 16, 97, BF16, backend)
-    targets = torch.tensor([5, 96, 5], device=backend)
-    support = TokenSupport(targets, torch.arange(4, device=backend))
-    one = torch.ones(3, device=backend)
-    found = linear(fused_rl, leaves, targets, (one, one, 0 * one), support=support)
-    assert not any(found[i].any() for i in (0, 1, 3, 4, 5))
-
-
-@on_backends("dtype, seed, zeros", [BF16, FP32], range(2), [False, True], most=1)
-def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype, seed, zeros):
+@on_backends("dtype, zeros", [BF16, FP32], [False, True], most=0)
+def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype, zeros):
     """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""
     n, vocab = 24, 97
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +152,7 @@ def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dt
     targets, upstream = run_on(backend, targets, upstream)
     head = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves[1:]] if zeros else leaves[1:]
     expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(backend)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(1)).to(backend)
     moved = [leaves[0].detach()[order].requires_grad_(), *head]
     found = linear(fused_rl, moved, targets[order], upstream[:, order], support=support.select(order))
     assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
@@ -226,11 +208,10 @@ def test_a_weight_that_is_not_contiguous_and_autocast():
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("dtype", [BF16, slow(FP32)])
-def test_linear_needs_neither_logits_nor_a_gemm(dtype):
+def test_linear_needs_neither_logits_nor_a_gemm():
     """N V would be 160 MB and more; beside gradients there are a few MB of gathered rows."""
     n, width, vocab = 1024, 64, 40960
-    hidden, weight = make_head(n, width, vocab, dtype, "cpu", bias=False)
+    hidden, weight = make_head(n, width, vocab, BF16, "cpu", bias=False)
     ids = torch.stack([torch.randperm(vocab)[:8] for _ in range(n)])
     support = TokenSupport(ids.reshape(-1), torch.arange(0, 8 * n + 1, 8))
     args = [hidden, weight], ids[:, 3], upstream_of(ids[:, 3])
@@ -260,66 +241,3 @@ def test_what_no_set_touches_of_a_large_gradient_is_never_written():
     del zeros
     assert kept.add_(1).sum() == 512 + kept.numel()
     assert not zeros_for_rows(1 << 17, 256, FP32, touched=1 << 16).any()
-
-
-@pytest.mark.usefixtures("cpu")
-def test_what_generate_sampled_is_replayed():
-    """Ratio 1 on the first step with the sets that top-p, top-k and min-p left; without them it is far from it."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = transformers.Qwen2Config(vocab_size=517, num_key_value_heads=2, **sizes)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    model.lm_head.weight.data.normal_(0, 0.6)
-    prompt = torch.randint(517, (6, 5))
-    sampling = {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "temperature": 0.7}
-    sampled = model.generate(
-        prompt,
-        max_new_tokens=24,
-        do_sample=True,
-        output_scores=True,
-        return_dict_in_generate=True,
-        eos_token_id=None,
-        pad_token_id=0,
-        **sampling,
-    )
-    targets = sampled.sequences[:, 5:]
-    scores = torch.stack(sampled.scores, 1)
-    rollout = scores.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    support = TokenSupport.from_scores(sampled.scores)
-    sizes = support.offsets.diff()
-    assert 1 < sizes.float().mean() < 20
-    assert (sizes == 1).any()
-    assert sizes.max() <= 20
-
-    with torch.no_grad():
-        hidden = model.model(sampled.sequences).last_hidden_state[:, 4:-1]
-        logits = model.lm_head(hidden)
-    replayed = fused_rl.token_logprobs(logits, targets, temperature=0.7, support=support).logprobs
-    from_hidden = fused_rl.linear_token_logprobs(
-        hidden, model.lm_head.weight, targets, temperature=0.7, support=support
-    ).logprobs
-    for found in (replayed, from_hidden):
-        torch.testing.assert_close(found, rollout, rtol=0, atol=1e-5)
-        torch.testing.assert_close((found - rollout).exp(), torch.ones_like(found), rtol=0, atol=1e-5)
-    everything = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
-    off = rollout - everything  # -ln of the mass that was kept: top-p keeps 0.8 and more, top-k and min-p less
-    assert (off >= -1e-5).all()
-    assert off.mean() > 0.15
-    assert ((-off).exp() < 0.9).float().mean() > 0.5
-
-
-def test_shift_takes_the_sets_of_all_targets():
-    hidden, weight = torch.randn(2, 4, 8), torch.randn(50, 8)
-    targets = torch.randint(50, (2, 4))
-    support = TokenSupport.from_lists([[int(t), (int(t) + 7) % 50] for t in targets.flatten()])
-    shifted = fused_rl.linear_token_logprobs(hidden, weight, targets, support=support, shift=True)
-    of_next = support.select(torch.tensor([1, 2, 3, 5, 6, 7]))
-    expected = fused_rl.linear_token_logprobs(hidden[:, :-1], weight, targets[:, 1:], support=of_next)
-    for got, wanted in zip(shifted, expected, strict=True):
-        assert torch.equal(got, wanted)

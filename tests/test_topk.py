@@ -167,64 +167,6 @@ def test_tokens_without_probability():
     assert (js <= math.log(2)).all()
 
 
-def test_what_is_masked_may_hold_anything():
-    logp, logq = (x[:, :3].float() for x in distributions(4, 9))
-    mask = torch.tensor([True, False, True, False])
-    clean = topk_kl(logp, logq, direction="reverse")
-    logp[1], logq[3] = torch.nan, 0.0  # what token_logprobs returns for masked rows
-    leaves = [logp.requires_grad_(), logq.requires_grad_()]
-    value = topk_kl(*leaves, direction="reverse", mask=mask)
-    assert torch.equal(value, torch.where(mask, clean, 0))
-    for d in torch.autograd.grad(value.sum(), leaves):
-        assert d[mask].any(-1).all()
-        assert not d[~mask].any()
-
-
-def test_half_precision_is_computed_in_fp32():
-    logp, logq = (x[:, :3] for x in distributions(4, 9))
-    value = topk_kl(logp.bfloat16(), logq.float(), direction="forward")
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value, topk_kl(logp.bfloat16().float(), logq.float(), direction="forward"))
-
-
-P = torch.log_softmax(torch.zeros(2, 3, 5), -1)[..., :4]
-BAD_KL = {
-    "shapes": (P, P[..., :3], {}, r"of one shape, got \(2, 3, 4\) and \(2, 3, 3\)"),
-    "direction": (
-        P,
-        P,
-        {"direction": "sideways"},
-        "one of reverse, forward, jensen-shannon; got 'sideways'",
-    ),
-    "mask": (
-        P,
-        P,
-        {"mask": torch.ones(2, dtype=torch.bool)},
-        r"shape of the rows, \(2, 3\), got \(2,\)",
-    ),
-    "sum": (
-        P,
-        P + torch.tensor([0.0, 0.3])[:, None, None],
-        {},
-        r"the 4 probabilities of ref_logprobs\[1, 0\] sum to 1.0798\d+, 0.0799 above 1 .* 3 of 6 rows",
-    ),
-    "positive": (P + 2.0, P, {}, r"logprobs\[0, 0\] holds 0.39\d* at k = 0; .* no logits"),
-    "NaN": (
-        P,
-        P.where(torch.arange(4) != 2, torch.nan),
-        {},
-        r"ref_logprobs\[0, 0\] holds NaN at k = 2",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_KL.values(), ids=BAD_KL)
-def test_bad_log_probabilities(case):
-    logprobs, ref_logprobs, options, message = case
-    with pytest.raises(ValueError, match=message):
-        topk_kl(logprobs, ref_logprobs, **{"direction": "reverse"} | options)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_sums_above_one_by_rounding_pass(dtype):
     """Every token, rounded to the dtype; a hundredth of a nat above is refused in fp32."""
@@ -239,7 +181,8 @@ def test_sums_above_one_by_rounding_pass(dtype):
 def test_without_a_look_at_values_a_bad_row_is_nan(monkeypatch):
     """As on a GPU, and under torch.compile."""
     monkeypatch.setattr("fused_rl.topk.values_are_checked", lambda device: False)
-    bad = P.clone()
+    even = torch.log_softmax(torch.zeros(2, 3, 5), -1)[..., :4]
+    bad = even.clone()
     bad[0, 0], bad[1, 1, 3] = 0.0, torch.nan
-    value = topk_kl(bad, P, direction="jensen-shannon")
+    value = topk_kl(bad, even, direction="jensen-shannon")
     assert value.isnan().nonzero().tolist() == [[0, 0], [1, 1]]

@@ -5,15 +5,13 @@ import torch
 
 import fused_rl
 from bench import traffic
-from tests.marks import slow
 
 SHAPE = (1, 8, 50257)  # B, T, V
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bytes are counted in Triton's interpreter")
 
-FAST = {"token_logprobs", "token_kl"}
 
-
-@pytest.mark.parametrize("what", [what if what in FAST else slow(what) for what in traffic.ours()])
+@pytest.mark.slow  # fast: half of the rows, below, and of divergences the segments in tests/test_kl.py
+@pytest.mark.parametrize("what", traffic.ours())
 def test_ours_move_no_more_than_the_floor(what):
     run, forward, backward = traffic.ours(SHAPE)[what]
     logits, targets = traffic.inputs(SHAPE)

@@ -1,4 +1,4 @@
-"""Every public op on tensors of a device, in the forms that take other paths, and how often the host may wait.
+"""Public functions on tensors of a device, beside the ops of tests/hostile.py, and how often the host may wait.
 
 A case takes `put`, which puts a CPU tensor where it is to run, and returns outputs and leaves; a public op without
 a case fails tests/device/test_ops.py.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from fused_rl import TokenSupport, reference
+from fused_rl import reference
 from fused_rl.estimators import KL_ESTIMATORS
 
 N, V, H, K = 6, 33, 16, 3
@@ -53,151 +53,43 @@ def some(*shape):
     return (torch.arange(torch.Size(shape).numel()) % 3 > 0).view(shape)
 
 
-def sets(targets) -> TokenSupport:
-    """A few ids around each target, every fourth row whole."""
-    rows = [sorted({t, (t + 1) % V, (t + 5) % V}) for t in targets.flatten().tolist()]
-    return TokenSupport.from_lists([[] if i % 4 == 3 else row for i, row in enumerate(rows)])
-
-
-# of logits
-
-TOKEN_LOGPROBS = {
-    "": {},
-    "mask": {"mask": some(N)},
-    "temperature per row": {"temperature": torch.linspace(0.5, 2, N)},
-    "softcap": {"softcap": 3.0},
-}
-for form, options in TOKEN_LOGPROBS.items():
-    for several in (False, True):
-
-        @case("token_logprobs", f"{K} targets, {form}" if several else form)
-        def _token_logprobs(put, options=options, several=several):
-            given = {name: put(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-            logits, targets = put(normal(N, V).requires_grad_()), put(ids(N, K) if several else ids(N))
-            return fused_rl.token_logprobs(logits, targets, **given), [logits]
-
-
-@case("token_logprobs", "shift")
-def _shifted(put):
-    logits = put(normal(B, T, V).requires_grad_())
-    return fused_rl.token_logprobs(logits, put(ids(B, T)), shift=True, mask=put(some(B, T - 1))), [logits]
-
-
-@case("token_logprobs", "inplace")
-def _in_place(put):
-    leaf = put(normal(N, V).requires_grad_())
-    return fused_rl.token_logprobs(leaf * 1, put(ids(N)), inplace=True), [leaf]
-
-
-@case("token_logprobs", "bf16, columns apart")
-def _columns_apart(put):
-    leaf = put(normal(N, 2 * V).bfloat16().requires_grad_())
-    return fused_rl.token_logprobs(leaf[:, ::2], put(ids(N))), [leaf]
-
-
-@case("token_logprobs", "support")
-def _supported(put):
-    logits, targets = put(normal(N, V).requires_grad_()), ids(N)
-    kept = sets(targets)
-    kept = TokenSupport(put(kept.ids), put(kept.offsets))
-    return fused_rl.token_logprobs(logits, put(targets), support=kept), [logits]
-
-
-for direction in DIRECTIONS:
-
-    @case("token_kl", direction)
-    def _token_kl(put, direction=direction):
-        leaves = [put(normal(N, V, seed=i).requires_grad_()) for i in range(2)]
-        return [fused_rl.token_kl(*leaves, direction=direction)], leaves
-
-    @case("token_kl", f"{direction}, mask, temperature per row")
-    def _masked_kl(put, direction=direction):
-        leaves = [put(normal(N, V, seed=i).requires_grad_()) for i in range(2)]
-        options = {"mask": put(some(N)), "temperature": put(torch.linspace(0.5, 2, N))}
-        return [fused_rl.token_kl(*leaves, direction=direction, **options)], leaves
-
-    @case("topk_kl", direction)
-    def _topk_kl(put, direction=direction):
-        leaves = [put((normal(N, V, seed=i).log_softmax(1)[:, :K]).detach().requires_grad_()) for i in range(2)]
-        return [fused_rl.topk_kl(*leaves, direction=direction, mask=put(some(N)))], leaves
-
-    @case("vocab_parallel_token_kl", direction)
-    def _parallel_kl(put, direction=direction):
-        leaves = [put(normal(N, V, seed=i).requires_grad_()) for i in range(2)]
-        return [fused_rl.vocab_parallel_token_kl(*leaves, direction=direction, mask=put(some(N)))], leaves
-
-
-@case("vocab_parallel_token_logprobs")
-def _parallel_logprobs(put):
-    logits = put(normal(N, V).requires_grad_())
-    return fused_rl.vocab_parallel_token_logprobs(logits, put(ids(N)), 0, mask=put(some(N))), [logits]
-
-
-@case("vocab_parallel_token_logprobs", "support")
-def _parallel_supported(put):
-    logits, targets = put(normal(N, V).requires_grad_()), ids(N)
-    kept = sets(targets)
-    kept = TokenSupport(put(kept.ids), put(kept.offsets))
-    return fused_rl.vocab_parallel_token_logprobs(logits, put(targets), 0, support=kept), [logits]
-
-
-# of hidden states
+# of hidden states in several tiles; with one, and of logits, tests/hostile.py has every form
 
 
 def head(put):
     return [put(values.requires_grad_()) for values in (normal(N, H), normal(V, H, seed=1), normal(V, seed=2))]
 
 
-# one tile; several
-WORKSPACES = {"": 512.0, ", tiles": 0.002}
-for form, size in WORKSPACES.items():
-    for masked in (False, True):
-        masks = {"mask": some(N)} if masked else {}
-        named = ("mask" if masked else "") + form
-
-        @case("linear_token_logprobs", named, reads=int(masked))
-        def _linear(put, masks=masks, size=size):
-            hidden, weight, bias = leaves = head(put)
-            options = {name: put(mask) for name, mask in masks.items()} | {"workspace_mb": size}
-            return fused_rl.linear_token_logprobs(hidden, weight, put(ids(N)), bias=bias, **options), leaves
-
-        @case("linear_token_loss", named, reads=int(masked))
-        def _linear_loss(put, masks=masks, size=size):
-            hidden, weight, bias = leaves = head(put)
-            options = {name: put(mask) for name, mask in masks.items()} | {"workspace_mb": size}
-            advantages = put(normal(N, seed=3))
-
-            def loss(logprobs, entropy, advantages):
-                return -logprobs * advantages - 0.1 * entropy
-
-            found = fused_rl.linear_token_loss(hidden, weight, put(ids(N)), loss, advantages, bias=bias, **options)
-            return found, leaves
-
-        for direction in DIRECTIONS:
-
-            @case("linear_token_kl", f"{direction}{', ' if named else ''}{named}", reads=int(masked))
-            def _linear_kl(put, masks=masks, size=size, direction=direction):
-                hidden, weight, bias = leaves = head(put)
-                others = put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
-                options = {name: put(mask) for name, mask in masks.items()} | {"workspace_mb": size}
-                found = fused_rl.linear_token_kl(hidden, weight, *others, bias=bias, direction=direction, **options)
-                return [found], leaves
+def in_tiles(put):
+    """A mask, of which the host asks how many rows count, and a workspace of few of them."""
+    return {"mask": put(some(N)), "workspace_mb": 0.002}
 
 
-@case("linear_token_logprobs", f"{K} targets")
-def _linear_several(put):
+@case("linear_token_logprobs", reads=1)
+def _linear(put):
     hidden, weight, bias = leaves = head(put)
-    return fused_rl.linear_token_logprobs(hidden, weight, put(ids(N, K)), bias=bias, softcap=3.0), leaves
+    return fused_rl.linear_token_logprobs(hidden, weight, put(ids(N)), bias=bias, **in_tiles(put)), leaves
 
 
-# how many rows are gathered; in the backward pass, how many different ids
-@case("linear_token_logprobs", "support", reads=2)
-def _linear_supported(put):
+@case("linear_token_loss", reads=1)
+def _linear_loss(put):
     hidden, weight, bias = leaves = head(put)
-    targets = ids(N)
-    kept = sets(targets)
-    kept = TokenSupport(put(kept.ids), put(kept.offsets))
-    return fused_rl.linear_token_logprobs(hidden, weight, put(targets), bias=bias, support=kept), leaves
+
+    def loss(logprobs, entropy, advantages):
+        return -logprobs * advantages - 0.1 * entropy
+
+    given = (put(ids(N)), loss, put(normal(N, seed=3)))
+    return fused_rl.linear_token_loss(hidden, weight, *given, bias=bias, **in_tiles(put)), leaves
+
+
+for direction in DIRECTIONS:
+
+    @case("linear_token_kl", direction, reads=1)
+    def _linear_kl(put, direction=direction):
+        hidden, weight, bias = leaves = head(put)
+        others = put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
+        options = in_tiles(put) | {"direction": direction}
+        return [fused_rl.linear_token_kl(hidden, weight, *others, bias=bias, **options)], leaves
 
 
 # losses and what goes into them

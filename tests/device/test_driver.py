@@ -27,43 +27,6 @@ def unexecuted():
         yield seen
 
 
-LENGTHS = (1, 2, 3, 7, 16, 17, 33, 100, 256, 300)  # on both sides of 132 multiprocessors
-VOCABULARIES = (1000, 1003, 33000)  # aligned and not; several programs per row
-
-
-def logprobs(logits):
-    targets = torch.zeros(len(logits), dtype=torch.int64, device="cuda")
-    outputs = fused_rl.token_logprobs(logits, targets)
-    (outputs.logprobs + outputs.entropy).sum().backward()
-
-
-def several(logits):
-    targets = torch.zeros(len(logits), 3 + len(logits), dtype=torch.int64, device="cuda")
-    fused_rl.token_logprobs(logits, targets).logprobs.sum().backward()
-
-
-def divergence(logits):
-    fused_rl.token_kl(logits, logits.detach().clone()).sum().backward()
-
-
-SERIES = {
-    logprobs: {"logprob_fwd": 1, "logprob_merge": 1, "logprob_bwd": 1},
-    several: {"logprob_fwd": 1, "logprob_merge": 1, "logprob_bwd": 1}
-    | dict.fromkeys(("targets_fwd", "targets_bwd", "targets_store"), 1),
-    divergence: {"kl_fwd": 2, "kl_merge": 1, "kl_bwd": 1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", SERIES)
-def test_lengths_and_vocabularies_never_compile(unexecuted, op):
-    """The forward pass of KL twice: several programs per row, and one."""
-    for vocab in VOCABULARIES:
-        for rows in LENGTHS:
-            op(torch.empty(rows, vocab, dtype=torch.bfloat16, device="cuda").requires_grad_())
-    assert collections.Counter(unexecuted.compiled) == {f"{name}_kernel": n for name, n in SERIES[op].items()}
-
-
 def loss_of(logprobs, entropy, weights):
     return -logprobs * weights
 

@@ -10,6 +10,7 @@ from tests.device.on_device import on_device
 from tests.device.tensors import OnDevice, put, values
 from tests.hostile import OPS, Case, Row
 from tests.logits import assert_gradient_close, assert_outputs_close, exact, random_rows, run, upstream_of
+from tests.pairs import pair
 from tests.test_hostile import WHOLE, check
 
 
@@ -124,3 +125,32 @@ def test_more_than_32_bits_of_outputs():
         found = fused_rl.gae(*(put(x).expand(rows, columns) for x in given), mask, **options)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(values(ours)[-1], theirs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["reverse", "jensen-shannon"])
+def test_a_gradient_of_more_than_32_bits_of_elements(direction):
+    """Of rows that are one row in memory, whose gradients are not: the last program alone runs, beyond 2^31."""
+    from fused_rl.kernels import jensen_shannon, kl, kl_gradient
+
+    vocab = 2**16
+    rows = 2**31 // vocab + 2
+    x, y = (put(z) for z in pair(1, 1, vocab, dtype=torch.bfloat16))
+    with driver.session(), tensors.present():
+        divergence, state = kl.kl_fwd(x, y, None, 1.0)
+        sums = jensen_shannon.js_fwd(x, y, None, 1.0, state) if direction == "jensen-shannon" else None
+        g = torch.ones(1, device="cuda")
+        wanted = kl_gradient.kl_bwd(g, x, y, None, 1.0, divergence, state, sums, True, True)
+    again = [
+        None if z is None else put(values(z).expand(*z.shape[:-1], rows).contiguous())
+        for z in (g, divergence, state, sums)
+    ]
+    far = [z.expand(1, rows, vocab) for z in (x, y)]
+
+    def only_last(launch):
+        launch.run(chosen=[(rows - 1, part, 0) for part in range(launch.grid[1])])
+
+    with driver.session(on_launch=only_last), tensors.present():
+        found = kl_gradient.kl_bwd(again[0], *far, None, 1.0, *again[1:], True, True)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(values(ours)[0, -1], values(theirs)[0, 0])

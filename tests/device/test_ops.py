@@ -9,6 +9,9 @@ import fused_rl
 from tests.device import tensors
 from tests.device.cases import CASES
 from tests.device.steps import process_group
+from tests.device.test_launches import of_device
+from tests.hostile import OPS
+from tests.test_hostile import WHOLE, check
 
 
 def run(case, put):
@@ -27,7 +30,10 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def assert_that_of_the_cpu(case):
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_is_that_of_the_cpu(device, name):
+    """On the CPU twins; compiled kernels are compared in test_launches.py."""
+    case = CASES[name]
     with process_group():
         cpu = run(case, on_cpu)
         with tensors.counted() as waits:
@@ -41,17 +47,20 @@ def assert_that_of_the_cpu(case):
     assert not waits.uploads
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_op_is_that_of_the_cpu(device, name):
-    assert_that_of_the_cpu(CASES[name])
+# Forward and backward together: of a mask how many rows count; of kept sets how many rows are gathered, and in the
+# backward pass how many different ids.
+READS = {name: 3 if "support" in name else 1 for name in OPS if name.startswith("linear")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_an_op_on_compiled_kernels_is_that_of_the_cpu(kernels, name):
-    assert_that_of_the_cpu(CASES[name])
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_on_logits_is_its_definition(device, name):
+    with process_group(), tensors.counted() as waits:
+        check(of_device(OPS[name]), WHOLE[1])
+    assert waits.reads.total() == READS.get(name, 0), waits.reads
+    assert not waits.uploads
 
 
 def test_every_public_op_has_a_case():
     functions = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fused_rl, name))}
-    assert functions == {case.op for case in CASES.values()} - {"reference"}
+    listed = {case.op for case in CASES.values()} | {name.partition(",")[0] for name in OPS}
+    assert functions == listed - {"reference"}

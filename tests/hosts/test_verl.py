@@ -1,7 +1,6 @@
 """verl 0.9 patched against unpatched: each replaced function, and the patch itself."""
 
 import functools
-import importlib.metadata
 import os
 import pickle
 import subprocess
@@ -19,7 +18,7 @@ from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from fused_rl.integrations import verl as integration
 from tests.hosts import cases
 from tests.hosts.cases import assert_close, value_and_gradient
-from tests.hosts.verl_step import K3, KL_NAMES
+from tests.hosts.verl_step import KL_NAMES
 
 LOGPROBS = ("logprobs_from_logits", "logprobs_from_logits_v2", "logprobs_from_logits_naive")
 ENTROPIES = ("entropy_from_logits", "entropy_from_logits_with_chunking")
@@ -37,16 +36,6 @@ both = functools.partial(cases.both, integration)
 # -- the functions
 
 
-@pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 3, 4)])
-@pytest.mark.parametrize("name", LOGPROBS)
-def test_logprobs(name, shape):
-    logits, labels = cases.hard_logits("plain", torch.float32)
-    logits, labels = logits.view(*shape, -1), labels.view(shape)
-    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, labels), logits))
-    assert_close(ours[0], theirs[0])
-    assert_close(ours[1], theirs[1])
-
-
 @pytest.mark.parametrize("inplace_backward", [True, False])
 def test_the_flash_attn_path_needs_no_flash_attn(inplace_backward):
     logits, labels = cases.hard_logits("plain", torch.float32)
@@ -56,16 +45,6 @@ def test_the_flash_attn_path_needs_no_flash_attn(inplace_backward):
             lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward),
             logits,
         )
-    assert_close(ours[0], theirs[0])
-    assert_close(ours[1], theirs[1])
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [(ENTROPIES[0], {}), (ENTROPIES[1], {}), (ENTROPIES[1], {"chunk_size": 5})]
-)
-def test_entropy(name, options):
-    logits, _ = cases.hard_logits("plain", torch.float32)
-    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, **options), logits))
     assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1])
 
@@ -153,18 +132,6 @@ def test_kl_names_that_verl_refuses(name):
     x = torch.zeros(3)
     with integration.patch(), pytest.raises(NotImplementedError):
         core_algos.kl_penalty(x, x, name)
-
-
-@pytest.mark.parametrize("name", K3)
-def test_k3_near_zero(name):
-    """|d| from 1e-6 to 1e-2, where an on-policy step lives."""
-    difference = torch.logspace(-6, -2, 50)
-    ref_logprobs = torch.zeros(50)
-    d = difference.double()
-    exact = d.square() / 2 * (1 - d / 3 * (1 - d / 4 * (1 - d / 5)))
-    theirs, ours = both(lambda: core_algos.kl_penalty(difference, ref_logprobs, name))
-    assert ((ours - exact) / exact).abs().max() < 1e-6
-    assert ((theirs - exact) / exact).abs().max() > 0.9
 
 
 @pytest.mark.parametrize("name", ["low_var_kl", "k3"])
@@ -310,23 +277,6 @@ def test_every_place_is_replaced_and_restored():
             name.rpartition(".")[2] for name in integration._replacements()
         }
     assert cases.changed(before, cases.attributes("verl")) == []
-
-
-def test_twice_is_once():
-    original = verl_F.logprobs_from_logits
-    integration.patch()
-    with integration.patch():
-        pass
-    assert verl_F.logprobs_from_logits is integration.logprobs_from_logits
-    integration.unpatch()
-    assert verl_F.logprobs_from_logits is original
-
-
-@pytest.mark.parametrize("version", ["0.8.0", "0.10.0"])
-def test_unknown_versions_are_refused(monkeypatch, version):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(ImportError, match=rf"verl {version} is not .*(<0\.10,>=0\.9|>=0\.9,<0\.10)"):
-        integration.patch()
 
 
 def test_what_is_not_served_is_verls():

@@ -4,13 +4,10 @@ import functools
 
 import pytest
 import torch
-import verl.utils.torch_functional as verl_F
-from verl.workers.config import PolicyLossConfig
 
 from fused_rl.integrations import verl as integration
 from tests.hosts import cases, verl_step
 from tests.hosts.cases import assert_close
-from tests.hosts.verl_step import KL_NAMES
 
 both = functools.partial(cases.both, integration)
 
@@ -32,46 +29,6 @@ def assert_same_step(monkeypatch, **options):
         assert_close(ours[2][name], gradient)
 
 
-LOSS_MODES = (
-    "vanilla",
-    "dppo_tv",
-    "dppo_kl",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "dro",
-    "cispo",
-)
-
-
-@pytest.mark.parametrize("mode", LOSS_MODES)
-def test_loss_modes(monkeypatch, mode):
-    policy_loss = PolicyLossConfig(loss_mode=mode, dro_beta=0.1, clip_cov_ratio=0.2, kl_cov_ratio=0.2)
-    assert_same_step(monkeypatch, loss={"policy_loss": policy_loss})
-
-
-@pytest.mark.parametrize(
-    "aggregation",
-    [
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ],
-)
-def test_aggregations(monkeypatch, aggregation):
-    assert_same_step(monkeypatch, loss={"loss_agg_mode": aggregation})
-
-
-@pytest.mark.parametrize("kl", KL_NAMES)
-def test_kl_losses(monkeypatch, kl):
-    assert_same_step(monkeypatch, loss={"kl_loss_type": kl})
-
-
 @pytest.mark.parametrize("remove_padding", [True, False])
 @pytest.mark.parametrize(
     "engine_options",
@@ -91,26 +48,6 @@ def test_engine_options(monkeypatch, engine_options, remove_padding):
 @pytest.mark.parametrize("remove_padding", [True, False])
 def test_fused_kernels(monkeypatch, remove_padding, entropy):
     assert_same_step(monkeypatch, fused_kernels=True, remove_padding=remove_padding, entropy=entropy)
-
-
-def test_the_triton_backend_against_the_torch_backend(monkeypatch):
-    theirs = verl_step.step(monkeypatch, fused_kernels=True)
-    with integration.patch():
-        ours = verl_step.step(monkeypatch, fused_kernels=True, backend="triton")
-    assert_close(ours[0], theirs[0])
-    for name, gradient in theirs[2].items():
-        assert_close(ours[2][name], gradient)
-
-
-def test_without_entropy_and_inplace(monkeypatch):
-    """`inplace_backward` is True where no entropy is computed, and has its effect where flash-attn is installed."""
-    theirs = verl_step.step(monkeypatch, entropy=False)
-    with integration.patch():
-        monkeypatch.setattr(verl_F, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
-        ours = verl_step.step(monkeypatch, entropy=False)
-    assert_close(ours[0], theirs[0])
-    for name, gradient in theirs[2].items():
-        assert_close(ours[2][name], gradient)
 
 
 @pytest.mark.parametrize("fused_kernels", [True, False])

@@ -59,30 +59,6 @@ def test_trl_heads():
         assert error(scored(hidden.float())[0], truth.logprobs) <= EXACT
 
 
-def test_trls_own_fp32_head_is_honoured():
-    """`cast_lm_head_to_fp32` of TRL's trainers, by what they do with it: `add_fused_lm_head`, also under autocast."""
-    pytest.importorskip("trl")
-    from trl.trainer import utils
-
-    from fused_rl.integrations import trl as of_trl
-
-    ids = torch.arange(2, 26).view(2, 12)
-    for cast in (True, False):
-        model = tiny_models.model("qwen2").to(BF16)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2)
-        seen = []
-        model.base_model.register_forward_hook(lambda *hook, seen=seen: seen.append(hook[2].last_hidden_state))
-        if cast:  # what the trainer does to the module
-            model.lm_head.float()
-        utils.add_fused_lm_head(model, cast_lm_head_to_fp32=cast, outputs=("log_probs", "entropy"))
-        with of_trl.patch(), torch.no_grad(), torch.autocast("cpu", BF16):
-            found = model(ids, labels=ids, fused_lm_head=True)
-        truth = exact(seen[0][:, :-1], model.lm_head.weight, ids[:, 1:])
-        assert (error(found.log_probs, truth.logprobs) <= EXACT) == cast
-        assert (error(found.entropy, truth.entropy) <= EXACT) == cast
-
-
 def test_transformers():
     ids, losses, truths = torch.arange(2, 26).view(2, 12), {}, []
     for logits_dtype in (None, BF16, FP32):

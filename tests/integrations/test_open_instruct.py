@@ -59,15 +59,3 @@ def test_the_third_estimate_does_not_cancel():
     host = transcribed_kl(d, torch.ones_like(d))[2].double()
     torch.testing.assert_close(ours, exact, atol=0, rtol=1e-6)
     assert ((host - exact) / exact).abs().max() > 0.01
-
-
-def test_far_below_the_reference_the_brake_holds():
-    """The host's clamp at -40 ends its gradient; at its edge ours is finite and still pulls back."""
-    d = torch.tensor([[-40.0]], requires_grad=True)
-    (gradient,) = torch.autograd.grad(estimate_kl(d, torch.ones(1, 1))[2].sum(), d)
-    assert -1e9 < gradient.item() < -1e8
-
-
-def test_bad_shapes():
-    with pytest.raises(ValueError, match=r"one shape, got \(1, 2\) and \(1, 3\)"):
-        estimate_kl(torch.zeros(1, 2), torch.zeros(1, 3))

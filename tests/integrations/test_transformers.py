@@ -45,10 +45,9 @@ def backward(model, inputs, way="stock"):
 
 
 # The micro-batches of a step count different numbers of labels, so that a mean of means is not the mean.
-@pytest.mark.parametrize("accumulation", [slow(1), 2])
 @pytest.mark.parametrize("name", [n if n == "qwen2-tied" else slow(n) for n in tiny_models.MODELS])
-def test_training_equals_the_stock_trainer(name, accumulation, tmp_path):
-    options = {"gradient_accumulation_steps": accumulation}
+def test_training_equals_the_stock_trainer(name, tmp_path):
+    options = {"gradient_accumulation_steps": 2}
     stock = train(tiny_models.model(name), tmp_path, "stock", **options)
     for way in ("logits", "fused"):
         if (name, way) != ("mixtral", "logits"):  # refused: test_what_causal_lm_loss_refuses
@@ -57,17 +56,13 @@ def test_training_equals_the_stock_trainer(name, accumulation, tmp_path):
 
 def lora(name="qwen2", **options):
     peft = pytest.importorskip("peft")
-    options = {
-        "target_modules": ["q_proj", "v_proj"],
-        "init_lora_weights": False,
-        "lora_dropout": 0.0,
-        **options,
-    }
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_dropout": 0.0, **options}
     torch.manual_seed(0)
     return peft.get_peft_model(tiny_models.model(name), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
 
 
-@pytest.mark.parametrize(("name", "saved"), [("qwen2", ["lm_head"]), slow("qwen2", None), slow("qwen2-tied", None)])
+@pytest.mark.slow  # the fast one: a_model_patched_before_peft_wraps_it
+@pytest.mark.parametrize(("name", "saved"), [("qwen2", ["lm_head"]), ("qwen2-tied", None)])
 def test_lora(name, saved, tmp_path):
     stock = train(lora(name, modules_to_save=saved), tmp_path)
     assert any("lora" in parameter for parameter in stock.gradients[0])
@@ -92,9 +87,8 @@ def test_a_model_patched_before_peft_wraps_it(tmp_path):
     "options",
     [
         {"bf16": True},  # autocast: the same products in bf16, so the same numbers but for the last bits
-        slow({"gradient_checkpointing": True}),
         slow({"label_smoothing_factor": 0.1}),  # takes the labels away: the model forms logits as before
-        slow({"max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4}),
+        slow({"gradient_checkpointing": True, "max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4}),
     ],
     ids=str,
 )
@@ -102,31 +96,6 @@ def test_options_of_the_trainer(options, tmp_path):
     stock = train(tiny_models.model("qwen2-tied"), tmp_path, **options)
     fused = train(tiny_models.model("qwen2-tied"), tmp_path, "fused", **options)
     assert_equal_runs(fused, stock, 4e-3 if "bf16" in options else 1e-5)
-
-
-@pytest.mark.parametrize("autocast", [True, slow(False)])
-def test_bf16_is_no_further_from_fp64_than_stock(autocast):
-    """Over all models and four batches; the backbone's rounding, the larger part, is common to all three."""
-    squares = {"stock": 0.0, "logits": 0.0, "fused": 0.0}
-    for name in tiny_models.MODELS:
-        if name == "mixtral":
-            continue  # a router that chooses another expert in bf16 is no rounding
-        model = tiny_models.model(name)
-        model = model if autocast else model.bfloat16()
-        for seed in range(4):
-            inputs = batch(6, seed)
-            truth, exact = backward(copy.deepcopy(model).double(), inputs)
-            for way in squares:
-                ours = copy.deepcopy(model)
-                if way == "fused":
-                    patch(ours)
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss, gradients = backward(ours, inputs, way)
-                scale = sum(gradient.square().sum() for gradient in exact.values())
-                error = sum((gradients[key] - exact[key]).square().sum() for key in exact)
-                squares[way] += (error / scale + (loss / truth - 1).square()).item()
-    assert squares["logits"] <= squares["stock"] * 1.001
-    assert squares["fused"] <= squares["stock"] * 1.001
 
 
 def test_fp16_gradients_survive_a_large_batch():
@@ -207,18 +176,14 @@ def test_evaluation_with_metrics_gets_its_logits(bf16, tmp_path):
 
 def two_processes(rank, world, folder, way):
     model = tiny_models.model("qwen2-tied")
-    options = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "ddp_find_unused_parameters": False,
-    }
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False}
     run = train(model, folder, way, seed=0, **options)
     return [{key: value.numpy() for key, value in run.gradients[0].items()}, run.logs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fused", "logits"])
-def test_two_processes_are_one(way, tmp_path, monkeypatch):
+def test_two_processes_are_one(way, tmp_path):
     """The labels of both count in the denominator, and their gradients add up: those of the whole batch in one."""
     ranks = run_distributed(two_processes, 2, str(tmp_path), way, timeout=500)
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "seed": 0}
@@ -341,13 +306,10 @@ def test_scales_and_caps_are_followed(change):
 @pytest.mark.parametrize(
     ("change", "operation"),
     [
-        (lambda x: x + torch.ones(tiny_models.VOCABULARY), "add"),
         (lambda x: x[..., :50], "getitem"),
         (lambda x: x * torch.tensor(2.0), "a product with a tensor"),
         (lambda x: x / torch.tensor(2.0), "a quotient with a tensor"),
-        (lambda x: torch.tensor(2.0) * x, "a product with a tensor"),
         (lambda x: torch.tanh(torch.tanh(x)), "a second tanh"),
-        (lambda x: x.log_softmax(-1), "log_softmax"),
         (lambda x: torch.cat([x, x], -1), "cat"),
     ],
 )

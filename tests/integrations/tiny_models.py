@@ -16,14 +16,8 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GPT2 = {
-    "n_embd": 16,
-    "n_layer": 1,
-    "n_head": 2,
-    "n_positions": 32,
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
-}
+_GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+_GPT2 |= {"vocab_size": VOCABULARY, "initializer_range": 0.3}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}

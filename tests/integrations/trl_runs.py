@@ -1,8 +1,8 @@
 """TRL's trainers on models of a few thousand weights, and everything that a run computes.
 
 A `Cell` names a trainer and its options; `train` runs it for some optimizer steps and returns a `Run`. Which
-implementation stands in the place of TRL's chunked primitives is the caller's choice: the host's own, this project's
-(`fused_rl.integrations.trl.patch`) or full logits in fp64 (`exact`).
+implementation stands in the place of TRL's chunked primitives is the caller's choice: the host's own, or this
+project's (`fused_rl.integrations.trl.patch`).
 """
 
 import contextlib
@@ -12,19 +12,16 @@ import os
 import random
 import tempfile
 import types
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
 
-from tests.integrations import trl_exact
 from tests.trainers import tiny
 
 VOCAB_PRIMITIVE = "_ChunkedLogProbFunction"
 DIVERGENCE_PRIMITIVE = "ChunkedDivergenceFunction"
-HEAD_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-DIVERGENCE_OUTPUTS = ("divergence", "entropy")
 MOVED = 0.02  # the policy from its reference
 # What a clock says is no metric.
 TIMED = ("step_time", "runtime", "per_second", "total_flos")
@@ -51,8 +48,7 @@ class Cell:
 class Run:
     """What a run computed: losses of micro-batches, metrics of steps, gradients of steps, the parameters at its end.
 
-    `served` and `host` count calls of the primitive that stood in TRL's place, by its outputs, and of TRL's own;
-    `outputs` holds what the first returned, by name.
+    `served` and `host` count calls of the primitive that stood in TRL's place, by its outputs, and of TRL's own.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -61,7 +57,6 @@ class Run:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     served: Counter = field(default_factory=Counter)
     host: Counter = field(default_factory=Counter)
-    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 def _short(value):
@@ -95,8 +90,6 @@ def _config(kind: str):
     }
     if kind in ("qwen2", "tied"):
         return transformers.Qwen2Config(**common, num_key_value_heads=1)
-    if kind == "llama":
-        return transformers.LlamaConfig(**common, num_key_value_heads=2)
     if kind == "cohere":
         return transformers.CohereConfig(**common, logit_scale=0.3)
     if kind == "granite":
@@ -251,23 +244,8 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, **argument
     return trainer
 
 
-class Interrupted(Exception):
-    """Raised by a run that was asked to die."""
-
-
-def interrupt(trainer) -> None:
-    """Lets the run die once its first checkpoint is written."""
-    import transformers
-
-    class Interrupt(transformers.TrainerCallback):
-        def on_save(self, *_, **__):
-            raise Interrupted
-
-    trainer.add_callback(Interrupt())
-
-
-def record(trainer, checkpoint=None) -> Run:
-    """Trains, from a checkpoint if there is one, and returns everything that the run computed."""
+def record(trainer) -> Run:
+    """Trains, and returns everything that the run computed."""
     import transformers
 
     run = Run()
@@ -287,7 +265,7 @@ def record(trainer, checkpoint=None) -> Run:
     trainer.add_callback(Gradients())
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.training_step = recorded_step
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train()
     run.metrics = [untimed(logged) for logged in trainer.state.log_history]
     run.parameters = _whole_parameters(trainer)
     return run
@@ -308,59 +286,42 @@ def untimed(logged: dict) -> dict:
     return {name: value for name, value in logged.items() if not any(word in name for word in TIMED)}
 
 
-def train(cell: Cell, primitive: str, folder, *, checkpoint=None, interrupted=False, **how) -> Run:
-    """A cell's run with `primitive` in the place of TRL's: "host", "ours" or "exact"."""
-    with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host, outputs):
-        trainer = build(cell, folder, **how)
-        if interrupted:
-            interrupt(trainer)
-        run = record(trainer, checkpoint)
-    run.served, run.host, run.outputs = served, host, dict(outputs)
+def train(cell: Cell, primitive: str, folder, **how) -> Run:
+    """A cell's run with `primitive` in the place of TRL's: "host" or "ours"."""
+    with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host):
+        run = record(build(cell, folder, **how))
+    run.served, run.host = served, host
     return run
 
 
 @contextlib.contextmanager
 def _standing(primitive: str):
-    """Puts a primitive into TRL; counts its calls and those of TRL's own, and collects what it returns."""
+    """Puts a primitive into TRL; counts its calls and those of TRL's own."""
     from trl.kernels import chunked_divergence, chunked_logprob
     from trl.trainer import distillation_trainer, utils
 
-    served, host, outputs = Counter(), Counter(), defaultdict(list)
+    served, host = Counter(), Counter()
     with contextlib.ExitStack() as stack:
-        for function in (
-            chunked_logprob.ChunkedLogProbFunction,
-            chunked_divergence.ChunkedDivergenceFunction,
-        ):
+        for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
             watched = staticmethod(_watched(function.forward, host))
             stack.enter_context(mock.patch.object(function, "forward", watched))
         if primitive == "ours":
             from fused_rl.integrations import trl as integration
 
             stack.enter_context(integration.patch())
-        for module, name in (
-            (utils, VOCAB_PRIMITIVE),
-            (distillation_trainer, DIVERGENCE_PRIMITIVE),
-        ):
-            standing = getattr(trl_exact, name) if primitive == "exact" else getattr(module, name)
-            proxy = types.SimpleNamespace(apply=_watched(standing.apply, served, outputs))
+        for module, name in ((utils, VOCAB_PRIMITIVE), (distillation_trainer, DIVERGENCE_PRIMITIVE)):
+            proxy = types.SimpleNamespace(apply=_watched(getattr(module, name).apply, served))
             stack.enter_context(mock.patch.object(module, name, proxy))
-        yield served, host, outputs
+        yield served, host
 
 
-def _watched(function, counter, outputs=None):
-    """`function`, counted under the outputs that a call asks for, which `outputs` collects."""
+def _watched(function, counter):
+    """`function`, counted under the outputs that a call asks for."""
 
     @functools.wraps(function)
     def watched(*args, **kwargs):
-        is_head = isinstance(args[-1], tuple)
-        counter.update(args[-1] if is_head else ("divergence",))
-        returned = function(*args, **kwargs)
-        if outputs is not None:
-            named = zip(HEAD_OUTPUTS if is_head else DIVERGENCE_OUTPUTS, returned, strict=True)
-            for name, output in named:
-                if output is not None:
-                    outputs[name].append(output.detach().double())
-        return returned
+        counter.update(args[-1] if isinstance(args[-1], tuple) else ("divergence",))
+        return function(*args, **kwargs)
 
     return watched
 
@@ -407,27 +368,4 @@ def of_tensors(tensors: dict, reference: dict) -> dict[str, float]:
         largest = theirs.double().abs().max().item()
         difference = (tensors[name].double() - theirs.double()).abs().max().item() / (largest or 1.0)
         found[name] = difference if difference == difference else float("inf")
-    return found
-
-
-def errors(run: Run, exact: Run) -> dict[str, float]:
-    """A run of one step against the exact one: the error of its loss, its metrics, and of its gradients as one vector.
-
-    The gradients' error is the norm of the difference over the norm, of all parameters together: single small tensors
-    carry the rounding of the rest of the model, which every run has.
-    """
-    found = {name: _of_number(value, exact.metrics[0][name]) for name, value in run.metrics[0].items()}
-    theirs, ours = exact.grads[0], run.grads[0]
-    difference = [(ours[name].double() - theirs[name].double()).norm() for name in theirs]
-    size = [theirs[name].double().norm() for name in theirs]
-    found["gradients"] = (torch.stack(difference).norm() / torch.stack(size).norm()).item()
-    return found
-
-
-def token_errors(run: Run, exact: Run) -> dict[str, float]:
-    """The root mean square error over all tokens of each output, of runs of one step whose hidden states are equal."""
-    found = {}
-    for name, outputs in run.outputs.items():
-        difference = torch.cat(outputs) - torch.cat(exact.outputs[name])
-        found[name] = difference.square().mean().sqrt().item()
     return found
