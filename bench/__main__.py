@@ -25,7 +25,7 @@ from bench.machine import ROOT
 
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
-COMMANDS |= {name: name for name in ("quality", "report", "compare", "gpu")}
+COMMANDS |= {name: name for name in ("quality", "report", "gpu")}
 BUSY_HERE = "failed: the machine is busy"
 
 

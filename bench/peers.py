@@ -29,8 +29,6 @@ KL = {}
 GAE = {}
 LINEAR = {}
 EXACT = {}
-# bench/trainer_peers.py, bench/trainer_losses.py
-TRAINERS = ["TRL SFTTrainer", "TRL RewardTrainer", "TRL PPOTrainer", "TRL GRPOTrainer", "verl", "OpenRLHF"]
 # Of packages that the extra `bench` does not install: how to have them.
 WAYS = {"verl": "`make test-integrations` installs it into .venv-verl, whose Python runs this suite too"}
 

@@ -18,6 +18,7 @@ A row is a dict. Every row has a `status`; one that did not come to `ok` has a `
 import itertools
 import json
 import math
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -113,19 +114,20 @@ def figures(row: dict) -> dict:
     return found
 
 
-def steps(rows: list[dict]) -> tuple[list[str], list[list]]:
-    """Titles and cells of a table of training steps, without the implementations' names."""
+def steps(rows: list[dict], label=lambda row: row["implementation"]) -> tuple[list[str], list[list]]:
+    """Titles and cells of a table of training steps."""
     parts = list(dict.fromkeys(itertools.chain.from_iterable(row["ms"] for row in rows)))
     needed = list(rows[0].get("over_needed", {}))
-    titles = [f"{part} ms" for part in parts]
-    titles += [f"{part} / needed" for part in needed]
+    titles = ["implementation", *(f"{part} ms" for part in parts), *(f"{part} / needed" for part in needed)]
     lines = []
     for row in rows:
-        over = row.get("over_needed", {})
-        cells = [row["ms"].get(part) for part in parts]
-        cells += [over.get(part) for part in needed]
-        lines.append([*cells, row.get("steps_over_trl"), repeats(row), remarks(row)])
-    return [*titles, "steps / TRL steps", "runs", "note"], lines
+        cells = [label(row), *(row["ms"].get(part) for part in parts)]
+        cells += [row.get("over_needed", {}).get(part) for part in needed]
+        of_seeds = sorted(row["steps_over_trl"])
+        span = " to ".join(number(ratio) for ratio in (of_seeds[0], of_seeds[-1])) if of_seeds else ""
+        middle = statistics.median(of_seeds) if of_seeds else None
+        lines.append([*cells, middle, span, len(row["samples_ms"]["step"]), remarks(row)])
+    return [*titles, "steps / TRL steps", "over seeds", "runs", "note"], lines
 
 
 def save(args, rows: list[dict], **more) -> Path | None:
