@@ -17,7 +17,6 @@ import torch
 from bench import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-QUIET = 0.9  # from this share of its cores on a process may measure by the clock
 PACKAGES = (
     "torch",
     "triton",
@@ -99,17 +98,6 @@ def cpu_share(seconds: float = 0.1) -> float:
         thread.join()
     wall, used = time.perf_counter() - began[0], time.process_time() - began[1]
     return used / (wall * cores)
-
-
-def quiet_share(attempts: int = 5) -> float:
-    """`cpu_share`, the best of some attempts two seconds apart: what ran before may still be ending."""
-    share = cpu_share()
-    for _ in range(attempts - 1):
-        if share >= QUIET:
-            break
-        time.sleep(2)
-        share = max(share, cpu_share())
-    return share
 
 
 def version(package: str) -> str | None:

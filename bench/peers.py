@@ -29,8 +29,6 @@ KL = {}
 GAE = {}
 LINEAR = {}
 EXACT = {}
-# Of packages that the extra `bench` does not install: how to have them.
-WAYS = {"verl": "`make test-integrations` installs it into .venv-verl, whose Python runs this suite too"}
 
 
 class Peer(NamedTuple):
@@ -62,9 +60,7 @@ def import_peer(module: str):
         return importlib.import_module(module)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]:
-            way = WAYS.get(error.name)
-            told = f"not installed: {way}" if way else "not installed"
-            raise Unavailable(told, results.NOT_INSTALLED) from error
+            raise Unavailable("not installed", results.NOT_INSTALLED) from error
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
@@ -169,15 +165,6 @@ def compiled(device):
     return torch.compile(plain_logprobs, dynamic=True)
 
 
-@listed(LOGPROBS, "log_softmax + gather", note="no entropy")
-def logprob_alone(device):
-    def call(logits, targets, mask=None):
-        logp = torch.log_softmax(logits.float(), -1)
-        return masked((plain.chosen(logp, targets), None), mask)
-
-    return call
-
-
 @listed(LOGPROBS, "F.cross_entropy", note="no entropy; result in the logits' dtype")
 def cross_entropy(device):
     def call(logits, targets, mask=None):
@@ -246,18 +233,6 @@ def quack(device):
     def call(logits, targets, mask=None):
         loss = function(logits.flatten(0, -2), targets_ignored(targets, mask), reduction="none")
         return -loss.view(logits.shape[:-1]), None
-
-    return call
-
-
-@listed(LOGPROBS, "verl", "verl", "two functions")
-def verl(device):
-    functional = import_peer("verl.utils.torch_functional")
-
-    def call(logits, targets, mask=None):
-        # As its actors do with an entropy: flash-attn's gradient in place would corrupt the logits that it needs.
-        logprobs = functional.logprobs_from_logits(logits, targets, inplace_backward=False)
-        return masked((logprobs, functional.entropy_from_logits(logits)), mask)
 
     return call
 
@@ -441,17 +416,6 @@ def cut_cross_entropy(device):
         return policy_gradient(-loss, None, per_row(advantages)).mean()
 
     return call
-
-
-@listed(LINEAR, "verl torch head", "verl")
-def verl_torch_head(device):
-    return step_of(import_peer("verl.utils.experimental.torch_functional").FusedLinearForPPO())
-
-
-@listed(LINEAR, "verl Triton head", "verl", needs=needs_gpu)
-def verl_triton_head(device):
-    function = import_peer("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
-    return step_of(lambda hidden, weight, targets: function(hidden, weight, targets, 1.0, "none"))
 
 
 @listed(LINEAR, "quack chunked head", "quack-kernels", "all advantages 1, no entropy", needs=needs_gpu, unweighted=True)

@@ -8,25 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-_of_cpu = False
-
-
-def count_cpu_seconds() -> None:
-    """From now on `now` counts CPU seconds of this process, on one thread: those that wait for others would spin."""
-    global _of_cpu
-    _of_cpu = True
-    torch.set_num_threads(1)
-
-
-def now() -> float:
-    """Seconds: of wall time, or of CPU time."""
-    return time.process_time() if _of_cpu else time.perf_counter()
-
-
-def clock() -> str:
-    """What `now` counts, in words."""
-    return "CPU seconds of one thread" if _of_cpu else "wall time"
-
 
 class Budget:
     """Seconds, shared out by weight among the parts to come: what one leaves over, the next ones get.
@@ -38,13 +19,13 @@ class Budget:
     """
 
     def __init__(self, seconds: float, weights: float = 1.0, least: float = 0.0):
-        self.end = now() + seconds
+        self.end = time.perf_counter() + seconds
         self.weights = weights
         self.least = least
 
     def left(self) -> float:
         """Seconds until the end; negative beyond it."""
-        return self.end - now()
+        return self.end - time.perf_counter()
 
     def share(self, weight: float = 1.0) -> float:
         """Seconds for the next part."""
@@ -91,9 +72,9 @@ def interleaved(
 
     # The rounds. The machine may have become slower since.
     samples = {name: {} for name in runs}
-    started = now()
+    started = time.perf_counter()
     for turn in range(rounds):
-        taken = now() - started
+        taken = time.perf_counter() - started
         if turn >= LEAST and taken > budget_s:
             break
         late = taken > 2 * budget_s
@@ -159,13 +140,13 @@ def phases_cpu(run: Run) -> Callable[[], dict]:
 
     def once():
         x = next(turns)
-        t0 = now()
+        t0 = time.perf_counter()
         outputs = run.forward(x)
-        t1 = now()
+        t1 = time.perf_counter()
         if run.backward is None:
             return {"forward": t1 - t0}
         gradient = run.backward(outputs, x)
-        t2 = now()
+        t2 = time.perf_counter()
         del outputs, gradient
         return {"forward": t1 - t0, "backward": t2 - t1, "both": t2 - t0}
 
