@@ -215,28 +215,6 @@ def liger_cross_entropy(device):
     return call
 
 
-@listed(LOGPROBS, "flash-attn cross-entropy", "flash-attn", "no entropy", needs=needs_gpu)
-def flash(device):
-    function = import_peer("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
-
-    def call(logits, targets, mask=None):
-        loss = function(logits.flatten(0, -2), targets_ignored(targets, mask))[0]
-        return -loss.view(logits.shape[:-1]), None
-
-    return call
-
-
-@listed(LOGPROBS, "quack cross-entropy", "quack-kernels", "no entropy", needs=needs_gpu)
-def quack(device):
-    function = import_peer("quack.cross_entropy").cross_entropy
-
-    def call(logits, targets, mask=None):
-        loss = function(logits.flatten(0, -2), targets_ignored(targets, mask), reduction="none")
-        return -loss.view(logits.shape[:-1]), None
-
-    return call
-
-
 # ------------------------------------------------------------------ log-probabilities of K tokens per row
 
 
@@ -396,32 +374,6 @@ def trl_chunks():
 @listed(LINEAR, "TRL chunked head", "trl", "of its GRPO, RLOO, DPO, KTO and SFT trainers")
 def trl_head(device):
     return step_of(trl_chunks())
-
-
-def cut_needs(device: str, interpreted: bool):
-    if device == "cpu":
-        needs_inductor(device, interpreted)
-
-
-CUT = "no entropy; on a CPU its torch_compile: its kernels need a GPU"
-
-
-@listed(LINEAR, "cut-cross-entropy", "cut-cross-entropy", CUT, needs=cut_needs, compiles=True)
-def cut_cross_entropy(device):
-    function = import_peer("cut_cross_entropy").linear_cross_entropy
-    impl = "torch_compile" if device == "cpu" else "cce"
-
-    def call(hidden, weight, targets, advantages):
-        loss = function(hidden, weight, targets, reduction="none", impl=impl)
-        return policy_gradient(-loss, None, per_row(advantages)).mean()
-
-    return call
-
-
-@listed(LINEAR, "quack chunked head", "quack-kernels", "all advantages 1, no entropy", needs=needs_gpu, unweighted=True)
-def quack_head(device):
-    function = import_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return lambda hidden, weight, targets, advantages: function(hidden, weight, targets)
 
 
 @listed(LINEAR, "F.linear_cross_entropy", note="all advantages 1, no entropy", unweighted=True)

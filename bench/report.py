@@ -155,7 +155,7 @@ def traffic(result) -> str:
 def accuracy(result) -> str:
     lines = {}
     for row in results.measured(result["rows"]):
-        if row.get("table") != "kl" and row["dtype"] == "bf16":
+        if row["dtype"] == "bf16":
             line = lines.setdefault(label(row), {})
             for name in ("logprob", "entropy", "gradient"):
                 line[f"{name}, {row['logits']}"] = row[name]

@@ -213,8 +213,7 @@ def main(args) -> int:
     seconds = args.budget or GROUPS[args.group].seconds
     budget = timing.Budget(max(1.0, seconds - IMPORTS), weights=0, least=min(OF_A_CASE, seconds))
 
-    told = {"cpu_share": machine.cpu_share()} if args.device == "cpu" else {}
-    told["copy_bytes_per_s"] = copy = machine.copy_bandwidth(args.device)
+    copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
 
     # Case by case, each with its part of what is left.
@@ -230,7 +229,5 @@ def main(args) -> int:
             found = run_case(case, args.peers, copy, ends - time.perf_counter())
             show(case, found, copy)
             rows += [row for row in found if row not in rows]  # what cannot run at any case is told once
-            if told.get("cpu_share"):
-                told["cpu_share"] = min(told["cpu_share"], machine.cpu_share())
-            results.save(args, rows, **told)
+            results.save(args, rows, copy_bytes_per_s=copy)
     return results.failed(rows)

@@ -1,7 +1,7 @@
 """What a server answers with HTTP 200 and gets wrong: each trap on a real vLLM, the size of its error, what finds it.
 
-    python bench/repro/stale_server.py            prints the table, draws docs/stale-server.png
-    python bench/repro/stale_server.py --draw     table and figure from the results that are there
+    python bench/repro/stale_server.py            prints the table
+    python bench/repro/stale_server.py --draw     the table from the results that are there
 
 The demo's model, warm-started and after 60 steps of GRPO: the old weights and the new. A server has the old, then comes
 what should be a push of the new; what the server tells of the tokens that it draws from then on is compared with the
@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from bench import machine, plots, results, vllm_server
+from bench import machine, results, vllm_server
 from bench.repro import pushed_weights as weights
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
@@ -36,7 +36,6 @@ from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import connect
 
 RESULTS = results.RESULTS / "repro" / "stale_server.json"
-PICTURE = plots.DOCS / "stale-server.png"
 COPIES, TOKENS = 8, 8
 PASSES = "all checks pass"
 # Of every request that says nothing else: what is left out has the server's default.
@@ -315,28 +314,11 @@ def check(rows: list[dict]) -> None:
             assert right == passed == (row["max_abs"] < EXACT), row
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """A line per trap: from the mean to the largest error of a token."""
-    shown = [row for row in rows if "max_abs" in row]
-    figure, (axes,) = plots.panels(1, (9, 0.8 + 0.36 * len(shown)))
-    for y, row in enumerate(shown):
-        colour = plots.LOOKS[0][0] if row["max_abs"] < EXACT else plots.LOOKS[2][0]
-        axes.plot([row["mean_abs"], row["max_abs"]], [y, y], color=colour, lw=3, alpha=0.5)
-        axes.scatter([row["mean_abs"], row["max_abs"]], [y, y], color=colour, s=[24, 48], zorder=3)
-    axes.axvline(EXACT, color="black", lw=1, ls="--")
-    axes.text(EXACT, -0.6, " what the probe allows in fp32", fontsize=8, va="bottom")
-    axes.set_yticks(range(len(shown)), [row["trap"] for row in shown], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="nats that the server's log-probability of a token is off: mean and largest")
-    plots.save(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--draw", action="store_true", help="start no server, take the results that are there")
     parser.add_argument("--folder", type=Path, default=Path("runs/stale_server"), help="of the models")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--png", type=Path, default=PICTURE)
     arguments = parser.parse_args()
     if not arguments.draw:
         torch.set_num_threads(1)
@@ -348,8 +330,6 @@ def main() -> None:
         write_atomically(arguments.results, results.dumps(result))
     rows = results.load(arguments.results)["rows"]
     print(f"\n{table(rows)}")
-    draw(rows, arguments.png)
-    print(f"drew {arguments.png.name}")
     check(rows)
     print("each trap is found, and nothing else")
 

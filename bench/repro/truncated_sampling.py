@@ -1,6 +1,6 @@
 """Truncated sampling scored with and without the sets that it kept: the ratio of a policy to itself.
 
-    python -m bench.repro.truncated_sampling     prints the table and draws docs/truncated-sampling.png
+    python -m bench.repro.truncated_sampling     prints the table
 
 `generate` samples from a model and returns what its filters left of each step's scores. The same model then scores the
 same tokens, no update between: the ratio exp(logprob - the sampler's) should be 1. Over the whole vocabulary it is the
@@ -8,13 +8,12 @@ mass of the kept set instead, 0.8 at top_p 0.8 for a flat distribution; over the
 """
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import fused_rl
-from bench import plain, plots, results
+from bench import plain, results
 from fused_rl import TokenSupport
 
 VOCAB, PROMPT, TOKENS = 4096, 8, 32
@@ -90,29 +89,14 @@ def row(name: str, found: Scored) -> dict:
     return cells | {"largest error": f"{(found.kept - 1).abs().max():.0e}"}
 
 
-def draw(found: dict[str, Scored], path: Path) -> None:
-    """The ratios of each sampler, sorted: a flat line at 1 is a policy that agrees with itself."""
-    figure, (axes,) = plots.panels(1, (8, 3.6))
-    for name, of_sampler in found.items():
-        ratio = of_sampler.whole.sort().values
-        axes.plot(torch.linspace(0, 1, len(ratio)), ratio, label=f"whole vocabulary: {name}")
-    ratio = of_sampler.kept.sort().values
-    axes.plot(torch.linspace(0, 1, len(ratio)), ratio, "k--", label="with the kept sets: every sampler")
-    axes.set(xlabel="share of the tokens", ylabel="first ratio, which should be 1", ylim=(0, 1.1))
-    plots.save(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--sequences", type=int, default=48)
-    parser.add_argument("--png", type=Path, default=plots.DOCS / "truncated-sampling.png")
     arguments = parser.parse_args()
     model = small_model()
     found = {name: scored(model, options, arguments.sequences) for name, options in SAMPLERS.items()}
     rows = [row(name, of_sampler) for name, of_sampler in found.items()]
     print(results.table_of(rows))
-    draw(found, arguments.png)
-    print(f"\ndrew {arguments.png}")
 
 
 if __name__ == "__main__":
