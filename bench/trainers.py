@@ -7,13 +7,14 @@ losses of the first two steps are compared, so a row says if the two did not do 
 responses, and the starting model's mean log-probability of TRL's first responses is compared.
 
 `needed` is a lower bound for a phase of GRPO. After a step, the model alone is run on that step's micro-batches, in the
-same layout. `rollout` needs the passes that sample these responses token by token. `measure`
-needs the forward passes of policy and reference, without the exact KL. `update` needs a forward and a backward pass
-through `LanguageModel`: with the fused head that the trainer uses, and -log p as the loss. No trainer, engine or
-optimizer runs in it, and the fastest of all steps is taken, so phase / needed is at least 1.
+same layout. `rollout` needs the passes that sample these responses token by token. `measure` needs the forward passes
+of policy and reference, without the exact KL. `update` needs a forward and a backward pass through `LanguageModel`:
+with the fused head that the trainer uses, and -log p as the loss. No trainer, engine or optimizer runs in it, and the
+fastest of all steps is taken, so phase / needed is at least 1.
 """
 
 import contextlib
+import gc
 import io
 import itertools
 import statistics
@@ -353,8 +354,7 @@ def demo_sft(folder: Path, seed: int):
     """Return the recipe of the demo's warm start."""
     demo.prepare(folder, seed)
     paths = {"model": folder / "init", "dataset": folder / "data" / "demonstrations.jsonl"}
-    arguments = demo.arguments("demo_sft.yaml", seed, paths | {"output_dir": folder})
-    return parse(sft.SFTConfig, arguments)
+    return parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths | {"output_dir": folder}))
 
 
 def demo_rewards(folder: Path, seed: int):
@@ -429,6 +429,9 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
             config = make(folder, seed).changed(steps=steps, warmup_steps=0)
             kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
             for implementation, changed in kinds.items():
+                for before in itertools.chain.from_iterable(runs.values()):
+                    before.policy = None
+                gc.collect()  # an engine holds gigabytes
                 place = str(folder / implementation)
                 ours = run_ours(op, config.changed(output_dir=place, **changed), needs=op == "grpo")
                 runs.setdefault(implementation, []).append(ours)
@@ -441,8 +444,6 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
                 continue
             runs.setdefault(peer, []).append(theirs)
             checks.append(compared(ours, theirs))
-
-    # A row per implementation; TRL's with the worst of its checks.
     rows = []
     for name, found in runs.items():
         row = {"op": op, "task": task, "implementation": name, "status": results.OK}
@@ -486,10 +487,9 @@ def command(group: str, words: list[str] | None = None) -> int:
     made.add_argument("--steps", type=int, help="of each run, the first uncounted (default: 3 to 8)")
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = options.checked(made, made.parse_args(words))
-    args.group, args.device = group, "cpu"
+    args.group, args.device, rows = group, "cpu", []
     prepare()
     print(machine.heading("cpu"), flush=True)
-    rows = []
     for (op, task), (make, steps) in TASKS.items():
         found = run_task(op, task, make, args.steps or steps, args.seeds, args.peers)
         titles, cells = results.steps(results.measured(found))
