@@ -54,10 +54,8 @@ class Judge:
         if step % every and step != run.config.steps:
             return
         # The transformers model: TRL's as it is, ours inside of its engine.
-        if hasattr(model, "model") and hasattr(model, "scorers"):
-            model = model.model.module.base
-        elif hasattr(model, "module"):
-            model = model.module.classifier
+        if model is run.policy:
+            model = model.model.module.base if run.op == "grpo" else model.module.classifier
         training = model.training
         model.eval()
         spent = sum(sum(parts.values()) for parts in run.steps)

@@ -9,7 +9,6 @@ import math
 import statistics
 
 from bench import plots, results
-from bench.cases import linear
 from bench.results import RESULTS
 
 HEAD = """# Benchmarks
@@ -24,10 +23,14 @@ the turns, each beside ours of the same turn. † marks an answer that is wrong:
 0.001 nats, or a gradient by more than 1 % of its largest element. An empty cell was not measured: the implementation
 needs a GPU, is not installed, or had no time left. No figure is from a GPU yet.
 """
-KERNELS = (
-    "Forward and backward of {what}. Cells: time, then extra memory as a multiple of the logits, gradient included."
-)
-LINEAR = "From hidden states to loss and gradients (rows × hidden × vocabulary). Cells: time, then extra memory in MB."
+TIMED = {
+    "kernels": "Forward and backward of log-probability and entropy, and of GAE.",
+    "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
+    "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
+    "states. Memory below 0: rows of the returned gradient that nobody touched take none.",
+    "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
+}
+CELLS = "Cells: time, then extra memory, gradient included, as a multiple of the logits where nothing else is said."
 TRAFFIC = (
     "Bytes that each operation loads and stores, counted in Triton's interpreter and by ATen operators, as multiples "
     "of the logits' size. The counts are the same on every machine. A loss on whole `(B, T, V)` logits leaves out the "
@@ -97,7 +100,7 @@ def timed(result) -> str:
         for row in found:
             cells[label(row)] = cell(row)
         lines.append([case, *(cells[name] for name in names)])
-    return table(["case", *names], lines)
+    return f"{TIMED[result['group']]} {CELLS}\n\n{table(['case', *names], lines)}"
 
 
 def cell(row) -> str:
@@ -118,30 +121,7 @@ def kernels(result) -> str:
     axis = "useful GB/s, forward + backward (right is faster)"
     plots.roofline(shown, lambda row: row["gb_per_s"]["both"], roof, axis, "benchmarks-cpu.png")
     picture = "![GB/s of each implementation against the bandwidth of a copy](benchmarks-cpu.png)"
-    return f"{KERNELS.format(what='log-probability and entropy, and of GAE')}\n\n{picture}\n\n{timed(result)}"
-
-
-def linear_heads(result) -> str:
-    shown = {}
-    for case, rows in cases_of(result).items():
-        others = [row for row in rows if row["implementation"] != linear.FLOOR]
-        shown[case] = [row for row in others if linear.FLOOR in row.get("time_over", {})]
-    shown = {case: rows for case, rows in shown.items() if rows}
-    axis = "speed in % of the three products that nobody can avoid (right is faster)"
-    roof = (100, linear.FLOOR)
-    plots.roofline(shown, lambda row: 100 / row["time_over"][linear.FLOOR], roof, axis, "benchmarks-linear-cpu.png")
-    picture = "![Speed of each implementation against the GEMMs alone](benchmarks-linear-cpu.png)"
-    return f"{LINEAR}\n\n{picture}\n\n{timed(result)}"
-
-
-def kl(result) -> str:
-    return f"{KERNELS.format(what='`token_kl`, the KL of two logits tensors')}\n\n{timed(result)}"
-
-
-def support(result) -> str:
-    what = "log-probability and entropy over kept sets of ids, from logits and, then in MB, from hidden states"
-    negative = "Below 0: rows of the returned gradient that nobody touched take no memory."
-    return f"{KERNELS.format(what=what)} {negative}\n\n{timed(result)}"
+    return f"{picture}\n\n{timed(result)}"
 
 
 def traffic(result) -> str:
@@ -228,9 +208,9 @@ SECTIONS = {
     "quality": ("Time to the same accuracy", quality),
     "trainers": ("A training step", trainers),
     "kernels": ("Log-probability, entropy and GAE", kernels),
-    "linear": ("Heads", linear_heads),
-    "kl": ("KL", kl),
-    "support": ("Kept sets", support),
+    "linear": ("Heads", timed),
+    "kl": ("KL", timed),
+    "support": ("Kept sets", timed),
     "traffic": ("Bytes moved", traffic),
     "numerics": ("Accuracy", accuracy),
 }

@@ -64,11 +64,6 @@ def missing(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["status"] not in RAN]
 
 
-def name_of(row: dict) -> str:
-    """An implementation that did not run, and where."""
-    return row["implementation"] + (f" at {row['where']}" if row["where"] else "")
-
-
 def remarks(row: dict) -> str:
     """How it went, where that is not well, why it was timed but once, and what the implementation does not do."""
     word = {WRONG: "WRONG", FAILED_CHECK: "FAILED"}.get(row["status"])
@@ -85,11 +80,6 @@ def repeats(row: dict) -> int | None:
 
 def sizes(shape, by: str = " x ") -> str:
     return by.join(map(str, shape))
-
-
-def whole_ms(row: dict) -> float:
-    """The median of forward and backward together, which may be all that was timed."""
-    return row["ms"]["both"] if isinstance(row["ms"], dict) else row["ms"]
 
 
 def figures(row: dict) -> dict:
@@ -234,7 +224,8 @@ def table_of(rows: list[dict], markdown: bool = False) -> str:
 def show_missing(rows: list[dict], verb: str = "run") -> None:
     """Print what did not run, and why."""
     for row in missing(rows):
-        print(f"  not {verb}: {name_of(row)}: {row['reason']}")
+        where = f" at {row['where']}" if row["where"] else ""
+        print(f"  not {verb}: {row['implementation']}{where}: {row['reason']}")
 
 
 def failed(rows: list[dict]) -> int:

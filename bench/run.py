@@ -130,7 +130,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         repeats = case.backward_repeats and not peer.overwrites
         backward = case.backward_of(peer)
         inputs = case.inputs(peer)
-        runs[peer.name] = timing.Run(peer.call, backward, inputs, repeats)
+        runs[peer.name] = timing.phases_cpu(timing.Run(peer.call, backward, inputs, repeats))
         first[peer.name] = once.seconds
         memory[peer.name] = once.extra_bytes
         if peer.role != "peer":
@@ -138,7 +138,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
 
     # Then in turns.
     left = seconds - (time.perf_counter() - started)
-    samples = timing.sampled(runs, left, first, kept)
+    samples = timing.interleaved(runs, left, first, kept)
     for row in rows:
         if row["implementation"] in samples:
             row["extra_bytes"] = memory[row["implementation"]]

@@ -48,13 +48,7 @@ MOST = 9
 BLOCK = 0.03  # seconds that a run is repeated for in its turn: of microseconds alone a clock says little
 
 
-def interleaved(
-    runs: dict,
-    budget_s: float,
-    first: dict,
-    keep=(),
-    most: int = MOST,
-) -> dict:
+def interleaved(runs: dict, budget_s: float, first: dict, keep=()) -> dict:
     """Samples in ms of each run: name -> {phase: [ms, ...]}, one for each of its turns.
 
     Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. In every
@@ -68,7 +62,7 @@ def interleaved(
     while turning and turning[-1] not in keep and LEAST * sum(costs[name] for name in turning) > budget_s:
         turning.pop()
     fit = int(budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6)  # a whole number stays one
-    rounds = min(most, max(LEAST, fit)) if turning else 0
+    rounds = min(MOST, max(LEAST, fit)) if turning else 0
 
     # The rounds. The machine may have become slower since.
     samples = {name: {} for name in runs}
@@ -109,17 +103,6 @@ def ratio(samples: list, base: list, side_by_side: bool) -> float:
 def whole(phases: dict) -> float:
     """Time of a whole run, in the unit of its phases."""
     return phases.get("both", phases["forward"])
-
-
-def sampled(
-    runs: dict[str, Run],
-    budget_s: float,
-    first: dict,
-    keep=(),
-) -> dict:
-    """{name: {phase: [ms, ...]}} of runs on a CPU, within about `budget_s` seconds; `first` and `keep` as above."""
-    timed = {name: phases_cpu(run) for name, run in runs.items()}
-    return interleaved(timed, budget_s, first, keep)
 
 
 def alone(run: Run, device: str, ms: float) -> dict:

@@ -47,7 +47,6 @@ REPROS = {
 LEFT_OUT = {
     "stale_server": "needs a vLLM of its own (make test-server installs it)",
     "lag": "trains twelve runs, an hour",
-    "optimizer_step": "measures time, with 165 million weights",
     "integrations": "needs TRL, verl and OpenRLHF, each in an environment of its own",
 }
 

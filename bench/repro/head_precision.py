@@ -140,16 +140,13 @@ def costs(shapes: tuple = COSTS, rounds: int = 3) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", action="store_true", help="CPU seconds of the products")
-    parser.add_argument("--shape", default=sizes(SHAPE, "x"), help="rows x hidden units x vocabulary")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(heading(device))
+    print(heading("cpu"))
     if args.cost:
         print(table_of(costs()))
     else:
-        shape = tuple(map(int, args.shape.split("x")))
         print("largest error in nats at sigma + offset\n")
-        print(table_of(measured(shape, device)))
+        print(table_of(measured()))
 
 
 if __name__ == "__main__":

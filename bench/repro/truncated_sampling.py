@@ -7,7 +7,6 @@ same tokens, no update between: the ratio exp(logprob - the sampler's) should be
 mass of the kept set instead, 0.8 at top_p 0.8 for a flat distribution; over the recorded sets it is 1.
 """
 
-import argparse
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import fused_rl
 from bench import plain, results
 from fused_rl import TokenSupport
 
-VOCAB, PROMPT, TOKENS = 4096, 8, 32
+VOCAB, PROMPT, TOKENS, SEQUENCES = 4096, 8, 32, 48
 SAMPLERS = {
     "none": {},
     "top_p 0.95": {"top_p": 0.95},
@@ -53,10 +52,10 @@ def small_model():
 
 
 @torch.no_grad()
-def scored(model, options: dict, sequences: int) -> Scored:
+def scored(model, options: dict) -> Scored:
     """Sample with these options, and score the tokens by the same weights with and without the sets."""
     torch.manual_seed(1)
-    prompts = torch.randint(VOCAB, (sequences, PROMPT))
+    prompts = torch.randint(VOCAB, (SEQUENCES, PROMPT))
     options = {"top_k": 0, "top_p": 1.0, "temperature": 1.0, **options}
     length = {"max_new_tokens": TOKENS, "eos_token_id": None, "pad_token_id": 0}
     wanted = {"do_sample": True, "output_scores": True, "return_dict_in_generate": True}
@@ -90,11 +89,8 @@ def row(name: str, found: Scored) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--sequences", type=int, default=48)
-    arguments = parser.parse_args()
     model = small_model()
-    found = {name: scored(model, options, arguments.sequences) for name, options in SAMPLERS.items()}
+    found = {name: scored(model, options) for name, options in SAMPLERS.items()}
     rows = [row(name, of_sampler) for name, of_sampler in found.items()]
     print(results.table_of(rows))
 
