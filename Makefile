@@ -146,7 +146,7 @@ $(VENV)-docs/installed: docs/requirements.txt
 	@touch $@
 
 .PHONY: bench
-bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 12 minutes
+bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 16 minutes
 	$(ALL_CORES) $(BIN)/python -m bench
 	$(BIN)/python -m bench report
 

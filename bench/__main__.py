@@ -3,8 +3,8 @@
     python -m bench                          every group that can run here; results go to bench/results
     python -m bench --group kernels,traffic --device cpu --dtype bf16 --shapes 1024x32000 --peers none --out folder
     python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, kl, ...
-    python -m bench report                   bench/results -> docs/benchmarks.md with plots, and what other pages quote
-    python -m bench compare FOLDER FOLDER    the ratios that differ by more than a tenth between two runs
+    python -m bench report                   bench/results -> docs/benchmarks.md with plots
+    python -m bench quality                  our trainers and TRL's: held-out accuracy over training time
     python -m bench gpu --out folder         what a GPU is asked first, within 10 minutes
 
 Each group of a whole run is a process of its own: counting needs Triton's interpreter, cross-compilation must not have
@@ -25,8 +25,7 @@ from bench.machine import ROOT
 
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
-COMMANDS |= {name: name for name in ("quality", "report", "compare", "gpu")}
-BUSY_HERE = "failed: the machine is busy"
+COMMANDS |= {name: name for name in ("quality", "report", "gpu")}
 
 
 def run_group(group: str, given: list[str]) -> str:
@@ -36,8 +35,7 @@ def run_group(group: str, given: list[str]) -> str:
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
     words = [sys.executable, "-m", "bench", group, *given]
     done = subprocess.run(words, cwd=ROOT, env=environment)
-    told = {0: "ok", options.BUSY: BUSY_HERE}
-    return told.get(done.returncode, f"failed (exit status {done.returncode})")
+    return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
 
 
 def of_group(shapes: str | None, group: str) -> list[str]:
@@ -63,8 +61,7 @@ def parse():
         parser.error(f"--shapes {args.shapes}: expected {', '.join(wanted)}")
 
     # The options that were given, as words again.
-    words = ["--all-shapes"] if args.all_shapes else []
-    words += ["--loaded"] if args.loaded else []
+    words = []
     for name in ("device", "dtype", "peers", "budget"):
         value = getattr(args, name)
         if value != parser.get_default(name):
@@ -76,7 +73,7 @@ def parse():
 
 
 def suite() -> int:
-    """Every group in its turn; 1 where one fails; none after one that finds the machine busy."""
+    """Every group in its turn; 1 where one fails."""
     args, words, groups = parse()
     outcome = {}
     for group in groups:
@@ -89,8 +86,6 @@ def suite() -> int:
         started = time.perf_counter()
         status = run_group(group, words + (["--shapes", ",".join(shapes)] if shapes else []))
         outcome[group] = f"{status}, {time.perf_counter() - started:.0f} s"
-        if status == BUSY_HERE:
-            break
     print()
     for group, what in outcome.items():
         print(f"{group}: {what}")

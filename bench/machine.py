@@ -2,13 +2,11 @@
 
 import ctypes
 import gc
-import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,17 +15,12 @@ import torch
 from bench import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-QUIET = 0.9  # from this share of its cores on a process may measure by the clock
 PACKAGES = (
     "torch",
     "triton",
     "numpy",
     "trl",
     "liger-kernel",
-    "flash-attn",
-    "quack-kernels",
-    "cut-cross-entropy",
-    "verl",
 )
 
 
@@ -79,37 +72,6 @@ def copy_bandwidth(device: str) -> float:
         once = timing.phases_cpu(run)
         samples = [1e3 * once()["forward"] for _ in range(11)]
     return 2 * size / (1e-3 * timing.median(samples))
-
-
-def cpu_share(seconds: float = 0.1) -> float:
-    """The part of its cores that this process gets where it asks for all: 1 on a machine that does nothing else."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    data = bytes(1 << 22)  # hashing much at once, a thread lets others run
-    ends = time.perf_counter() + seconds
-
-    def spin():
-        while time.perf_counter() < ends:
-            hashlib.sha256(data)
-
-    threads = [threading.Thread(target=spin) for _ in range(cores)]
-    began = time.perf_counter(), time.process_time()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wall, used = time.perf_counter() - began[0], time.process_time() - began[1]
-    return used / (wall * cores)
-
-
-def quiet_share(attempts: int = 5) -> float:
-    """`cpu_share`, the best of some attempts two seconds apart: what ran before may still be ending."""
-    share = cpu_share()
-    for _ in range(attempts - 1):
-        if share >= QUIET:
-            break
-        time.sleep(2)
-        share = max(share, cpu_share())
-    return share
 
 
 def version(package: str) -> str | None:

@@ -55,8 +55,6 @@ def one_pass(x, targets, mask=None):
 
 
 CPU_PATH = "fused_rl on CPU"
-# How far the reference's logits are from the policy's; the KL of the first row is about scale² / 2 nats.
-KL_SCALES = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 
 
 def ours(x, targets, mask=None):
@@ -150,45 +148,6 @@ def measured(peer, dtype, cases, device):
     return worst
 
 
-def exact_kl(x, ref):
-    """Reverse KL in fp64 as a sum of terms that are all >= 0, so that close distributions lose nothing."""
-    logp = torch.log_softmax(x.double(), -1)
-    delta = logp - torch.log_softmax(ref.double(), -1)
-    # e^-d - 1 + d: its series where the difference would lose digits
-    inner = 1 / 6 - delta * (1 / 24 - delta / 120)
-    series = delta**2 * (1 / 2 - delta * inner)
-    terms = torch.where(delta.abs() < 1e-2, series, torch.expm1(-delta) + delta)
-    return (logp.exp() * terms).sum(-1)
-
-
-def kl_rows(device):
-    """token_kl and plain fp32 torch at distances that shrink: worst relative error, and the smallest value."""
-    calls = {"fused_rl": fused_rl.token_kl, "plain torch, fp32": peers.plain_kl}
-    versions = {"fused_rl": fused_rl.__version__, "plain torch, fp32": machine.version("torch")}
-    found = []
-    for scale in KL_SCALES:
-        generator = plain.seeded(5)
-        x = torch.randn(ROWS, VOCABULARY, generator=generator).mul_(3)
-        noise = torch.randn(ROWS, VOCABULARY, generator=generator)
-        ref = (x + scale * noise).to(device)
-        x = x.to(device)
-        true = exact_kl(x, ref)
-        for name, call in calls.items():
-            value = call(x, ref).double()
-            off = (value - true).abs() / true
-            row = {
-                "table": "kl",
-                "implementation": name,
-                "version": versions[name],
-                "status": results.OK,
-                "exact": true.mean().item(),
-                "relative": off.max().item(),
-                "smallest": value.min().item(),
-            }
-            found.append(row)
-    return found
-
-
 def interpret(device: str, on: bool):
     """On a CPU, send our op's calls to the kernels, as a GPU runs them, or to the CPU path; it reads this each time."""
     if device == "cpu":
@@ -230,12 +189,6 @@ COLUMNS = {
     "smallest entropy": "smallest",
     "gradient": "gradient",
 }
-KL_COLUMNS = {
-    "exact KL (nats)": "exact",
-    "implementation": "implementation",
-    "relative error": "relative",
-    "smallest value": "smallest",
-}
 
 
 def command(name: str, words: list[str]) -> int:
@@ -244,12 +197,8 @@ def command(name: str, words: list[str]) -> int:
     if args.device == "cpu":
         interpreter.fix_numerics()
     rows = table_rows(args)
-    interpret(args.device, True)
-    of_kl = kl_rows(args.device)
     title = "largest error: logprob and entropy in nats, entropy relative, gradient relative to its row's largest"
     show(title, COLUMNS, results.measured(rows))
     results.show_missing(rows, "measured")
-    title = "reverse KL of fp32 logits that come closer: largest relative error, and the smallest value"
-    show(title, KL_COLUMNS, of_kl)
-    results.save(args, rows + of_kl)
+    results.save(args, rows)
     return results.failed(rows)

@@ -6,7 +6,6 @@ import torch
 
 from bench import peers
 
-BUSY = 3  # exit status of a group that did not measure by the clock on a busy machine
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -16,10 +15,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     made.add_argument("--dtype", default="bf16,fp32", help="comma-separated: bf16, fp16, fp32")
     made.add_argument("--shapes", default=None, help="comma-separated, rows x vocabulary: 1024x32000,256x151936")
-    made.add_argument("--all-shapes", action="store_true", help="on a CPU: every shape, in three times the time")
     made.add_argument("--peers", default="all", help="all, none, or comma-separated names")
     made.add_argument("--budget", type=float, default=None, help="seconds for a group: more cases, less for each")
-    made.add_argument("--loaded", action="store_true", help="on a busy CPU: CPU seconds of one thread, not wall time")
     made.add_argument("--out", default=None, help="folder for the JSON result (default: none is written)")
     return made
 
@@ -33,7 +30,6 @@ def checked(made: argparse.ArgumentParser, args: argparse.Namespace) -> argparse
     if args.budget is not None and not args.budget > 0:
         made.error("--budget: expected seconds above 0")
     names = list(peers.LOGPROBS | peers.TOPK | peers.KL | peers.GAE | peers.LINEAR | peers.EXACT)
-    names += peers.TRAINERS
     expected = f"expected all, none or some of {', '.join(names)}"
     _expect_known(made, "--peers", args.peers.split(","), ["all", "none", *names], expected)
     if args.shapes:

@@ -29,10 +29,6 @@ KL = {}
 GAE = {}
 LINEAR = {}
 EXACT = {}
-# bench/trainer_peers.py, bench/trainer_losses.py
-TRAINERS = ["TRL SFTTrainer", "TRL RewardTrainer", "TRL PPOTrainer", "TRL GRPOTrainer", "verl", "OpenRLHF"]
-# Of packages that the extra `bench` does not install: how to have them.
-WAYS = {"verl": "`make test-integrations` installs it into .venv-verl, whose Python runs this suite too"}
 
 
 class Peer(NamedTuple):
@@ -64,9 +60,7 @@ def import_peer(module: str):
         return importlib.import_module(module)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module.split(".")[0]:
-            way = WAYS.get(error.name)
-            told = f"not installed: {way}" if way else "not installed"
-            raise Unavailable(told, results.NOT_INSTALLED) from error
+            raise Unavailable("not installed", results.NOT_INSTALLED) from error
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
@@ -171,15 +165,6 @@ def compiled(device):
     return torch.compile(plain_logprobs, dynamic=True)
 
 
-@listed(LOGPROBS, "log_softmax + gather", note="no entropy")
-def logprob_alone(device):
-    def call(logits, targets, mask=None):
-        logp = torch.log_softmax(logits.float(), -1)
-        return masked((plain.chosen(logp, targets), None), mask)
-
-    return call
-
-
 @listed(LOGPROBS, "F.cross_entropy", note="no entropy; result in the logits' dtype")
 def cross_entropy(device):
     def call(logits, targets, mask=None):
@@ -226,40 +211,6 @@ def liger_cross_entropy(device):
         rest = (None, -100, 0.0, 0.0, "none", None, False)
         loss = function.apply(logits.flatten(0, -2), targets, *rest)[0]
         return -loss.view(logits.shape[:-1]), None
-
-    return call
-
-
-@listed(LOGPROBS, "flash-attn cross-entropy", "flash-attn", "no entropy", needs=needs_gpu)
-def flash(device):
-    function = import_peer("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
-
-    def call(logits, targets, mask=None):
-        loss = function(logits.flatten(0, -2), targets_ignored(targets, mask))[0]
-        return -loss.view(logits.shape[:-1]), None
-
-    return call
-
-
-@listed(LOGPROBS, "quack cross-entropy", "quack-kernels", "no entropy", needs=needs_gpu)
-def quack(device):
-    function = import_peer("quack.cross_entropy").cross_entropy
-
-    def call(logits, targets, mask=None):
-        loss = function(logits.flatten(0, -2), targets_ignored(targets, mask), reduction="none")
-        return -loss.view(logits.shape[:-1]), None
-
-    return call
-
-
-@listed(LOGPROBS, "verl", "verl", "two functions")
-def verl(device):
-    functional = import_peer("verl.utils.torch_functional")
-
-    def call(logits, targets, mask=None):
-        # As its actors do with an entropy: flash-attn's gradient in place would corrupt the logits that it needs.
-        logprobs = functional.logprobs_from_logits(logits, targets, inplace_backward=False)
-        return masked((logprobs, functional.entropy_from_logits(logits)), mask)
 
     return call
 
@@ -423,43 +374,6 @@ def trl_chunks():
 @listed(LINEAR, "TRL chunked head", "trl", "of its GRPO, RLOO, DPO, KTO and SFT trainers")
 def trl_head(device):
     return step_of(trl_chunks())
-
-
-def cut_needs(device: str, interpreted: bool):
-    if device == "cpu":
-        needs_inductor(device, interpreted)
-
-
-CUT = "no entropy; on a CPU its torch_compile: its kernels need a GPU"
-
-
-@listed(LINEAR, "cut-cross-entropy", "cut-cross-entropy", CUT, needs=cut_needs, compiles=True)
-def cut_cross_entropy(device):
-    function = import_peer("cut_cross_entropy").linear_cross_entropy
-    impl = "torch_compile" if device == "cpu" else "cce"
-
-    def call(hidden, weight, targets, advantages):
-        loss = function(hidden, weight, targets, reduction="none", impl=impl)
-        return policy_gradient(-loss, None, per_row(advantages)).mean()
-
-    return call
-
-
-@listed(LINEAR, "verl torch head", "verl")
-def verl_torch_head(device):
-    return step_of(import_peer("verl.utils.experimental.torch_functional").FusedLinearForPPO())
-
-
-@listed(LINEAR, "verl Triton head", "verl", needs=needs_gpu)
-def verl_triton_head(device):
-    function = import_peer("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
-    return step_of(lambda hidden, weight, targets: function(hidden, weight, targets, 1.0, "none"))
-
-
-@listed(LINEAR, "quack chunked head", "quack-kernels", "all advantages 1, no entropy", needs=needs_gpu, unweighted=True)
-def quack_head(device):
-    function = import_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return lambda hidden, weight, targets, advantages: function(hidden, weight, targets)
 
 
 @listed(LINEAR, "F.linear_cross_entropy", note="all advantages 1, no entropy", unweighted=True)

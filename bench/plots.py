@@ -1,6 +1,6 @@
 """The pictures of docs/benchmarks.md."""
 
-from bench import machine, results
+from bench import machine
 
 DOCS = machine.ROOT / "docs"
 # Okabe and Ito's colours, told apart with any colour vision; a marker each for print. Ours is the blue disc.
@@ -63,23 +63,3 @@ def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str)
     axes.set(xscale="log", xlabel=label)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=5)
     save(figure, name)
-
-
-def traffic(rows: list[dict]):
-    """A bar per operation and implementation: forward, and backward hatched."""
-    rows = sorted(rows, key=lambda row: row["forward"] + row["backward"])
-    figure, (axes,) = panels(1, (9, 1 + 0.26 * len(rows)))
-    labels = [f"{row['implementation']}: {row['op']}" for row in rows]
-    forward = [row["forward"] for row in rows]
-    backward = [row["backward"] for row in rows]
-    colours = ["#0072B2" if results.ours(row) else "#E69F00" for row in rows]
-    axes.barh(labels, forward, color=colours)
-    hatched = {"color": colours, "alpha": 0.5, "hatch": "//", "edgecolor": "white"}
-    axes.barh(labels, backward, left=forward, **hatched)
-    for i, row in enumerate(rows):
-        both = row["forward"] + row["backward"]
-        axes.text(both + 0.5, i, f"{both:.2f}", va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="multiples of the logits' size; plain: forward, hatched: backward")
-    axes.tick_params(axis="y", labelsize=8)
-    save(figure, "benchmarks-traffic.png")

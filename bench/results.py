@@ -18,6 +18,7 @@ A row is a dict. Every row has a `status`; one that did not come to `ok` has a `
 import itertools
 import json
 import math
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -63,11 +64,6 @@ def missing(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["status"] not in RAN]
 
 
-def name_of(row: dict) -> str:
-    """An implementation that did not run, and where."""
-    return row["implementation"] + (f" at {row['where']}" if row["where"] else "")
-
-
 def remarks(row: dict) -> str:
     """How it went, where that is not well, why it was timed but once, and what the implementation does not do."""
     word = {WRONG: "WRONG", FAILED_CHECK: "FAILED"}.get(row["status"])
@@ -84,11 +80,6 @@ def repeats(row: dict) -> int | None:
 
 def sizes(shape, by: str = " x ") -> str:
     return by.join(map(str, shape))
-
-
-def whole_ms(row: dict) -> float:
-    """The median of forward and backward together, which may be all that was timed."""
-    return row["ms"]["both"] if isinstance(row["ms"], dict) else row["ms"]
 
 
 def figures(row: dict) -> dict:
@@ -113,19 +104,20 @@ def figures(row: dict) -> dict:
     return found
 
 
-def steps(rows: list[dict]) -> tuple[list[str], list[list]]:
-    """Titles and cells of a table of training steps, without the implementations' names."""
+def steps(rows: list[dict], label=lambda row: row["implementation"]) -> tuple[list[str], list[list]]:
+    """Titles and cells of a table of training steps."""
     parts = list(dict.fromkeys(itertools.chain.from_iterable(row["ms"] for row in rows)))
     needed = list(rows[0].get("over_needed", {}))
-    titles = [f"{part} ms" for part in parts]
-    titles += [f"{part} / needed" for part in needed]
+    titles = ["implementation", *(f"{part} ms" for part in parts), *(f"{part} / needed" for part in needed)]
     lines = []
     for row in rows:
-        over = row.get("over_needed", {})
-        cells = [row["ms"].get(part) for part in parts]
-        cells += [over.get(part) for part in needed]
-        lines.append([*cells, row.get("steps_over_trl"), repeats(row), remarks(row)])
-    return [*titles, "steps / TRL steps", "runs", "note"], lines
+        cells = [label(row), *(row["ms"].get(part) for part in parts)]
+        cells += [row.get("over_needed", {}).get(part) for part in needed]
+        of_seeds = sorted(row["steps_over_trl"])
+        span = " to ".join(number(ratio) for ratio in (of_seeds[0], of_seeds[-1])) if of_seeds else ""
+        middle = statistics.median(of_seeds) if of_seeds else None
+        lines.append([*cells, middle, span, len(row["samples_ms"]["step"]), remarks(row)])
+    return [*titles, "steps / TRL steps", "over seeds", "runs", "note"], lines
 
 
 def save(args, rows: list[dict], **more) -> Path | None:
@@ -232,7 +224,8 @@ def table_of(rows: list[dict], markdown: bool = False) -> str:
 def show_missing(rows: list[dict], verb: str = "run") -> None:
     """Print what did not run, and why."""
     for row in missing(rows):
-        print(f"  not {verb}: {name_of(row)}: {row['reason']}")
+        where = f" at {row['where']}" if row["where"] else ""
+        print(f"  not {verb}: {row['implementation']}{where}: {row['reason']}")
 
 
 def failed(rows: list[dict]) -> int:

@@ -1,6 +1,6 @@
 """Time, memory and error of operations beside the installed peers: kernels, linear, support, topk and kl.
 
-    python -m bench kernels --device cpu --all-shapes
+    python -m bench kernels --device cpu
     python -m bench kernels --dtype bf16 --shapes 8192x151936 --peers "plain torch,TRL"
     python -m bench topk --device cpu --dtype bf16
     python -m bench linear --device cpu --dtype bf16 --shapes 2048x1024x32000 --peers "TRL chunked head"
@@ -10,15 +10,15 @@ wrong is timed and its row says by how much. Implementations take turns, three e
 how many times longer one takes than ours is the median over the turns, each beside ours of the same round. A group
 keeps to its time with all that it does: a row without three turns says why. Bytes are those the operation cannot avoid,
 the same for every row of a case; so GB/s and the share of the copy bandwidth compare implementations, not how much they
-waste. A machine that does something else is not measured by the clock: the group says so and ends, with status 3;
-`--loaded` counts CPU seconds of one thread instead.
+waste.
 """
 
 import contextlib
 import sys
+import time
 from typing import NamedTuple
 
-from bench import machine, options, peers, results, timing
+from bench import machine, peers, results, timing
 from bench.cases.case import Case
 from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
@@ -109,7 +109,7 @@ def attempt(case: Case, peer: peers.Peer, raising: bool = False) -> tuple[dict, 
 
 def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
     """The rows of every implementation of one case, checked, then measured within about these seconds."""
-    started = timing.now()
+    started = time.perf_counter()
     found, rows = case.contenders(wanted)
 
     # Each once: its errors, its memory, and how long it takes.
@@ -118,7 +118,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     memory = {}
     kept = []
     for peer in found:
-        if peer.role == "peer" and timing.now() - started > seconds:
+        if peer.role == "peer" and time.perf_counter() - started > seconds:
             reason = "left out for time; --budget gives more"
             row = results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label())
             rows.append(row)
@@ -130,15 +130,15 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         repeats = case.backward_repeats and not peer.overwrites
         backward = case.backward_of(peer)
         inputs = case.inputs(peer)
-        runs[peer.name] = timing.Run(peer.call, backward, inputs, repeats)
+        runs[peer.name] = timing.phases_cpu(timing.Run(peer.call, backward, inputs, repeats))
         first[peer.name] = once.seconds
         memory[peer.name] = once.extra_bytes
         if peer.role != "peer":
             kept.append(peer.name)
 
     # Then in turns.
-    left = seconds - (timing.now() - started)
-    samples = timing.sampled(runs, left, first, kept)
+    left = seconds - (time.perf_counter() - started)
+    samples = timing.interleaved(runs, left, first, kept)
     for row in rows:
         if row["implementation"] in samples:
             row["extra_bytes"] = memory[row["implementation"]]
@@ -209,21 +209,11 @@ def warm_up(kinds: dict, args):
 
 
 def main(args) -> int:
-    """Run the group `args.group`; 1 where an answer of ours is wrong or missing, `options.BUSY` on a busy machine."""
-    seconds = args.budget or GROUPS[args.group].seconds * (3 if args.all_shapes else 1)
-    if args.loaded:
-        timing.count_cpu_seconds()
-        seconds *= 2  # of one thread
+    """Run the group `args.group`; 1 where an answer of ours is wrong or missing."""
+    seconds = args.budget or GROUPS[args.group].seconds
     budget = timing.Budget(max(1.0, seconds - IMPORTS), weights=0, least=min(OF_A_CASE, seconds))
 
-    told = {}
-    if args.device == "cpu":
-        told = {"cpu_share": machine.quiet_share(), "time": timing.clock()}
-        if told["cpu_share"] < machine.QUIET and not args.loaded:
-            share = f"{told['cpu_share']:.0%}"
-            print(f"{machine.heading(args.device)}: busy, it gives {share} of its cores; --loaded counts CPU seconds")
-            return options.BUSY
-    told["copy_bytes_per_s"] = copy = machine.copy_bandwidth(args.device)
+    copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
 
     # Case by case, each with its part of what is left.
@@ -234,12 +224,10 @@ def main(args) -> int:
     rows = []
     for kind, specs in kinds.items():
         for spec in specs:
-            ends = timing.now() + budget.share(kind.weight(spec))
+            ends = time.perf_counter() + budget.share(kind.weight(spec))
             case = kind(spec, args.device)
-            found = run_case(case, args.peers, copy, ends - timing.now())
+            found = run_case(case, args.peers, copy, ends - time.perf_counter())
             show(case, found, copy)
             rows += [row for row in found if row not in rows]  # what cannot run at any case is told once
-            if told.get("cpu_share"):
-                told["cpu_share"] = min(told["cpu_share"], machine.cpu_share())
-            results.save(args, rows, **told)
+            results.save(args, rows, copy_bytes_per_s=copy)
     return results.failed(rows)

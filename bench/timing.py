@@ -8,25 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-_of_cpu = False
-
-
-def count_cpu_seconds() -> None:
-    """From now on `now` counts CPU seconds of this process, on one thread: those that wait for others would spin."""
-    global _of_cpu
-    _of_cpu = True
-    torch.set_num_threads(1)
-
-
-def now() -> float:
-    """Seconds: of wall time, or of CPU time."""
-    return time.process_time() if _of_cpu else time.perf_counter()
-
-
-def clock() -> str:
-    """What `now` counts, in words."""
-    return "CPU seconds of one thread" if _of_cpu else "wall time"
-
 
 class Budget:
     """Seconds, shared out by weight among the parts to come: what one leaves over, the next ones get.
@@ -38,13 +19,13 @@ class Budget:
     """
 
     def __init__(self, seconds: float, weights: float = 1.0, least: float = 0.0):
-        self.end = now() + seconds
+        self.end = time.perf_counter() + seconds
         self.weights = weights
         self.least = least
 
     def left(self) -> float:
         """Seconds until the end; negative beyond it."""
-        return self.end - now()
+        return self.end - time.perf_counter()
 
     def share(self, weight: float = 1.0) -> float:
         """Seconds for the next part."""
@@ -67,13 +48,7 @@ MOST = 9
 BLOCK = 0.03  # seconds that a run is repeated for in its turn: of microseconds alone a clock says little
 
 
-def interleaved(
-    runs: dict,
-    budget_s: float,
-    first: dict,
-    keep=(),
-    most: int = MOST,
-) -> dict:
+def interleaved(runs: dict, budget_s: float, first: dict, keep=()) -> dict:
     """Samples in ms of each run: name -> {phase: [ms, ...]}, one for each of its turns.
 
     Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. In every
@@ -87,13 +62,13 @@ def interleaved(
     while turning and turning[-1] not in keep and LEAST * sum(costs[name] for name in turning) > budget_s:
         turning.pop()
     fit = int(budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6)  # a whole number stays one
-    rounds = min(most, max(LEAST, fit)) if turning else 0
+    rounds = min(MOST, max(LEAST, fit)) if turning else 0
 
     # The rounds. The machine may have become slower since.
     samples = {name: {} for name in runs}
-    started = now()
+    started = time.perf_counter()
     for turn in range(rounds):
-        taken = now() - started
+        taken = time.perf_counter() - started
         if turn >= LEAST and taken > budget_s:
             break
         late = taken > 2 * budget_s
@@ -130,17 +105,6 @@ def whole(phases: dict) -> float:
     return phases.get("both", phases["forward"])
 
 
-def sampled(
-    runs: dict[str, Run],
-    budget_s: float,
-    first: dict,
-    keep=(),
-) -> dict:
-    """{name: {phase: [ms, ...]}} of runs on a CPU, within about `budget_s` seconds; `first` and `keep` as above."""
-    timed = {name: phases_cpu(run) for name, run in runs.items()}
-    return interleaved(timed, budget_s, first, keep)
-
-
 def alone(run: Run, device: str, ms: float) -> dict:
     """{phase: [ms, ...]} of one run, about `ms` ms of each phase."""
     if device == "cpu":  # what is asked of a GPU's worker, where there is none
@@ -159,13 +123,13 @@ def phases_cpu(run: Run) -> Callable[[], dict]:
 
     def once():
         x = next(turns)
-        t0 = now()
+        t0 = time.perf_counter()
         outputs = run.forward(x)
-        t1 = now()
+        t1 = time.perf_counter()
         if run.backward is None:
             return {"forward": t1 - t0}
         gradient = run.backward(outputs, x)
-        t2 = now()
+        t2 = time.perf_counter()
         del outputs, gradient
         return {"forward": t1 - t0, "backward": t2 - t1, "both": t2 - t0}
 

@@ -1,243 +1,500 @@
-"""A training step beside TRL's, in CPU seconds: SFT, reward model, PPO, GRPO; and what ours costs beyond the model.
+"""A training step of ours beside TRL's, in CPU seconds of one thread: GRPO, SFT and the reward model, three seeds.
 
-    python -m bench trainers --device cpu
-    python -m bench trainers --device cpu --peers none --budget 60
+    python -m bench --group trainers --device cpu
 
-Two models: the demo's small Llama on three-number sums, and one with the head of a large vocabulary and random weights.
-In one process and on one thread, steps of TRL's trainer of the same job and of ours take turns, on the same token ids
-with the same hyperparameters; whether it was the same is looked at in the first steps. Needed are the forward and
-backward passes of the model on the tokens of a GRPO step, as our trainer lays them out, the head at the tokens that
-count included, without anything around them.
+Seed by seed ours trains first, then TRL's in the same process, from the same weights on the rows that ours took. The
+losses of the first two steps are compared, so a row says if the two did not do the same. In GRPO each samples its own
+responses, and the starting model's mean log-probability of TRL's first responses is compared.
+
+`needed` is a lower bound for a phase of GRPO. After a step, the model alone is run on that step's micro-batches, in the
+same layout. `rollout` needs the passes that sample these responses token by token. `measure` needs the forward passes
+of policy and reference, without the exact KL. `update` needs a forward and a backward pass through `LanguageModel`:
+with the fused head that the trainer uses, and -log p as the loss. No trainer, engine or optimizer runs in it, and the
+fastest of all steps is taken, so phase / needed is at least 1.
 """
 
 import contextlib
-import ctypes
+import gc
+import io
+import itertools
 import statistics
-import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-from bench import machine, options, peers, results, trainer_losses, trainer_peers
-from bench.trainer_steps import GRPO, NEEDED, PARTS, Ours
-from bench.trainer_tasks import MORE, TASKS, Task
+from bench import machine, options, peers, results
+from bench.repro import ppo_step
+from fused_rl.recipes import demo, demo_reward, tiny_model
+from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.files import write_rows
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.batch import make_batch, pad
+from fused_rl.trainers.models.reward_model import RewardModel
+from fused_rl.trainers.policy.policy import Policy
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.types import Response, Sample
+from fused_rl.trainers.run.parse import parse
 
-SECONDS = 110  # of the CPU, for the steps of all tasks, unless --budget says otherwise; what they need takes 50 more
-LEAST, MOST = 3, 10  # samples of a row
-WARM_UP = 1  # step of each that is not counted where there is time for more: it touches memory for the first time
-PATIENCE = 1.5  # so much of its time a task may take for the sake of a warm-up
-M_ARENA_MAX = -8
-OURS = "fused_rl"
-LEAN = "fused_rl --kl_every 0"
-
-
-class Contender:
-    """Our run as a row; GRPO's makes two, with the exact KL and without it."""
-
-    def __init__(self, run: Ours, name: str = OURS, note: str = "", **changed):
-        self.run, self.name, self.note, self.changed = run, name, note, changed
-        self.version = None
-        self.passes: list[dict] = []
-
-    def step(self) -> dict[str, float]:
-        """One step; CPU seconds of its parts."""
-        for option, value in self.changed.items():
-            setattr(self.run.config, option, value)
-        taken = self.run.step()
-        if isinstance(self.run, GRPO):
-            self.passes.append(self.run.needed())
-        return taken
-
-    def facts(self, ms: dict, counted: slice) -> dict:
-        """What its row says beside the times."""
-        if not self.passes:
-            return {}
-        least = {}
-        for part in NEEDED:
-            least[part] = statistics.median(1e3 * found[part] for found in self.passes[counted])
-        over = {part: ms[part] / least[part] for part in NEEDED}
-        return {"needed_ms": least, "over_needed": over} | checked(self.run)
-
-    def close(self) -> None:
-        """Nothing runs between its steps."""
+OURS, LEAN = "fused_rl", "fused_rl --kl_every 0"
+WORK = machine.ROOT / "runs" / "bench-trainers"
+seconds = time.thread_time
 
 
-def checked(run: GRPO) -> dict:
-    """Status of ours: the bare passes are those of the step."""
-    error = run.passes_differ()
-    limit = 5e-2 if run.config.dtype == "bfloat16" else 1e-4
-    if error <= limit:
-        return {"logprob_error": error}
-    return {"logprob_error": error, "status": results.FAILED_CHECK, "reason": f"log-probabilities off by {error:.2g}"}
+def timed(taken: Counter, name: str, function: Callable) -> Callable:
+    """Return `function`, whose CPU seconds are added to taken[name]."""
+
+    def run(*args, **kwargs):
+        began = seconds()
+        found = function(*args, **kwargs)
+        taken[name] += seconds() - began
+        return found
+
+    return run
 
 
-def ours_of(run: Ours) -> list[Contender]:
-    """The rows that are ours."""
-    if not isinstance(run, GRPO):
-        return [Contender(run)]
-    return [
-        Contender(run, OURS, "with the exact KL", kl_every=1),
-        Contender(run, LEAN, "without it, as TRL", kl_every=0),
+@dataclass
+class Run:
+    """What a training did, for another trainer to do the same, and what it took."""
+
+    op: str
+    config: object
+    rows: list = field(default_factory=list)  # in the order in which they were trained on
+    steps: list[dict] = field(default_factory=list)  # CPU seconds of each step's parts
+    needed: list[dict] = field(default_factory=list)  # CPU seconds that the phases of each step need at least
+    losses: list[float] = field(default_factory=list)
+    policy: object = None  # of GRPO, with its scorers and its reference
+
+
+MODULES = {"sft": sft, "reward": reward, "grpo": grpo}
+LOSSES = {"sft": "train/loss", "reward": "train/rm/loss", "grpo": "loss/policy_avg"}
+
+
+def run_ours(op: str, config, *, needs: bool = False, watch: Callable = lambda run, model: None) -> Run:
+    """Train with ours; `needs`: measure what phases need; `watch` is called before the first step and after each."""
+    run, module, taken, last = Run(op, config), MODULES[op], Counter(), {}
+    train_step, measure, micro_batches = module.train_step, grpo.measure, sft.micro_batches
+    rolled_out = timed(taken, "score", Policy.roll_out)
+
+    def noted_step(model, rows, *args, **kwargs):
+        if op != "sft":  # whose rows come as micro-batches
+            taken.clear()
+            last["rows"] = rows
+        run.rows += last["rows"]
+        run.policy = model
+        if not run.steps:
+            watch(run, model)
+        metrics = timed(taken, "update", train_step)(model, rows, *args, **kwargs)
+        run.losses.append(metrics[LOSSES[op]])
+
+        # A part without those inside it.
+        taken["update"] -= taken["score"] + taken["measure"] + taken["optimizer"]
+        taken["score"] -= taken["rollout"]
+        run.steps.append({part: spent for part, spent in taken.items() if spent})
+        taken.clear()
+        if needs:
+            run.needed.append(needed(model, last))
+        watch(run, model)
+        return metrics
+
+    def noted_measure(policy, batch, parts, *, exact_kl=True, skipped=0):
+        last.update(parts=parts, skipped=0 if exact_kl else skipped)
+        return measure(policy, batch, parts, exact_kl=exact_kl, skipped=skipped)
+
+    def noted_rollout(*args, **kwargs):
+        last["rollout"] = rolled_out(*args, **kwargs)
+        return last["rollout"]
+
+    def noted_micro_batches(rows, *args):
+        last["rows"] = rows
+        return timed(taken, "update", micro_batches)(rows, *args)
+
+    patches = [
+        (module, "train_step", noted_step),
+        (sft, "micro_batches", noted_micro_batches),
+        (Policy, "roll_out", noted_rollout),
+        (TransformersSampler, "sample", timed(taken, "rollout", TransformersSampler.sample)),
+        (grpo, "measure", timed(taken, "measure", noted_measure)),
+        (engine, "optimizer_step", timed(taken, "optimizer", engine.optimizer_step)),
     ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        for owner, name, function in patches:
+            stack.enter_context(mock.patch.object(owner, name, function))
+        module.train(config)
+    return run
 
 
-def peers_of(task: Task, run: Ours, folder: Path, wanted: str) -> tuple[list, list[dict]]:
-    """TRL's trainers of the job, and a row for each that cannot run, if one is wanted."""
-    name = trainer_peers.name_of(task.op)
-    if wanted != "all" and name not in wanted.split(","):
-        return [], []
-    made, missing = [], []
-    for bf16_weights in (False, True)[: 1 + task.bf16_weights]:
-        place = str(folder / f"trl-{len(made)}")
-        try:
-            made.append(trainer_peers.of(task.op, run, place, bf16_weights))
-        except peers.Unavailable as reason:
-            missing.append(results.not_run(name, reason.status, str(reason), task.op, task.name))
-        except Exception as error:  # noqa: BLE001 - theirs may fail in any way, and ours goes on
-            missing.append(results.not_run(name, *results.failure(error), task.op, task.name))
-    return made, missing
+def needed(policy: Policy, last: dict) -> dict[str, float]:
+    """CPU seconds that the phases of the last step need at least: see above."""
+    lm = policy.model.module.eval()
+    samples = last["rollout"].samples
+    prompts = [sample.prompt_ids for sample in samples]
+    responses = [sample.response.ids for sample in samples]
+    found = {"rollout": decode_passes(lm.base, prompts, responses, policy.tokenizer.pad_token_id)}
+
+    # Forward passes: of the policy where the step ran it, and of the reference.
+    inputs = [policy.inputs(last["rollout"].batch.rows(part)) for part in last["parts"]]
+    began = seconds()
+    with torch.no_grad():
+        for given in inputs[last["skipped"] :]:
+            lm(**given)
+        for given in inputs:
+            policy.reference(**given)
+    found["measure"] = seconds() - began
+
+    # Forward and backward passes.
+    lm.train()
+    weights = [weight for weight in lm.parameters() if weight.requires_grad]
+    began = seconds()
+    for given in inputs:
+        scored = lm(**given, token_loss=lambda logprobs, _: -logprobs)
+        torch.autograd.grad(scored.loss, weights)
+    found["update"] = seconds() - began
+    return found
 
 
-def take_turns(contenders: list, seconds: float) -> tuple[dict[str, list], dict[str, tuple]]:
-    """Steps of all in turns: LEAST that count, and more while the time lasts; where it is far too short, LEAST in all.
+@torch.no_grad()
+def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None) -> float:
+    """CPU seconds of the passes that sample these responses: each distinct prompt once, then token by token.
 
-    Returns:
-        The steps' parts by name; and how those that failed did, as status and reason.
+    Equal prompts are neighbours. `check` is called with the (B, V) logits, (B,) token ids, rows and position of a pass.
     """
-    steps = {contender.name: [] for contender in contenders}
-    failed = {}
-    going = list(contenders)
-    began = time.process_time()
-    for number in range(WARM_UP + MOST):
-        spent = time.process_time() - began
-        enough = spent > seconds and number >= WARM_UP + LEAST
-        too_long = spent > PATIENCE * seconds and number >= LEAST
-        if enough or too_long or not going:
+    distinct, copies = zip(*((prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)), strict=True)
+    ids = pad(distinct, pad_id, left=True)
+    mask = pad([[1] * len(prompt) for prompt in distinct], 0, left=True)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    copies = torch.repeat_interleave(torch.tensor(copies))
+
+    # The prompts, each once; then each response goes on by itself.
+    began = seconds()
+    output = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1)
+    taken = seconds() - began
+    cache = output.past_key_values
+    cache.batch_select_indices(copies)
+    logits = output.logits[copies, -1]
+    mask = mask[copies]
+    length = mask.sum(1)
+    lengths = torch.tensor(list(map(len, responses)))
+    tokens = pad(responses, pad_id)
+    rows = torch.arange(len(responses))
+
+    # A token of each at a time, without those that have ended.
+    for step in range(1, tokens.shape[1] + 1):
+        if check is not None:
+            check(logits, tokens[rows, step - 1], rows, step)
+        going = (lengths[rows] > step).nonzero()[:, 0]
+        if not len(going):
             break
-        for contender in list(going):
+        if len(going) < len(rows):
+            cache.batch_select_indices(going)
+            mask, length, rows = mask[going], length[going], rows[going]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        fed = {"input_ids": tokens[rows, step - 1][:, None], "position_ids": length[:, None]}
+        began = seconds()
+        output = lm(**fed, attention_mask=mask, past_key_values=cache, use_cache=True)
+        taken += seconds() - began
+        logits = output.logits[:, -1]
+        length = length + 1
+    return taken
+
+
+TRAINERS = {"sft": "SFTTrainer", "reward": "RewardTrainer", "grpo": "GRPOTrainer"}
+
+
+def trl_options(op: str, config) -> dict[str, object]:
+    """Return our config in TRL's words; where ours is bf16, TRL trains bf16 weights, which is its fastest way."""
+    low = config.dtype == "bfloat16"
+    common = {
+        "learning_rate": config.lr,
+        "lr_scheduler_type": config.lr_schedule,
+        "warmup_steps": config.warmup_steps,
+        "weight_decay": config.weight_decay,
+        "adam_beta2": config.adam_beta2,
+        "max_grad_norm": config.max_grad_norm,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "seed": config.seed,
+        "bf16": low,
+        "model_init_kwargs": {"dtype": "bfloat16"} if low else None,
+        "use_cpu": True,
+        "accelerator_config": {"use_configured_state": True},  # of `prepare`
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    if op == "reward":
+        common["center_rewards_coefficient"] = config.centering or None
+    if op != "grpo":
+        own = {"max_steps": config.steps, "per_device_train_batch_size": config.batch_size, "max_length": None}
+        return common | own
+    return common | {
+        "max_steps": config.steps * config.minibatches,
+        "per_device_train_batch_size": config.prompts_per_step * config.group_size // config.minibatches,
+        "steps_per_generation": config.minibatches,
+        "num_iterations": config.epochs,
+        "num_generations": config.group_size,
+        "max_completion_length": config.max_new_tokens,
+        "temperature": config.temperature,
+        "beta": config.kl_coef,
+        "loss_type": "grpo",
+        "shuffle_dataset": False,
+    }
+
+
+def trl_columns(run: Run) -> dict[str, list]:
+    """Return the dataset of TRL's trainer: the rows that ours took, as token ids, or as prompts."""
+    if run.op == "sft":
+        labels = [[-100] * len(row.prompt) + row.completion for row in run.rows]
+        return {"input_ids": [row.prompt + row.completion for row in run.rows], "labels": labels}
+    if run.op == "reward":
+        rejected = [sum(pair.rejected, []) for pair in run.rows]
+        return {"chosen_ids": [sum(pair.chosen, []) for pair in run.rows], "rejected_ids": rejected}
+    texts = [prompt.row[run.config.prompt_column or "question"] for prompt in run.rows]
+    return {"prompt": texts, "number": list(range(len(texts)))}
+
+
+def reward_function(run: Run) -> Callable:
+    """Return our scorers as TRL calls a reward function."""
+
+    def reward_of(prompts, completions, completion_ids, number, **_):
+        samples = []
+        for text, ids, i in zip(completions, completion_ids, number, strict=True):
+            prompt = run.rows[i]
+            finish = "stop" if ids[-1] in run.policy.sampling.stop_ids else "length"
+            samples.append(Sample(prompt.row, prompt.ids, Response(ids, finish), text))
+        columns = [scorer(samples) for scorer in run.policy.scorers]
+        return [sum(scores) for scores in zip(*columns, strict=True)]
+
+    return reward_of
+
+
+def run_trl(ours: Run, folder: Path, watch: Callable = lambda run, model: None) -> Run:
+    """Train with TRL what `ours` has trained; `watch` as above; raises peers.Unavailable if TRL is not installed."""
+    trl = peers.import_peer("trl")
+    import accelerate
+    import datasets
+    import transformers
+
+    accelerate.state.AcceleratorState._shared_state = {}  # it would keep the precision of the last trainer
+    run = Run(ours.op, ours.config, policy=ours.policy)
+    updates = run.config.minibatches if run.op == "grpo" else 1  # steps of TRL's to one of ours
+    began = [0.0]
+
+    class Clock(transformers.TrainerCallback):
+        def on_train_begin(self, *_, model, **__):
+            watch(run, model)
+            began[0] = seconds()
+
+        def on_step_end(self, _, state, control, *, model, **__):
+            if state.global_step % updates:
+                return
+            run.steps.append({"step": seconds() - began[0]})
+            watch(run, model)
+            began[0] = seconds()
+
+    name = TRAINERS[run.op]
+    trainer = getattr(trl, name)(
+        model=run.config.model,
+        args=getattr(trl, name.replace("Trainer", "Config"))(str(folder), **trl_options(run.op, run.config)),
+        train_dataset=datasets.Dataset.from_dict(trl_columns(ours)),
+        processing_class=transformers.AutoTokenizer.from_pretrained(run.config.model, padding_side="left"),
+        callbacks=[Clock()],
+        **({"reward_funcs": reward_function(ours)} if run.op == "grpo" else {}),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+
+    # What it makes of the first rows.
+    method = "_get_per_token_logps_and_entropies" if run.op == "grpo" else "compute_loss"
+    original = getattr(trainer, method)
+
+    def noted(*args, **kwargs):
+        found = original(*args, **kwargs)
+        if len(run.losses) < 2:
+            run.losses.append((args[1:4], found[0].detach()) if run.op == "grpo" else found.item())
+        return found
+
+    setattr(trainer, method, noted)
+    trainer.train()
+    return run
+
+
+@torch.no_grad()
+def compared(ours: Run, theirs: Run) -> dict:
+    """Return by how much TRL's first figures differ from ours, with a status where that is too much."""
+    if ours.op == "grpo":  # the first loss is 0, whatever the log-probabilities are
+        (ids, mask, length), logprobs = theirs.losses[0]
+        mask, policy = mask.bool(), ours.policy
+        prompts = [row[on].tolist() for row, on in zip(ids[:, :-length], mask[:, :-length], strict=True)]
+        responses = [row[on].tolist() for row, on in zip(ids[:, -length:], mask[:, -length:], strict=True)]
+        batch = make_batch(prompts, responses, policy.tokenizer.pad_token_id, "cpu")
+        mine = policy.reference(**policy.inputs(batch)).logprobs[batch.response_mask]
+        what, pairs = "mean log-probability", [(mine.mean(), logprobs[mask[:, -length:]].float().mean())]
+    else:
+        what, pairs = "loss", zip(ours.losses, theirs.losses, strict=False)
+    difference = torch.tensor([abs(float(mine - other)) for mine, other in pairs]).max().item()
+    if difference <= (2e-2 if ours.config.dtype == "bfloat16" else 1e-4):
+        return {"status": results.OK, "difference": difference}
+    return {"status": results.WRONG, "reason": f"{what} off by {difference:.2g}", "difference": difference}
+
+
+def demo_grpo(folder: Path, seed: int):
+    """Return the recipe of `make demo` after its warm start, which is kept for the next time."""
+    return demo.grpo_config(ppo_step.warm_start(WORK / f"demo-{seed}", seed), seed)
+
+
+def demo_sft(folder: Path, seed: int):
+    """Return the recipe of the demo's warm start."""
+    demo.prepare(folder, seed)
+    paths = {"model": folder / "init", "dataset": folder / "data" / "demonstrations.jsonl"}
+    return parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths | {"output_dir": folder}))
+
+
+def demo_rewards(folder: Path, seed: int):
+    """Return the recipe of the reward demo, with a head from which both trainers start."""
+    demo_reward.prepare(folder, seed)
+    headed = RewardModel.from_pretrained(folder / "init")
+    headed.classifier.config.pad_token_id = 0
+    headed.save_pretrained(folder / "headed")
+    encode.load_tokenizer(str(folder / "init")).save_pretrained(folder / "headed")
+    paths = {"model": folder / "headed", "dataset": folder / "data" / "train.jsonl"}
+    paths |= {"eval_dataset": folder / "data" / "eval.jsonl", "output_dir": folder}
+    arguments = demo.arguments("demo_reward.yaml", seed, paths)
+    return parse(reward.RewardConfig, arguments).changed(normalize_pairs=0)  # TRL does not normalise scores
+
+
+def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dtype="bfloat16"):
+    """Return GRPO of two random layers, Qwen2.5-0.5B's width and vocabulary, on prompts of random words."""
+    import tokenizers
+    import transformers
+
+    model = WORK / f"large-{vocabulary}"
+    if not (model / "tokenizer.json").exists():
+        words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
+        core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+        core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+        tiny_model.save_llama(model, tokenizer, 1, layers=2, hidden_size=hidden_size, positions=64)
+    ids = torch.randint(2, vocabulary, (64, 48), generator=torch.Generator().manual_seed(seed)).tolist()
+    write_rows(folder / "rows.jsonl", [{"question": " ".join(f"w{i}" for i in row)} for row in ids])
+    return grpo.GRPOConfig(
+        model=str(model),
+        dataset=str(folder / "rows.jsonl"),
+        output_dir=str(folder),
+        verifiers="bench.trainers:odd_words",
+        seed=seed,
+        prompts_per_step=1,
+        group_size=8,
+        minibatches=1,
+        micro_batch_size=8,
+        max_new_tokens=8,
+        kl_coef=0.001,
+        lr=1e-6,
+        dtype=dtype,
+        zero_stage=1 if dtype == "bfloat16" else 0,
+        eval_size=0,
+    )
+
+
+def odd_words(response: str, row: dict) -> float:
+    """Return the share of words that end in an odd digit, which differs between random responses."""
+    words = response.split()
+    return sum(word[-1] in "13579" for word in words) / max(1, len(words))
+
+
+# (op, name) -> what makes a config and its files for a seed, and the steps of a seed. The first step is not counted, as
+# it touches memory for the first time.
+TASKS = {
+    ("grpo", "demo"): (demo_grpo, 8),
+    ("sft", "demo"): (demo_sft, 8),
+    ("reward", "demo"): (demo_rewards, 8),
+    ("grpo", "large head"): (large_grpo, 3),
+}
+
+
+def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], wanted: str = "all") -> list[dict]:
+    """Run every trainer on every seed; returns a row for each, with what did not run."""
+    runs, missing, checks = {}, [], []
+    peer = f"TRL {TRAINERS[op]}"
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            config = make(folder, seed).changed(steps=steps, warmup_steps=0)
+            kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
+            for implementation, changed in kinds.items():
+                for before in itertools.chain.from_iterable(runs.values()):
+                    before.policy = None
+                gc.collect()  # an engine holds gigabytes
+                place = str(folder / implementation)
+                ours = run_ours(op, config.changed(output_dir=place, **changed), needs=op == "grpo")
+                runs.setdefault(implementation, []).append(ours)
+            if wanted == "none":
+                continue
             try:
-                steps[contender.name].append(contender.step())
-            except Exception as error:  # noqa: BLE001 - what fails is a row, and the others go on
-                failed[contender.name] = results.failure(error)
-                going.remove(contender)
-    return steps, failed
+                theirs = run_trl(ours, folder / "trl")
+            except peers.Unavailable as reason:
+                missing = [results.not_run(peer, reason.status, str(reason), op, task)]
+                continue
+            runs.setdefault(peer, []).append(theirs)
+            checks.append(compared(ours, theirs))
+    rows = []
+    for name, found in runs.items():
+        row = {"op": op, "task": task, "implementation": name, "status": results.OK}
+        if name == peer:
+            row |= max(checks, key=lambda check: check["status"] == results.WRONG)
+        rows.append(row | figures(found, runs.get(peer, [])))
+    return rows + missing
 
 
-def compared(peer) -> dict:
-    """What of the peer's first steps was ours: token ids, and figures that are then equal."""
-    pairs = peer.compared()
-    limit = 2e-2 if peer.config.dtype == "bfloat16" else 1e-4
-    difference = max(abs(ours - theirs) for ours, theirs in pairs)
-    row = {"same_ids": peer.same_ids(), "first": pairs, "first_difference": difference}
-    if not row["same_ids"]:
-        row |= {"status": results.WRONG, "reason": "other token ids than ours"}
-    elif not difference <= limit:
-        row |= {"status": results.WRONG, "reason": f"{peer.what} off by {difference:.2g}"}
+def figures(found: list[Run], theirs: list[Run]) -> dict:
+    """Return medians in ms over the steps of all seeds, and how many fit into a step of TRL's, seed by seed."""
+    counted = list(itertools.chain.from_iterable(run.steps[1:] for run in found))
+    samples = {part: [1e3 * step[part] for step in counted] for part in counted[0]}
+    samples["step"] = [1e3 * sum(step.values()) for step in counted]
+    ms = {part: statistics.median(values) for part, values in samples.items()}
+    over = [median_step(other) / median_step(mine) for mine, other in zip(found, theirs, strict=False)]
+    row = {"ms": ms, "samples_ms": samples, "steps_over_trl": over}
+    if found[0].needed:
+        bare = list(itertools.chain.from_iterable(run.needed[1:] for run in found))
+        row["needed_ms"] = {part: 1e3 * min(step[part] for step in bare) for part in bare[0]}
+        row["over_needed"] = {part: ms[part] / least for part, least in row["needed_ms"].items()}
     return row
 
 
-def row_of(task: Task, contender, steps: list[dict]) -> dict:
-    """Medians in ms, their samples, and what was checked."""
-    whole = len(steps) > LEAST
-    counted = slice(WARM_UP, None) if whole else slice(None)
-    taken = {}
-    for part in PARTS:
-        found = [1e3 * step.get(part, 0.0) for step in steps[counted]]
-        if any(found):
-            taken[part] = found
-    taken["step"] = [1e3 * sum(step.values()) for step in steps[counted]]
-    ms = {part: statistics.median(found) for part, found in taken.items()}
-    notes = [contender.note, "" if whole else f"{len(steps)} runs, the first too: no time for more, --budget gives it"]
-    row = {
-        "op": task.op,
-        "task": task.name,
-        "implementation": contender.name,
-        "status": results.OK,
-        "note": "; ".join(filter(None, notes)),
-        "version": contender.version,
-        "ms": ms,
-        "samples_ms": taken,
-        "steps_per_cpu_second": 1e3 / ms["step"],
-    }
-    ours = isinstance(contender, Contender)
-    return row | (contender.facts(ms, counted) if ours else compared(contender))
-
-
-def run_task(task: Task, wanted: str, seconds: float) -> list[dict]:
-    """The rows of one task; one that cannot be set up here is a row that says why."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        try:
-            run = task.kind(task.config(folder))
-        except InputError as reason:
-            return [results.not_run(OURS, results.CANNOT_RUN, str(reason), task.op, task.name)]
-        others, rows = peers_of(task, run, folder, wanted)
-        contenders = [*ours_of(run), *others]
-        steps, failed = take_turns(contenders, seconds)
-        timed = []
-        for contender in contenders:
-            if contender.name in failed:
-                row = results.not_run(contender.name, *failed[contender.name], task.op, task.name)
-                rows.append(row)
-            else:
-                timed.append(row_of(task, contender, steps[contender.name]))
-            contender.close()
-        run.close()
-    over_trl(timed)
-    return timed + rows
-
-
-def over_trl(rows: list[dict]) -> None:
-    """Note in each row how many of its steps fit in one of TRL's, whose weights are fp32."""
-    theirs = [row for row in rows if not results.ours(row) and not row["implementation"].endswith("bf16 weights")]
-    for row in rows if theirs else []:
-        row["steps_over_trl"] = theirs[0]["ms"]["step"] / row["ms"]["step"]
-
-
-def show(task: Task, rows: list[dict]) -> None:
-    """Print the task's table, and below it what did not run."""
-    measured = results.measured(rows)
-    if measured:
-        titles, lines = results.steps(measured)
-        cells = [[row["implementation"], *line] for row, line in zip(measured, lines, strict=True)]
-        print(f"\n{task.op}, {task.name}: CPU time of a step")
-        print(results.table(["implementation", *titles], cells))
-    results.show_missing(rows)
-    sys.stdout.flush()
+def median_step(run: Run) -> float:
+    """CPU seconds of a step."""
+    return statistics.median(sum(step.values()) for step in run.steps[1:])
 
 
 def prepare() -> None:
-    """One thread, one arena of memory for all of them, and quiet libraries."""
-    with contextlib.suppress(peers.Unavailable):  # its row will say so
-        trainer_peers.alone()
+    """Let TRL know of no other process: it would wrap its model for several where a process group exists."""
+    with contextlib.suppress(peers.Unavailable):  # its row says so
+        peers.import_peer("accelerate").PartialState(cpu=True)
     engine.quiet()
     torch.set_num_threads(1)
-    if sys.platform.startswith("linux"):  # memory that a thread frees would not be the next one's
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-
-
-def main(args) -> int:
-    """Run the group; 1 where ours is wrong."""
-    if args.device != "cpu":
-        print("measured in CPU seconds: --device cpu")
-        return 0
-    prepare()
-    print(machine.heading(args.device), flush=True)
-    rows = trainer_losses.rows(args.peers)
-    trainer_losses.show(rows)
-    budget = args.budget or SECONDS
-    for task in TASKS + MORE if args.all_shapes else TASKS:
-        found = run_task(task, args.peers, task.share * budget)
-        show(task, found)
-        rows += found
-        results.save(args, rows)
-    return results.failed(rows)
 
 
 def command(group: str, words: list[str] | None = None) -> int:
-    """The group by its command line."""
-    return main(options.arguments(__doc__, group, words))
+    """Run the group by its command line; 1 where ours fails."""
+    made = options.parser(__doc__)
+    made.add_argument("--steps", type=int, help="of each run, the first uncounted (default: 3 to 8)")
+    made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    args = options.checked(made, made.parse_args(words))
+    args.group, args.device, rows = group, "cpu", []
+    prepare()
+    print(machine.heading("cpu"), flush=True)
+    for (op, task), (make, steps) in TASKS.items():
+        found = run_task(op, task, make, args.steps or steps, args.seeds, args.peers)
+        titles, cells = results.steps(results.measured(found))
+        print(f"\n{op}, {task}: CPU time of a step\n{results.table(titles, cells)}")
+        results.show_missing(found)
+        rows += found
+        results.save(args, rows)
+    return results.failed(rows)

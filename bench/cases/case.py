@@ -33,7 +33,6 @@ class Case:
     known: dict  # name -> peer, as in peers.py
     baselines: tuple[str, ...] = ("fused_rl",)  # implementations whose time others' is divided by
     columns: dict[str, str]  # of its tables: title -> name among `results.figures`
-    cpu_more: list[Spec] = []  # with --all-shapes
     backward_repeats = True  # whether the backward pass can run again on one forward pass
 
     def __init__(self, spec: Spec, device: str):
@@ -54,8 +53,6 @@ class Case:
             ways = itertools.product(args.shapes, masked, args.dtype, layouts)
             return [Spec(shape, dtype, fraction, layout) for shape, fraction, dtype, layout in ways]
         listed = cls.cpu if args.device == "cpu" else cls.gpu
-        if args.device == "cpu" and args.all_shapes:
-            listed = listed + cls.cpu_more
         return [spec for spec in listed if spec.dtype in args.dtype]
 
     @classmethod

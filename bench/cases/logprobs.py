@@ -24,16 +24,6 @@ class LogprobsCase(RowsCase):
         Spec((256, 151936), "bf16"),
         Spec((1024, 32000), "bf16", masked=0.5),
     ]
-    cpu_more = [
-        Spec((64, 1000), "fp32"),
-        Spec((2048, 192), "fp32"),
-        Spec((256, 151936), "fp32"),
-        Spec((512, 50257), "bf16"),
-        Spec((256, 128256), "bf16"),
-        Spec((128, 262144), "bf16"),
-        Spec((1024, 32000), "bf16", masked=0.9),
-        Spec((4, 257, 32000), "bf16", layout="shift"),
-    ]
     gpu = [
         Spec((8192, 151936), "bf16"),
         Spec((8192, 151936), "fp32"),
@@ -89,11 +79,6 @@ class TopkCase(LogprobsCase):
         *[Spec((640, 32000), "bf16", layout=layout) for layout in ("K=1", "K=8", "K=1000")],
         Spec((640, 32000), "fp32", layout="K=8"),
         Spec((128, 151936), "bf16", layout="K=8"),
-    ]
-    cpu_more = [
-        *[Spec((1024, 32000), "bf16", layout=layout) for layout in LAYOUTS],
-        Spec((640, 32000), "fp32", layout="K=1000"),
-        Spec((128, 151936), "bf16", layout="K=1000"),
     ]
     gpu = [
         *[Spec((8192, 151936), "bf16", layout=layout) for layout in LAYOUTS],

@@ -64,7 +64,6 @@ class KeptLogits(LogprobsCase):
     known = {MASKED: _masked}
     reads = 0
     cpu = [Spec((128, 151936), "bf16", layout=layout) for layout in FEW]
-    cpu_more = [Spec((256, 151936), "bf16", layout=layout) for layout in SETS]
     gpu = [Spec((8192, 151936), "bf16", layout=layout) for layout in SETS]
 
     def __init__(self, spec, device):
@@ -114,7 +113,6 @@ class KeptHead(LinearCase):
         *[Spec((64, 896, 32000), "bf16", layout=layout) for layout in FEW],
         Spec((64, 896, 151936), "bf16", layout="mixture"),
     ]
-    cpu_more = [Spec((64, 1024, 151936), "fp32", layout=layout) for layout in SETS]
     gpu = [Spec((8192, 4096, 151936), "bf16", layout=layout) for layout in SETS]
 
     def __init__(self, spec, device):

@@ -3,8 +3,8 @@
     make repro                                  all of them, at most 15 minutes on two cores
     python -m bench.repro entropy padding       some of them
 
-What each prints goes to runs/repro/NAME.log and its figure to runs/repro; those of the docs are drawn by the command
-that a page names. Left out is what needs a server, another library or more time: `LEFT_OUT` says why.
+What each prints goes to runs/repro/NAME.log, and its figure to runs/repro. Left out is what needs a server, another
+library or more time: `LEFT_OUT` says why.
 """
 
 import argparse
@@ -28,26 +28,25 @@ class Repro(NamedTuple):
     page: str
     """The problem's page, in docs/problems."""
     arguments: tuple[str, ...] = ()
-    draws: bool = True
+    draws: bool = False
 
 
 REPROS = {
-    "entropy": Repro("entropy-below-zero"),
-    "kl_estimators": Repro("kl-does-not-hold", ("--short", "--folder", str(RUNS))),
-    "two_rewards": Repro("two-rewards", draws=False),
-    "padding": Repro("reward-at-padding", draws=False),
+    "entropy": Repro("entropy-below-zero", draws=True),
+    "kl_estimators": Repro("kl-does-not-hold", ("--short", "--folder", str(RUNS)), draws=True),
+    "two_rewards": Repro("two-rewards"),
+    "padding": Repro("reward-at-padding"),
     "adam_epsilon": Repro("first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))),
     "truncated_sampling": Repro("ratio-not-one-with-top-p"),
-    "head_precision": Repro("logprobs-differ-in-bf16", draws=False),
+    "head_precision": Repro("logprobs-differ-in-bf16"),
     "topk_divergence": Repro("negative-top-k-kl"),
     "sequence_weights": Repro("long-responses-dropped"),
-    "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1")), draws=False),
-    "accumulation": Repro("gradient-depends-on-accumulation", draws=False),
+    "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1"))),
+    "accumulation": Repro("gradient-depends-on-accumulation"),
 }
 LEFT_OUT = {
     "stale_server": "needs a vLLM of its own (make test-server installs it)",
     "lag": "trains twelve runs, an hour",
-    "optimizer_step": "measures time, on an idle machine, with 165 million weights",
     "integrations": "needs TRL, verl and OpenRLHF, each in an environment of its own",
 }
 

@@ -1,6 +1,6 @@
 """Where Adam adds epsilon, and how far the first PPO update goes: PyTorch's form, and TensorFlow's (`--tf_adam`).
 
-    python -m bench.repro.adam_epsilon         prints the table and draws docs/adam-epsilon.png
+    python -m bench.repro.adam_epsilon         prints the table
 
 64 responses of the demo's warm-started model, one minibatch, one update; then the same responses are scored again, as
 the second epoch does. Both forms start from the same weights, with the same responses, lr = epsilon = 1e-5. After
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench import plots, results
+from bench import results
 from bench.repro import ppo_step
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
@@ -69,55 +69,25 @@ def row(name: str, log_ratio: torch.Tensor) -> dict:
     return {"": name} | {title: f"{cell.item():.6f}" for title, cell in cells.items()}
 
 
-def draw(found: dict[str, list[tuple[torch.Tensor, float]]], path: Path) -> None:
-    """Left: ratios at the smallest gradient. Right: their variance over the size of the gradient."""
-    figure, (histogram, curve) = plots.panels(2, (9, 3.4))
-    last = {name: of_clips[-1][0].exp() for name, of_clips in found.items()}
-    ratios = torch.cat(list(last.values()))
-    widest = (ratios - 1).abs().max().item()
-    edges = torch.linspace(1 - widest, 1 + widest, 61).tolist()
-    for name, of_clips in found.items():
-        histogram.hist(last[name].tolist(), bins=edges, alpha=0.6, label=name)
-        sizes = [rms / SETTING["adam_eps"] for _, rms in of_clips]
-        variances = [log_ratio.exp().var().item() for log_ratio, _ in of_clips]
-        curve.plot(sizes, variances, "o-", label=name)
-    curve.set(xscale="log", yscale="log", title="variance of the ratio", xlabel="gradient per weight (rms) / epsilon")
-    curve.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
-    curve.minorticks_off()
-    histogram.set(yscale="log", title="ratios after the first update", xlabel="ratio", ylabel="tokens")
-    plots.save(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=[1, 2, 3],
-        help="of the responses; all in one row",
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the responses; all in one row")
     parser.add_argument("--folder", type=Path, default=Path("runs/repro"), help="of the warm-started model")
-    parser.add_argument("--png", type=Path, default=plots.DOCS / "adam-epsilon.png")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     # Both forms at each size of the gradient, all seeds in one row.
     folder = ppo_step.warm_start(arguments.folder)
-    found = {name: [] for name in FORMS}
     rows = []
     for clip, (name, tf_adam) in itertools.product(CLIPS, FORMS.items()):
         of_seeds = [log_ratios(folder, seed, tf_adam, clip) for seed in arguments.seeds]
         ratios, sizes = zip(*of_seeds, strict=True)
         log_ratio = torch.cat(ratios)
         rms = sum(sizes) / len(sizes)
-        found[name].append((log_ratio, rms))
         clipped = f"norm clipped to {clip}" if clip else "not clipped"
         rows.append(row(f"{name}, {clipped} ({rms / SETTING['adam_eps']:.0f} eps per weight)", log_ratio))
     print(f"first update: {len(arguments.seeds)} x {SETTING['prompts_per_step']} responses, lr = eps = 1e-5\n")
     print(results.table_of(rows))
-    draw(found, arguments.png)
-    print(f"\ndrew {arguments.png}")
 
 
 if __name__ == "__main__":

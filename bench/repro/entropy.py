@@ -101,40 +101,18 @@ def summary(rows):
         }
 
 
-# Okabe and Ito's colours, told apart with any colour vision.
-COLOURS = {
-    "fused_rl": "#0072B2",
-    "lse - sum(p x), logits' dtype": "#D55E00",
-    "lse - sum(p x), fp32": "#E69F00",
-    "log_softmax (TRL), logits' dtype": "#CC79A7",
-    "log_softmax (TRL), fp32": "#009E73",
-    "-sum(p log p), fp32": "#56B4E9",
-}
-
-
 def draw_offsets(axes):
     """The smallest entropy of 32 rows over the offset: three forms, and the truth."""
     offsets = range(-300, 301, 10)
     inputs = [logits(11, offset, torch.bfloat16, rows=32) for offset in offsets]
-    for form in ("lse - sum(p x), logits' dtype", "log_softmax (TRL), logits' dtype", "fused_rl"):
-        values = [FORMS[form](x).min().item() for x in inputs]
-        axes.plot(
-            offsets,
-            values,
-            color=COLOURS[form],
-            label=form,
-            lw=3.5 if form == "fused_rl" else 1.5,
-        )
+    for form, function in FORMS.items():
+        if not form.endswith("fp32"):
+            colour, _ = plots.LOOKS[list(FORMS).index(form)]
+            axes.plot(offsets, [function(x).min().item() for x in inputs], color=colour, label=form, lw=2)
     exact = [exact_statistics(x)[3].min().item() for x in inputs]
     axes.plot(offsets, exact, "k--", lw=1.2, label="exact (fp64)")
-
-    # What no entropy can be, in grey.
-    axes.set_ylim(axes.get_ylim())
-    lowest = axes.get_ylim()[0]
-    axes.axhspan(lowest, 0, color="0.92", zorder=0)
-    axes.text(-300, lowest, "below 0: impossible", va="bottom", color="0.35", fontsize=9)
+    axes.axhline(0, color="black", lw=0.6)
     axes.set(xlabel="offset added to every logit", ylabel="nats", title="smallest entropy of 32 rows, bf16 logits")
-    axes.legend(fontsize=8, frameon=False, loc="lower center")
 
 
 def draw_errors(axes, lines):
@@ -145,14 +123,8 @@ def draw_errors(axes, lines):
         text = "NaN" if nan else f"{length:.0e}"
         shift, hatch = (0.2, "") if line["dtype"] == "bf16" else (-0.2, "//")
         y = list(FORMS).index(line["form"]) + shift
-        axes.barh(
-            y,
-            length,
-            0.36,
-            color=COLOURS[line["form"]],
-            hatch=hatch,
-            edgecolor="white",
-        )
+        colour, _ = plots.LOOKS[list(FORMS).index(line["form"])]
+        axes.barh(y, length, 0.36, color=colour, hatch=hatch, edgecolor="white")
         axes.text(1.4 * length, y, f"{text} ({line['dtype']})", va="center", fontsize=7)
     axes.set_yticks(range(len(FORMS)), list(FORMS), fontsize=8)
     axes.invert_yaxis()

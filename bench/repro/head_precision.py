@@ -15,19 +15,13 @@ import torch
 import torch.nn.functional as F
 
 import fused_rl
-from bench import plain, timing
+from bench import peers, plain, timing
 from bench.machine import heading
-from bench.peers import Unavailable, import_peer
 from bench.results import sizes, table_of
 from fused_rl import tiles
 
 # sigma, offset
-CASES = (
-    (1, 0),
-    (3, 0),
-    (3, 30),
-    (3, 100),
-)
+CASES = ((1, 0), (3, 0), (3, 30), (3, 100))
 SHAPE = (256, 896, 32000)  # rows, hidden units, vocabulary
 COSTS = ((512, 896, 32000), (2048, 1024, 32000))
 _SHARED = 8.0  # of every hidden state, in the direction that the head's rows share
@@ -62,7 +56,7 @@ def truth(given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     return fused_rl.token_logprobs(logits, given.targets)[:2]
 
 
-# ------------------------------------------------------------------ the forms: operands -> log-probabilities, entropies
+# The forms: operands -> log-probabilities, entropies.
 
 
 def _ours(logits_dtype):
@@ -72,59 +66,27 @@ def _ours(logits_dtype):
     return form
 
 
-def _plain(given):
-    """An fp32 head as it is most often written: cast, project, log-softmax."""
-    logits = given.hidden.float() @ given.weight.float().t()
-    logp = torch.log_softmax(logits, -1)
-    return plain.chosen(logp, given.targets), plain.entropy(logp)
-
-
-def _trl(given):
-    function = import_peer("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    utils = import_peer("trl.trainer.utils")
-    columns = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    return function.apply(
-        given.hidden,
-        given.weight,
-        None,
-        given.targets,
-        1.0,
-        columns,
-        None,
-        1.0,
-        ("entropy",),
-    )[:2]
-
-
-def _trl_fp32(given):
-    """As its `cast_lm_head_to_fp32` does it."""
-    return _trl(given._replace(hidden=given.hidden.float(), weight=given.weight.float()))
-
-
 def _liger(given):
-    function = import_peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    function = peers.import_peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     loss, entropy = function.apply(*given, 1.0, -100, 1, True)
     return -loss, entropy
 
 
 def _torch(given):
-    function = getattr(F, "linear_cross_entropy", None)
-    if function is None:
-        raise Unavailable(f"torch {torch.__version__} has none")
     options = torch.nn.LinearCrossEntropyOptions()
     losses = []
     for i in range(min(_FEW, len(given.targets))):  # chunked, it returns sums alone
         row = slice(i, i + 1)
-        losses.append(function(given.hidden[row], given.weight, given.targets[row], options=options))
+        losses.append(F.linear_cross_entropy(given.hidden[row], given.weight, given.targets[row], options=options))
     return -torch.stack(losses), None
 
 
 FORMS = {
     "fused_rl, logits_dtype=float32": _ours(FP32),
     "fused_rl, logits_dtype=bfloat16": _ours(BF16),
-    "fp32 head, log_softmax": _plain,
-    "TRL chunked head": _trl,
-    "TRL, cast_lm_head_to_fp32": _trl_fp32,
+    "fp32 head, log_softmax": lambda given: peers.plain_exact(*given),
+    "TRL chunked head": lambda given: peers.trl_chunks()(*given),
+    "TRL, cast_lm_head_to_fp32": lambda given: peers.trl_exact("cpu")(*given),
     "Liger fused linear scaled cross-entropy": _liger,
     "F.linear_cross_entropy, chunked": _torch,
 }
@@ -140,7 +102,7 @@ def measured(shape: tuple[int, int, int] = SHAPE, device: str = "cpu") -> list[d
         for name, row in rows.items():
             try:
                 found = FORMS[name](given)
-            except Unavailable as unavailable:
+            except (peers.Unavailable, AttributeError) as unavailable:
                 row["not run"] = str(unavailable)
                 found = None, None
             for what, value, exact in zip(("lp", "H"), found, right, strict=True):
@@ -178,16 +140,13 @@ def costs(shapes: tuple = COSTS, rounds: int = 3) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", action="store_true", help="CPU seconds of the products")
-    parser.add_argument("--shape", default=sizes(SHAPE, "x"), help="rows x hidden units x vocabulary")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(heading(device))
+    print(heading("cpu"))
     if args.cost:
         print(table_of(costs()))
     else:
-        shape = tuple(map(int, args.shape.split("x")))
         print("largest error in nats at sigma + offset\n")
-        print(table_of(measured(shape, device)))
+        print(table_of(measured()))
 
 
 if __name__ == "__main__":

@@ -1,49 +1,28 @@
-"""What drawing ahead does to learning: the demo's GRPO with `--lag` 0, 1, 2 and 8, three seeds.
+"""What sampling ahead does to learning: the demo's GRPO with `--lag` 0, 1, 2 and 8, three seeds.
 
     python -m bench.repro.lag                        trains what is not yet in runs/repro_lag, prints the table
-    python -m bench.repro.lag --lags 0 1 --steps 60  fewer of them, shorter
+    python -m bench.repro.lag --lags 0 1 --steps 60  fewer runs, shorter
 
-The demo's task, model and recipe. All starts from the same warm-started model of its seed; with another lag it draws
-other responses, so one run says little beside another: look at the spread of the seeds. Runs follow one another on one
-core; finished ones are kept, so that the same command goes on after an interruption.
+The demo's task, model and recipe; all runs of a seed start from the same warm-started model. With another lag a run
+samples other responses, so compare the spread of the seeds.
 """
 
 import argparse
-import contextlib
-import json
 import statistics
-import sys
-import time
 from pathlib import Path
-
-import torch
 
 from bench import machine, results
 from bench.repro import ppo_step
-from fused_rl.recipes import demo
 from fused_rl.trainers import grpo
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.files import write_atomically
-from fused_rl.trainers.run.logger import read_metrics
-from fused_rl.trainers.run.parse import parse
 
 LAGS = (0, 1, 2, 8)
 SEEDS = (1, 2, 3)
-LAST = 50  # steps whose mean reward is told
+LAST = 50  # steps whose mean reward is printed
 
 
 def config_of(lag: int, steps: int, seed: int, folder: Path) -> grpo.GRPOConfig:
     """recipes/demo_grpo.yaml on the warm-started model of a seed."""
-    start = folder / f"seed{seed}"
-    options = {
-        "model": start / "sft" / "model",
-        "dataset": start / "data" / "train.jsonl",
-        "eval_dataset": start / "data" / "eval.jsonl",
-        "output_dir": start / f"lag{lag}-{steps}",
-        "lag": lag,
-        "steps": steps,
-    }
-    return parse(grpo.GRPOConfig, demo.arguments("demo_grpo.yaml", seed, options))
+    return ppo_step.grpo_config(folder / f"seed{seed}", seed, f"lag{lag}-{steps}", lag=lag, steps=steps)
 
 
 def row_of(lag: int, seed: int, history: list[dict]) -> dict:
@@ -67,21 +46,6 @@ def row_of(lag: int, seed: int, history: list[dict]) -> dict:
     }
 
 
-def run(lag: int, steps: int, seed: int, folder: Path) -> dict:
-    """The row of one run, trained unless it is there already."""
-    config = config_of(lag, steps, seed, folder)
-    kept = Path(f"{config.output_dir}.json")
-    if kept.exists():
-        return json.loads(kept.read_text())
-    began = time.process_time()
-    with Path(f"{config.output_dir}.log").open("w") as log, contextlib.redirect_stdout(log):
-        grpo.train(config)
-    row = row_of(lag, seed, read_metrics(Path(config.output_dir) / "metrics.jsonl"))
-    row["cpu_seconds"] = round(time.process_time() - began, 1)
-    write_atomically(kept, json.dumps(row))
-    return row
-
-
 def table(rows: list[dict]) -> str:
     """Markdown, a line per lag: each seed, and their mean."""
     lines = []
@@ -101,27 +65,21 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    """`python -m bench.repro.lag`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--steps", type=int, default=300, help="of each run")
     parser.add_argument("--folder", type=Path, default=Path("runs/repro_lag"), help="of the runs")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    engine.quiet()
-    commit, rows = machine.environment("cpu")["commit"], []  # before the runs: it may change while they last
-    try:
-        for seed in arguments.seeds:
-            ppo_step.warm_start(arguments.folder / f"seed{seed}", seed)
-            for lag in arguments.lags:
-                rows.append(run(lag, arguments.steps, seed, arguments.folder))
-                told = f"{rows[-1]['before']:.1%} -> {rows[-1]['after']:.1%}, {rows[-1]['cpu_seconds']} CPU seconds"
-                print(f"seed {seed}, lag {lag}: {told}", flush=True)
-    except KeyboardInterrupt:
-        print("stopped; finished runs are kept, and the same command goes on after them")
-        sys.exit(130)
-    print(f"\ncommit {commit}, {arguments.steps} steps, one thread; seeds {', '.join(map(str, arguments.seeds))}\n")
+    given = parser.parse_args()
+    commit = machine.environment("cpu")["commit"]  # before the runs: it may change while they last
+    rows = []
+    for seed in SEEDS:
+        for lag in given.lags:
+            config = config_of(lag, given.steps, seed, given.folder)
+            history, spent = ppo_step.trained(config, given.folder / f"seed{seed}", seed)
+            rows.append(row_of(lag, seed, history))
+            told = f"{rows[-1]['before']:.1%} -> {rows[-1]['after']:.1%}, {spent} CPU seconds"
+            print(f"seed {seed}, lag {lag}: {told}", flush=True)
+    print(f"\ncommit {commit}, {given.steps} steps, one thread; seeds {', '.join(map(str, SEEDS))}\n")
     print(table(rows))
 
 

@@ -1,19 +1,16 @@
 """What a small mismatch between sampler and trainer makes of a sequence's weight, by the length of the sequence.
 
-    python -m bench.repro.sequence_weights     prints the table and draws docs/sequence-weights.png
+    python -m bench.repro.sequence_weights     prints the table
 
 Every token is off by 0.012 nats in the mean, with a deviation of 0.05. The weight of a sequence is its probability
 ratio, as a product over its tokens (`sequence-sum`) or as their geometric mean (`sequence`); it is cut, or the sequence
 dropped, beyond 2 (`rollout_high`). After TRL's issue 5814.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 
 import fused_rl
-from bench import plots, results
+from bench import results
 
 LENGTHS = (10, 30, 58, 100, 300, 1000, 3000)
 SHIFT, SPREAD, BOUND, SEQUENCES = 0.012, 0.05, 2.0, 512
@@ -34,9 +31,6 @@ def weights(length: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--png", type=Path, default=plots.DOCS / "sequence-weights.png")
-    arguments = parser.parse_args()
     found = {length: weights(length) for length in LENGTHS}
     lines = []
     for length, of_level in found.items():
@@ -49,18 +43,6 @@ def main() -> None:
         lines.append(cells)
     print(f"median weight of {SEQUENCES} sequences, and how many lie beyond {BOUND:g}\n")
     print(results.table_of(lines))
-    figure, (axes,) = plots.panels(1, (8, 3.6))
-    for name, (colour, marker) in zip(LEVELS, plots.LOOKS, strict=False):
-        quantiles = torch.stack(
-            [of_level[name].quantile(torch.tensor([0.05, 0.5, 0.95]).double()) for of_level in found.values()], 1
-        )
-        low, middle, high = quantiles.tolist()
-        axes.plot(LENGTHS, middle, color=colour, marker=marker, label=name)
-        axes.fill_between(LENGTHS, low, high, color=colour, alpha=0.15, lw=0)
-    axes.axhline(BOUND, color="black", lw=1, ls="--", label="cut beyond here")
-    axes.set(xscale="log", yscale="log", ylim=(0.5, 1e3), xlabel="tokens of a response", ylabel="weight of a sequence")
-    plots.save(figure, arguments.png)
-    print(f"\ndrew {arguments.png.name}")
 
 
 if __name__ == "__main__":

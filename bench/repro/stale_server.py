@@ -1,7 +1,7 @@
 """What a server answers with HTTP 200 and gets wrong: each trap on a real vLLM, the size of its error, what finds it.
 
-    python bench/repro/stale_server.py            prints the table, draws docs/stale-server.png
-    python bench/repro/stale_server.py --draw     table and figure from the results that are there
+    python bench/repro/stale_server.py            prints the table
+    python bench/repro/stale_server.py --draw     the table from the results that are there
 
 The demo's model, warm-started and after 60 steps of GRPO: the old weights and the new. A server has the old, then comes
 what should be a push of the new; what the server tells of the tokens that it draws from then on is compared with the
@@ -10,7 +10,9 @@ a trap is the trainer's own check at that moment. Needs .venv-vllm (`make test-s
 """
 
 import argparse
+import itertools
 import json
+import shutil
 import sys
 import time
 import urllib.request
@@ -24,8 +26,10 @@ if __package__ in (None, ""):
 
 import torch
 
-from bench import machine, plots, results, vllm_server
-from bench.repro import pushed_weights as weights
+from bench import machine, results, vllm_server
+from bench.repro import ppo_step
+from fused_rl.recipes import demo
+from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
 from fused_rl.trainers.base.text import InputError
@@ -36,8 +40,11 @@ from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import connect
 
 RESULTS = results.RESULTS / "repro" / "stale_server.json"
-PICTURE = plots.DOCS / "stale-server.png"
 COPIES, TOKENS = 8, 8
+STEPS = 60  # of GRPO between the old weights and the new
+PROMPTS, SHOTS = 16, 18
+POSITIONS = 512
+LACKING = "model.layers.0.mlp.down_proj.weight"  # of the partial folder
 PASSES = "all checks pass"
 # Of every request that says nothing else: what is left out has the server's default.
 FIELDS = {
@@ -76,7 +83,49 @@ class Scene(NamedTuple):
     prompts: list[list[int]]
 
 
-# What a server is asked.
+# What is pushed, and what a server is asked.
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """Folders of the old weights and the new, with room for long prompts; trained where they are not there yet."""
+    ppo_step.warm_start(folder)
+    config = ppo_step.grpo_config(folder, 1, "grpo", steps=STEPS, eval_every=STEPS)
+    if not (folder / "grpo" / "model").exists():
+        grpo.train(config)
+    return with_room(folder / "sft" / "model", folder / "old"), with_room(folder / "grpo" / "model", folder / "new")
+
+
+def with_room(source: Path, target: Path) -> Path:
+    """A copy of a model's folder for POSITIONS tokens, with sampling defaults as many a model has them."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
+    defaults = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (target / "generation_config.json").write_text(json.dumps(defaults))
+    return target
+
+
+def partial(folder: Path) -> Path:
+    """A copy that lacks one tensor."""
+    from safetensors.torch import load_file, save_file
+
+    target = folder.with_name("partial")
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    tensors = load_file(target / "model.safetensors")
+    del tensors[LACKING]
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def long_prompts(tokenizer) -> list[list[int]]:
+    """Problems and their answers, SHOTS in a row, and one without its answer."""
+    entries = iter(demo.problems(2, PROMPTS * (SHOTS + 1)))
+    made = []
+    for _ in range(PROMPTS):
+        *shown, last = itertools.islice(entries, SHOTS + 1)
+        text = "".join(f"{entry['question']}{entry['answer']}{tokenizer.eos_token}" for entry in shown)
+        made.append(tokenizer(text + last["question"]).input_ids)
+    return made
 
 
 def call(url: str, path: str, body: dict | None = None) -> dict | None:
@@ -144,7 +193,7 @@ def cache_kept(scene: Scene) -> None:
 
 
 def partly(scene: Scene) -> None:
-    push(scene.url, weights.partial(scene.new))
+    push(scene.url, partial(scene.new))
 
 
 class Trap(NamedTuple):
@@ -233,8 +282,8 @@ def near_seeds(scene: Scene) -> str:
 
 
 def cut(scene: Scene) -> str:
-    (told,) = ask(scene.url, scene.prompts[:1], n=1, max_tokens=weights.POSITIONS)
-    return f"{len(told.ids)} of {weights.POSITIONS} tokens, finish_reason {told.finish!r}"
+    (told,) = ask(scene.url, scene.prompts[:1], n=1, max_tokens=POSITIONS)
+    return f"{len(told.ids)} of {POSITIONS} tokens, finish_reason {told.finish!r}"
 
 
 def own_eos(scene: Scene) -> str:
@@ -277,10 +326,10 @@ def spring_all(folder: Path) -> list[dict]:
     """A row of every trap; one server after the other."""
     import transformers
 
-    old, new = weights.prepare(folder)
+    old, new = prepare(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(new)
     lm = transformers.AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32).eval()
-    prompts = weights.long_prompts(tokenizer)
+    prompts = long_prompts(tokenizer)
     rows = []
     for name, flags in SERVERS.items():
         with vllm_server.serving(old, folder / f"{name}.log", *flags) as server:
@@ -315,41 +364,19 @@ def check(rows: list[dict]) -> None:
             assert right == passed == (row["max_abs"] < EXACT), row
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """A line per trap: from the mean to the largest error of a token."""
-    shown = [row for row in rows if "max_abs" in row]
-    figure, (axes,) = plots.panels(1, (9, 0.8 + 0.36 * len(shown)))
-    for y, row in enumerate(shown):
-        colour = plots.LOOKS[0][0] if row["max_abs"] < EXACT else plots.LOOKS[2][0]
-        axes.plot([row["mean_abs"], row["max_abs"]], [y, y], color=colour, lw=3, alpha=0.5)
-        axes.scatter([row["mean_abs"], row["max_abs"]], [y, y], color=colour, s=[24, 48], zorder=3)
-    axes.axvline(EXACT, color="black", lw=1, ls="--")
-    axes.text(EXACT, -0.6, " what the probe allows in fp32", fontsize=8, va="bottom")
-    axes.set_yticks(range(len(shown)), [row["trap"] for row in shown], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="nats that the server's log-probability of a token is off: mean and largest")
-    plots.save(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--draw", action="store_true", help="start no server, take the results that are there")
-    parser.add_argument("--folder", type=Path, default=Path("runs/stale_server"), help="of the models")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--png", type=Path, default=PICTURE)
     arguments = parser.parse_args()
     if not arguments.draw:
         torch.set_num_threads(1)
         engine.quiet()
         environment = machine.environment("cpu")  # before: the commit may change while it lasts
-        rows = spring_all(arguments.folder.resolve())
+        rows = spring_all(machine.ROOT / "runs" / "stale_server")
         result = {"group": "stale_server", "environment": environment, "rows": rows}
-        arguments.results.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(arguments.results, results.dumps(result))
-    rows = results.load(arguments.results)["rows"]
+        write_atomically(RESULTS, results.dumps(result))
+    rows = results.load(RESULTS)["rows"]
     print(f"\n{table(rows)}")
-    draw(rows, arguments.png)
-    print(f"drew {arguments.png.name}")
     check(rows)
     print("each trap is found, and nothing else")
 

@@ -1,19 +1,16 @@
 """A divergence from K log-probabilities of a teacher: what each form is worth and where its gradient leads.
 
-    python -m bench.repro.topk_divergence     prints two tables and draws docs/topk-divergence.png
+    python -m bench.repro.topk_divergence     prints two tables
 
 First the case of verl's issue 7856, by enumeration: teacher (0.6, 0.4), student (0.9, 0.1), K = 1. Then a student of 50
 tokens is trained on each form alone, from the same start, by gradient descent on its logits; what is told is the exact
 KL to the teacher, which is known here and steers nothing.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 
 import fused_rl
-from bench import plots, results
+from bench import results
 
 TEACHER = torch.tensor([0.6, 0.4], dtype=torch.float64)
 STUDENT = torch.tensor([0.9, 0.1], dtype=torch.float64)
@@ -90,21 +87,12 @@ def trained() -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--png", type=Path, default=plots.DOCS / "topk-divergence.png")
-    arguments = parser.parse_args()
     print("teacher (0.6, 0.4), student (0.9, 0.1), K = 1; nats\n")
     print(results.table_of(enumerated()))
     curves = trained()
     lines = [{"form": name, "before": f"{curve[0]:.4f}", "after": f"{curve[-1]:.4f}"} for name, curve in curves.items()]
     print(f"\nexact KL of {VOCAB} tokens before and after {STEPS} steps on a form, K = {K}; nats\n")
     print(results.table_of(lines))
-    figure, (axes,) = plots.panels(1, (8, 3.6))
-    for (name, curve), (colour, _) in zip(curves.items(), plots.LOOKS, strict=False):
-        axes.plot(curve, color=colour, label=name)
-    axes.set(yscale="log", xlabel="step", ylabel="exact KL to the teacher, nats")
-    plots.save(figure, arguments.png)
-    print(f"\ndrew {arguments.png.name}")
 
 
 if __name__ == "__main__":

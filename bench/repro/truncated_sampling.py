@@ -1,23 +1,21 @@
 """Truncated sampling scored with and without the sets that it kept: the ratio of a policy to itself.
 
-    python -m bench.repro.truncated_sampling     prints the table and draws docs/truncated-sampling.png
+    python -m bench.repro.truncated_sampling     prints the table
 
 `generate` samples from a model and returns what its filters left of each step's scores. The same model then scores the
 same tokens, no update between: the ratio exp(logprob - the sampler's) should be 1. Over the whole vocabulary it is the
 mass of the kept set instead, 0.8 at top_p 0.8 for a flat distribution; over the recorded sets it is 1.
 """
 
-import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import fused_rl
-from bench import plain, plots, results
+from bench import plain, results
 from fused_rl import TokenSupport
 
-VOCAB, PROMPT, TOKENS = 4096, 8, 32
+VOCAB, PROMPT, TOKENS, SEQUENCES = 4096, 8, 32, 48
 SAMPLERS = {
     "none": {},
     "top_p 0.95": {"top_p": 0.95},
@@ -54,10 +52,10 @@ def small_model():
 
 
 @torch.no_grad()
-def scored(model, options: dict, sequences: int) -> Scored:
+def scored(model, options: dict) -> Scored:
     """Sample with these options, and score the tokens by the same weights with and without the sets."""
     torch.manual_seed(1)
-    prompts = torch.randint(VOCAB, (sequences, PROMPT))
+    prompts = torch.randint(VOCAB, (SEQUENCES, PROMPT))
     options = {"top_k": 0, "top_p": 1.0, "temperature": 1.0, **options}
     length = {"max_new_tokens": TOKENS, "eos_token_id": None, "pad_token_id": 0}
     wanted = {"do_sample": True, "output_scores": True, "return_dict_in_generate": True}
@@ -90,29 +88,11 @@ def row(name: str, found: Scored) -> dict:
     return cells | {"largest error": f"{(found.kept - 1).abs().max():.0e}"}
 
 
-def draw(found: dict[str, Scored], path: Path) -> None:
-    """The ratios of each sampler, sorted: a flat line at 1 is a policy that agrees with itself."""
-    figure, (axes,) = plots.panels(1, (8, 3.6))
-    for name, of_sampler in found.items():
-        ratio = of_sampler.whole.sort().values
-        axes.plot(torch.linspace(0, 1, len(ratio)), ratio, label=f"whole vocabulary: {name}")
-    ratio = of_sampler.kept.sort().values
-    axes.plot(torch.linspace(0, 1, len(ratio)), ratio, "k--", label="with the kept sets: every sampler")
-    axes.set(xlabel="share of the tokens", ylabel="first ratio, which should be 1", ylim=(0, 1.1))
-    plots.save(figure, path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--sequences", type=int, default=48)
-    parser.add_argument("--png", type=Path, default=plots.DOCS / "truncated-sampling.png")
-    arguments = parser.parse_args()
     model = small_model()
-    found = {name: scored(model, options, arguments.sequences) for name, options in SAMPLERS.items()}
+    found = {name: scored(model, options) for name, options in SAMPLERS.items()}
     rows = [row(name, of_sampler) for name, of_sampler in found.items()]
     print(results.table_of(rows))
-    draw(found, arguments.png)
-    print(f"\ndrew {arguments.png}")
 
 
 if __name__ == "__main__":

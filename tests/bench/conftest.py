@@ -2,13 +2,6 @@
 
 import pytest
 
-from bench import machine
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
-    monkeypatch.setattr(machine, "cpu_share", lambda seconds=0: 1.0)  # whatever else runs here
-
 
 @pytest.fixture(autouse=True)
 def _cpu_path(monkeypatch):

@@ -45,7 +45,7 @@ def test_the_commands_of_a_page_exist(page):
 def test_what_make_repro_runs():
     """Every script of the folder, or the reason why not; each belongs to a page, which names it."""
     scripts = {path.stem for path in (machine.ROOT / "bench" / "repro").iterdir() if path.suffix != ".pyc"}
-    helpers = {"__init__", "__main__", "__pycache__", "ppo_step", "pushed_weights"}
+    helpers = {"__init__", "__main__", "__pycache__", "ppo_step"}
     assert {*repro.REPROS, *repro.LEFT_OUT} == scripts - helpers
     for name, shown in repro.REPROS.items():
         assert any(f"bench.repro.{name}" in command for command in commands_of(shown.page)), name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.trainer_steps import decode_passes
+from bench.trainers import decode_passes
 from fused_rl.trainers.rollouts import generate, past
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from tests.trainers.test_packing import model

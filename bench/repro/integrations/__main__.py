@@ -1,6 +1,6 @@
 """Somebody else's trainer, patched beside unpatched: the tables of docs/integrations.md.
 
-    python -m bench.repro.integrations trl                 lost digits, drawn too, then what the functions cost
+    python -m bench.repro.integrations trl                 lost digits, then what the functions cost
     python -m bench.repro.integrations trl-step            a step of TRL's GRPO and SFT trainers
     python -m bench.repro.integrations transformers        a step of a causal LM
     make test-integrations                                 makes the environments of
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench import machine, plots, results
+from bench import machine, results
 from bench.repro.integrations import hosts, transformers, trl
 
 
@@ -29,11 +29,10 @@ class Case(NamedTuple):
 
     costs: Callable  # (rounds) -> rows
     errors: Callable | None = None  # () -> rows
-    draw: Callable | None = None  # (rows of errors, path)
 
 
 CASES = {
-    "trl": Case(trl.costs, trl.hard_cases, trl.draw),
+    "trl": Case(trl.costs, trl.hard_cases),
     "trl-step": Case(trl.step_costs),
     "transformers": Case(transformers.costs, transformers.errors),
     "verl": Case(hosts.verl_costs, hosts.verl_errors),
@@ -41,18 +40,15 @@ CASES = {
 }
 
 
-def show(rows) -> list[dict]:
+def show(rows) -> None:
     """Print a table of the rows."""
-    rows = list(rows)
-    print(results.table_of(rows, markdown=True))
-    return rows
+    print(results.table_of(list(rows), markdown=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--rounds", type=int, default=5, help="of every way, after one more; 0: no costs")
-    parser.add_argument("--png", default=str(plots.DOCS / "integrations-trl.png"), help="what TRL loses")
     args = parser.parse_args()
     if args.case in ("verl", "openrlhf"):
         sys.path.append(str(machine.ROOT / "tests" / "hosts" / "stubs"))  # what needs a GPU to build or to run
@@ -61,10 +57,7 @@ def main() -> None:
     print(f"torch {torch.__version__}\n")
     case = CASES[args.case]
     if case.errors:
-        rows = show(case.errors())
-    if case.draw:
-        case.draw(rows, args.png)
-        print(f"drew {args.png}\n")
+        show(case.errors())
     if args.rounds:
         show(case.costs(args.rounds))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench import plain, plots
+from bench import plain
 from bench.repro.integrations.turns import both, cost
 from fused_rl import reference
 
@@ -103,13 +103,7 @@ def close_pair(distance: float) -> tuple[torch.Tensor, torch.Tensor]:
 def head_kl(side: Side, distance: float) -> float:
     """beta = 0: KL(teacher || student)."""
     student, teacher = close_pair(distance)
-    return side.divergence(
-        *as_head(student),
-        None,
-        *as_head(teacher),
-        None,
-        0.0,
-    )[0].item()
+    return side.divergence(*as_head(student), None, *as_head(teacher), None, 0.0)[0].item()
 
 
 def exact_kl(distance: float) -> float:
@@ -140,29 +134,6 @@ def hard_cases() -> Iterator[dict]:
     for distance in DISTANCES:
         exact = exact_kl(distance)
         yield row(f"fp32 heads {distance:g} apart, KL", exact, lambda side, at=distance: head_kl(side, at))
-
-
-def draw(rows: list[dict], path) -> None:
-    """Three panels: peaks, offsets, close heads."""
-    figure, panels = plots.panels(3, (11, 3.4))
-    shown = {"peak": GAPS, "error": OFFSETS, "apart": DISTANCES}
-    for axes, (word, x) in zip(panels, shown.items(), strict=True):
-        found = [row for row in rows if word in row["case"]]
-        for name, style in (("TRL", "o-"), ("patched", "s-"), ("exact", "k--")):
-            if not (word == "error" and name == "exact"):
-                axes.plot(x, [row[name] for row in found], style, markersize=4, label=name)
-        axes.axhline(0, color="black", linewidth=0.6)
-    peaks, offsets, close = panels
-    peaks.set(title="entropy of a fused fp32 head, nats", xlabel="nats the likeliest token stands above the others")
-    peaks.set_yscale("symlog", linthresh=1e-8)
-    peaks.set_ylim(bottom=-1e-3)
-    offsets.set(title="bf16 log-probabilities, largest error, nats", xlabel="offset of the logits", yscale="log")
-    offsets.set_xscale("symlog", linthresh=10)
-    offsets.set_xlim(left=-1)
-    close.set(title="KL of two heads, nats", xlabel="distance of their logits", xscale="log")
-    close.set_yscale("symlog", linthresh=1e-9)
-    close.set_ylim(bottom=-1e-8)
-    plots.save(figure, path)
 
 
 # What the functions and a step cost.
