@@ -390,26 +390,20 @@ MUTATIONS = {
         "refused = 0 < error.status < 400",
         "tests/trainers/test_servers.py -k faults",
     ),
-    "an answer of any size is read": Mutation(
-        "trainers/servers/inference.py",
-        "if len(text) > LONGEST:",
-        "if len(text) < 0:",
-        "tests/trainers/test_servers.py -k faults",
-    ),
     "a key is shown": Mutation(
         "trainers/servers/inference.py",
-        'shown if self.key is None else shown.replace(self.key, "***")',
-        "shown",
+        'text if self.key is None else text.replace(self.key, "***")',
+        "text",
         "tests/trainers/test_servers.py -k key",
     ),
     "a response that was cut by the server passes": Mutation(
         "trainers/servers/inference.py",
-        "if not stopped and count != sampling.max_new_tokens:",
-        "if not stopped and count > sampling.max_new_tokens:",
+        "if not stopped and len(ids) != sampling.max_new_tokens:",
+        "if not stopped and len(ids) > sampling.max_new_tokens:",
         "tests/trainers/test_servers.py -k faults",
     ),
     "the model's own end stops a response": Mutation(
-        "trainers/servers/vllm.py",
+        "trainers/servers/inference.py",
         '"ignore_eos": True,',
         '"ignore_eos": False,',
         "tests/trainers/test_servers.py -k option",
@@ -434,8 +428,8 @@ MUTATIONS = {
     ),
     "the folder before goes when the next one is written": Mutation(
         "trainers/servers/sampler.py",
-        'if re.fullmatch(r"step-\\d+", other.name) and other != folder:',
-        "if True:",
+        "                if other != folder:",
+        "                if True:",
         "tests/trainers/test_servers.py -k folder",
     ),
     "differences of both signs cancel": Mutation(

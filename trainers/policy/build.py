@@ -78,7 +78,6 @@ def _served(config: SamplerConfig, folder: Path, model, tokenizer, longest: int)
     probe = Probe(
         model=model,
         ids=tokenizer.encode(TEXT, add_special_tokens=False),
-        vocab=lm.config.get_text_config().vocab_size,
         exact=lm.dtype == torch.float32,
         sampling=config.sampling(1, ()),
     )
