@@ -342,16 +342,16 @@ MUTATIONS = {
         "trainers/policy/policy.py", '({"rollouts": sampler} if config.lag else {})', "{}", f"{LAG} -k resumed"
     ),
     "the copy that is sampled stays as it was": Mutation(
-        "trainers/rollouts/copied.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
+        "trainers/rollouts/lag.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
     ),
     "a thread draws from the process's generator": Mutation(
         "trainers/rollouts/generate.py",
-        "generator=self.generator(prompts, sampling)",
-        "generator=None",
+        '"generator": self.generator(prompts, sampling)}',
+        '"generator": None}',
         f"{LAG} -k 'drawn_from or bit_for_bit'",
     ),
     "log-probabilities are told of the first token alone": Mutation(
-        "trainers/rollouts/generate.py", "told[step].scatter_(", "told[0].scatter_(", f"{LAG} -k drawn_from"
+        "trainers/rollouts/generate.py", "logprobs[step].scatter_(", "logprobs[0].scatter_(", f"{LAG} -k drawn_from"
     ),
     "sets are recorded after the stop": Mutation(
         "trainers/rollouts/sampling.py",
@@ -464,7 +464,7 @@ MUTATIONS = {
         "tests/trainers/test_turns.py -k in_between",
     ),
     "every turn is drawn by the first one's seeds": Mutation(
-        "trainers/rollouts/turns.py",
+        "trainers/rollouts/types.py",
         "seeds[number] + turn * APART",
         "seeds[number] + 0 * APART",
         TURNS,
@@ -477,8 +477,8 @@ MUTATIONS = {
     ),
     "the sampler's distance has the other sign": Mutation(
         "trainers/rollouts/mismatch.py",
-        "torch.where(mask, told - old_logprobs, 0)",
-        "torch.where(mask, old_logprobs - told, 0)",
+        "torch.where(mask, reported - old_logprobs, 0)",
+        "torch.where(mask, old_logprobs - reported, 0)",
         SAMPLERS,
     ),
     "an evaluation draws from the run's seeds": Mutation(

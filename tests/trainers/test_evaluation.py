@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fused_rl.trainers.policy import evaluate
-from fused_rl.trainers.rollouts.roll_out import roll_out
+from fused_rl.trainers.rollouts.roll_out import Shown, drawn_from, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.shown import Shown, drawn_from
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import logger
 from tests.trainers import tiny

@@ -158,8 +158,7 @@ def test_a_score_may_be_any_one_number(score):
 
 BROKEN = {
     "None": "returned None; it must return a list",
-    "torch.tensor(0.5)": "it must return a list of one score for each",
-    "'11'": "returned '11' .str.; it must return a list",
+    "'11'": "returned '11'; it must return a list",
     "[1.0]": "returned 1 scores for 2 responses",
     "[1.0, '1']": "returned '1' .str. as the score of d.jsonl, line 2",
     "[1.0, float('nan')]": "returned nan .float. as the score of d.jsonl, line 2",

@@ -14,8 +14,7 @@ from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts import lag
-from fused_rl.trainers.rollouts.copied import CopySampler
-from fused_rl.trainers.rollouts.lag import Ahead
+from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
@@ -162,7 +161,7 @@ def test_prompts_that_changed_are_asked_for_again(capsys):
     second.publish(3, nothing)
     assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
     assert [response.ids[0] for response in second.sample([[14], [14]], Sampling(1.0, 2, ()))] == [14, 14]
-    assert "drawn again, as their prompts have changed: the rollouts of steps 4, 5" in capsys.readouterr().out
+    assert "the prompts have changed; sampled again: steps 4, 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", [threading.Thread, InTurn])
@@ -299,7 +298,7 @@ def test_with_adapters_these_alone_are_copied(folder):
 
 
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
-    monkeypatch.setattr("fused_rl.trainers.rollouts.copied.keeps_keys_and_values", lambda lm: False)
+    monkeypatch.setattr("fused_rl.trainers.rollouts.lag.keeps_keys_and_values", lambda lm: False)
     with pytest.raises(InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"):
         CopySampler(lm, pad_id=0, batch_size=3)
 

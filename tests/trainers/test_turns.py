@@ -18,8 +18,7 @@ from fused_rl.trainers.policy.critic import Critic, OwnCritic
 from fused_rl.trainers.rollouts.checks import check_responses, without_stop
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.turns import after_turn, of_turn
-from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
+from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample, after_turn, of_turn
 from fused_rl.trainers.run.logger import read_metrics
 from tests.trainers import steps, tiny
 from tests.trainers.steps import EOS, TEMPERATURE, Plain
@@ -267,30 +266,6 @@ def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
         drawn = part.input_ids[:, 1:][part.response_mask].tolist()
         kept = [ids.tolist() for ids in part.support.ids.split(part.support.offsets.diff().tolist())]
         assert all(token in ids for token, ids in zip(drawn, kept, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (Response([5, 6], "length", trained=[True]), "trained is .True.; it must be a bool for each of 2 ids"),
-        (Response([5], "length", trained=[1]), "trained is .1.; it must be a bool for each of 1 ids"),
-        (Response([5], "length", trained=7), "trained is 7; it must be a bool"),
-        (Response([5, EOS, 6], "length", trained=[True] * 3), "the policy drew on after its stop token at 1 of 3"),
-        (
-            Response([5, 6], "length", logprobs=[-0.1, None], trained=[False, True]),
-            "a logprob is None",
-        ),
-        (Response([5, 6], "length", logprobs=[-0.1], trained=[True, False]), "1 logprobs for 2 ids"),
-        (Response([5] * 10, "length", trained=[False] * 10), "10 tokens, but max_new_tokens is 9"),
-        (
-            Response([5, 6], "length", support=[[5], [7]], trained=[False, True]),
-            "the kept set of token 1 of 1 ids lacks the token itself, 6",
-        ),
-    ],
-)
-def test_turns_that_are_none_are_refused(response, message):
-    with pytest.raises(InputError, match=f"^the sampler's response to a row: {message}"):
-        check_responses([response], PROMPTS[:1], Sampling(1.0, LENGTH, (EOS,)), 260)
 
 
 def test_what_another_says_may_hold_stop_tokens_and_nothing_that_is_checked():

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, scorer_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.scorers.builtin import answer_of
@@ -69,36 +68,6 @@ def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     assert metrics["rewards/judge/mean"] == pytest.approx(2 / 3) and metrics["rewards/bonus/mean"] == pytest.approx(
         1 / 3
     )
-
-
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (Response([5, 6, 7], "length"), "3 tokens, but max_new_tokens is 2"),
-        (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1"),
-        (Response([5, 3], "length"), r"finish='length' and stop tokens at \[1\] of 2"),
-        (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
-        (Response([5], "abort"), "finish='abort', which must be stop or length"),
-        (Response([-1], "length"), "ids must be whole numbers from 0 to below 264, got -1"),
-        (Response([5, 264], "length"), "ids must be whole numbers from 0 to below 264, got 264"),
-        (Response([5.0], "length"), "ids must be whole numbers from 0 to below 264, got 5.0"),
-        (Response("text", "length"), "expected a Response with a list of token ids, got Response.ids='text'"),
-        ("text", "expected a Response with a list of token ids, got 'text'"),
-        (Response([5], "length", logprobs=[3.0]), "a logprob is 3.0; it must be finite, and at most 0"),
-        (Response([5], "length", logprobs=[None]), "a logprob is None; it must be finite, and at most 0"),
-        (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
-        (Response([5], "length", logprobs=[float("nan")]), "a logprob is nan; it must be finite, and at most 0"),
-    ],
-)
-def test_a_response_that_breaks_its_promises_names_the_row(response, message):
-    prompt, sampling = Prompt([7], {}, "d.jsonl, line 4"), Sampling(1.0, 2, (3,))
-    with pytest.raises(InputError, match=f"the sampler's response to d.jsonl, line 4: {message}"):
-        check_responses([response], [prompt], sampling, 264)
-    check_responses([Response([5, 3], "stop"), Response([], "length")], [prompt, prompt], sampling)
-    with pytest.raises(InputError, match="returned 1 responses to 2 prompts"):
-        check_responses([Response([5], "length")], [prompt, prompt], sampling)
-    with pytest.raises(InputError, match="returned NoneType responses to 1 prompts"):
-        check_responses(None, [prompt], sampling)
 
 
 def test_the_ground_truths_column():

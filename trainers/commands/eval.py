@@ -45,8 +45,7 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.prompts import prompts_of
-from fused_rl.trainers.rollouts.roll_out import roll_out
+from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.solved import judged, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer

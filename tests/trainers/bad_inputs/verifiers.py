@@ -10,7 +10,6 @@ def few(completions): return [1.0]
 def words(response, row): return "1"
 def nan(response, row): return float("nan")
 def large(response, row): return 1e39
-def almost(response, row): return 3e38
 def trl(completions, answers, **columns): return [1.0]
 def loss_none(log_ratio, advantages, logprobs, sequences, options): return None
 def loss_sum(log_ratio, advantages, logprobs, sequences, options): return (-log_ratio * advantages).sum()
@@ -38,13 +37,6 @@ VERIFIERS = [
     *judge("words", r"'judges:words' returned '1' \(str\) as the score of rows.jsonl, line \d+"),
     *judge("nan", r"'judges:nan' returned nan \(float\) as the score of rows.jsonl, line \d+"),
     *judge("large", r"'judges:large' returned 1e[+]39 \(float\) as the score of"),
-    *of(
-        "grpo",
-        "scores times a weight are too large",
-        r"the reward of rows.jsonl, line \d+ is inf: the weighted sum",
-        *("--verifiers", "judges:almost", "--verifier_weights", "[2]"),
-        begins=True,
-    ),
     *verifiers("judges:trl", "rows.jsonl, line 1: verifier 'judges:trl' takes the column 'answers'; the row has"),
     *verifiers("regex:(a", r"'regex': the pattern '\(a' does not compile"),
     *verifiers("regex:(a)", "column 'a' is missing", "--answer_column", "a"),
