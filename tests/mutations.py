@@ -473,7 +473,7 @@ MUTATIONS = {
         "trainers/rollouts/checks.py",
         "(found, version) or found == version:",
         "(found, version) or found <= version:",
-        SAMPLERS,
+        "tests/trainers/test_rollout.py -k breaks_its_promises",
     ),
     "the sampler's distance has the other sign": Mutation(
         "trainers/rollouts/mismatch.py",

@@ -172,19 +172,22 @@ def evaluate(
 
     # Greedy and sampled responses, those of all ranks in the order of the problems.
     config, subject, sampling = _load(config, device, dataset)
-    greedy, *timed = _respond(config, subject, dataclasses.replace(sampling, temperature=0.0), 1)
-    sampled, seconds, incidents = _respond(config, subject, sampling, config.samples)
+    likeliest = dataclasses.replace(sampling, temperature=0.0)
+    greedy, seconds, incidents = _respond(config, subject, likeliest, 1)
+    sampled, more_seconds, more_incidents = _respond(config, subject, sampling, config.samples)
     figures = summarize(greedy, sampled, config.k)
     tokens = sum(row["tokens"] for row in greedy + sampled)
-    figures["tokens_per_second"] = tokens / max(ranks.gather(seconds + timed[0]))
-    figures |= {key: count + incidents.get(key, 0.0) for key, count in timed[1].items()}
+    figures["tokens_per_second"] = tokens / max(ranks.gather(seconds + more_seconds))
+    for key, count in incidents.items():
+        figures[key] = count + more_incidents.get(key, 0.0)
     _say(table(figures, config.samples))
     if "accuracy_greedy" not in figures:
         _say(why_unknown(subject.scorers, len(greedy + sampled)))
     if out is not None and ranks.rank() == 0:
         options = config.plain() | {"max_new_tokens": sampling.max_new_tokens}
         with storing("the evaluation", out):
-            lines = [{"drawn": "greedy", **row} for row in greedy] + [{"drawn": "sampled", **row} for row in sampled]
+            lines = [{"drawn": "greedy", **row} for row in greedy]
+            lines += [{"drawn": "sampled", **row} for row in sampled]
             write_rows(out / "responses.jsonl", lines)
             write_atomically(out / "summary.json", as_json(figures | {"options": options}, indent=2) + "\n")
         tell(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
@@ -227,8 +230,9 @@ def _respond(
 ) -> tuple[list[dict], float, dict[str, float]]:
     """Return `copies` scored responses of all ranks to each problem, this rank's seconds, and broken limits."""
     # Problems of like length are sampled together, every rank gets some of each length, and the ranks keep in step.
-    order = sorted(range(len(subject.problems)), key=lambda i: len(subject.problems[i].ids))
-    share = share_of_rank([subject.problems[i] for i in order]).prompts
+    problems = subject.problems
+    order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
+    share = share_of_rank([problems[i] for i in order]).prompts
     own = order[ranks.rank() :: ranks.world_size()]
     rows: list[dict] = []
     seconds, incidents, printed = 0.0, {}, time.monotonic()
@@ -245,7 +249,9 @@ def _respond(
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             _say(f"{min(part.stop, len(share))} of {len(share)} problems of this process, {copies} responses each")
-    return sorted(sum(ranks.gather(rows), []), key=lambda row: row["problem"]), seconds, incidents
+    rows = sum(ranks.gather(rows), [])
+    rows.sort(key=lambda row: row["problem"])
+    return rows, seconds, incidents
 
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
@@ -297,7 +303,8 @@ def summarize(greedy: list[dict], sampled: list[dict], k: int | None = None) -> 
     if known:
         figures["accuracy_greedy"] = _over_problems(torch.tensor([bool(row["solved"]) for row in greedy]))
     if known and sampled:
-        right = torch.tensor([bool(row["solved"]) for row in sampled]).view(len(greedy), -1)
+        right = torch.tensor([bool(row["solved"]) for row in sampled])
+        right = right.view(len(greedy), -1)
         figures |= {name: _over_problems(values) for name, values in pass_at(right, k).items()}
     for name, rows in (("greedy", greedy), ("sampled", sampled)):
         if rows:
@@ -314,14 +321,17 @@ def _over_problems(values: torch.Tensor) -> dict[str, float]:
 
 def _described(rows: list[dict], known: bool) -> dict[str, Any]:
     """Return scores, lengths and truncation of responses."""
-    columns = [[row["solved"] is True for row in rows], [row["tokens"] for row in rows]]
-    columns.append([row["finish"] == "stop" for row in rows])
-    sums = {name: value.item() for name, value in outcome_sums(*map(torch.tensor, columns)).items()}
+    solved = torch.tensor([row["solved"] is True for row in rows])
+    lengths = torch.tensor([row["tokens"] for row in rows])
+    stopped = torch.tensor([row["finish"] == "stop" for row in rows])
+    sums = outcome_sums(solved, lengths, stopped)
+    sums = {name: value.item() for name, value in sums.items()}
     means = {}
     for name in rows[0]["scores"]:
         scores = [row["scores"][name] for row in rows if row["scores"][name] is not None]
         means[name] = sum(scores) / len(scores) if scores else None
-    return {"score": sum(row["score"] for row in rows) / len(rows), "scores": means} | outcomes(sums, known)
+    score = sum(row["score"] for row in rows) / len(rows)
+    return {"score": score, "scores": means} | outcomes(sums, known)
 
 
 def table(figures: dict[str, Any], samples: int) -> str:
@@ -333,14 +343,20 @@ def table(figures: dict[str, Any], samples: int) -> str:
             cells = ("solved", percent, "") if name == "accuracy_greedy" else (name.replace("_at_", "@"), "", percent)
             lines.append(cells)
     columns = [figures["greedy"], figures.get("sampled", {})]
-    columns = [column | {f"score of {name}": x for name, x in column.get("scores", {}).items()} for column in columns]
-    for name in [name for name in columns[0] | columns[1] if name != "scores"]:
-        cells = [column.get(name) for column in columns]
-        lines.append((name.replace("_", " "), *("" if cell is None else f"{cell:.4g}" for cell in cells)))
+    for name in columns[0] | columns[1]:
+        if name != "scores":
+            lines.append((name.replace("_", " "), *[_cell(column.get(name)) for column in columns]))
+    for name in columns[0]["scores"]:
+        scores = [column.get("scores", {}) for column in columns]
+        lines.append((f"score of {name}", *[_cell(column.get(name)) for column in scores]))
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     shown = [f"{line[0]:<{widths[0]}}  {line[1]:>{widths[1]}}  {line[2]:>{widths[2]}}".rstrip() for line in lines]
     end = f"{figures['problems']} problems, {figures['tokens_per_second']:.0f} tokens/s"
     return "\n".join([*shown, end])
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def main(argv: list[str] | None = None) -> None:

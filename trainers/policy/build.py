@@ -76,7 +76,8 @@ def _served(config: SamplerConfig, folder: Path, model, tokenizer, longest: int)
         if not key:
             raise InputError(f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it")
     exact = model.module.base.dtype == torch.float32
-    probe = Probe(model, tokenizer.encode(TEXT, add_special_tokens=False), exact, config.sampling(1, ()))
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    probe = Probe(model, ids, exact, config.sampling(1, ()))
     http = Http(config.server_timeout, config.server_concurrency, key)
     return ServerSampler(config.server, http, folder, probe, longest)
 

@@ -85,7 +85,8 @@ def _broken_end(response: Response, stop_ids: Sequence[int]) -> str | None:
         return (
             f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; only the last one may be, with stop"
         )
-    passed = [i for i in stops if trained and trained[i] and trained[i + 1 : i + 2] == [True]]
+    own = [i for i in stops if trained and trained[i]]
+    passed = [i for i in own if trained[i + 1 : i + 2] == [True]]
     if passed:
         return f"the policy goes on after its stop token at {passed[0]} of {len(ids)}; its turn ends there"
     return None

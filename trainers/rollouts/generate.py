@@ -82,9 +82,11 @@ class TransformersSampler(Sampler):
         responses = {}
         for start in range(0, len(by_length), self.batch_size):
             indices = by_length[start : start + self.batch_size]
-            found = decode(self.lm, [prompts[i] for i in indices], sampling, self.pad_id, self.synced_gpus)
+            batch = [prompts[i] for i in indices]
+            found = decode(self.lm, batch, sampling, self.pad_id, self.synced_gpus)
             if found.broken.any():
-                raise NoDistribution([indices[number] for number in found.broken.nonzero()[:, 0].tolist()], self.step)
+                numbers = found.broken.nonzero()[:, 0].tolist()
+                raise NoDistribution([indices[number] for number in numbers], self.step)
             nothing = [None] * len(indices)
             rows = zip(indices, found.ids, found.logprobs or nothing, found.supports or nothing, strict=True)
             for i, ids, logprobs, support in rows:
@@ -145,7 +147,8 @@ def _decode(
         token, bad = _draw(scores, sampling, generator)
         ids[step].scatter_(0, rows.number, token)
         if logprobs is not None:  # greedy ones are of the softmax at temperature 1
-            chosen = scores.float().log_softmax(-1).gather(1, token[:, None])[:, 0]
+            of_all = scores.float().log_softmax(-1)
+            chosen = of_all.gather(1, token[:, None])[:, 0]
             logprobs[step].scatter_(0, rows.number, chosen)
         broken[rows.number] |= bad & ~ended
         if record is not None:
@@ -170,7 +173,8 @@ def _decode(
     responses = until_stop(ids.t(), sampling.stop_ids)
     lengths = [len(response) for response in responses]
     if logprobs is not None:
-        logprobs = [row[:length] for row, length in zip(logprobs.t().tolist(), lengths, strict=True)]
+        rows_of = zip(logprobs.t().tolist(), lengths, strict=True)
+        logprobs = [row[:length] for row, length in rows_of]
     supports = None if record is None or broken.any() else record.of_responses(lengths)
     return Sampled(responses, supports, broken, logprobs)
 
@@ -310,7 +314,8 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
     lengths = torch.tensor([len(response) for response in responses])
     support = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
     own = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return Sampled(responses, support.select(own.flatten()).split(lengths.tolist()), watch.broken)
+    supports = support.select(own.flatten()).split(lengths.tolist())
+    return Sampled(responses, supports, watch.broken)
 
 
 class _Watch:
@@ -328,11 +333,13 @@ class _Watch:
 def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and mask, each (B, P), such that every response begins in the same column."""
     mask = [[1] * len(prompt) for prompt in prompts]
-    return on_device(pad(prompts, pad_id, left=True), device), on_device(pad(mask, 0, left=True), device)
+    input_ids = pad(prompts, pad_id, left=True)
+    return on_device(input_ids, device), on_device(pad(mask, 0, left=True), device)
 
 
 def until_stop(tokens: torch.Tensor, stop_ids: Sequence[int]) -> list[list[int]]:
     """Return each row of (B, n) on the CPU up to and including its first stop token; padding follows it."""
     stops = torch.isin(tokens, torch.tensor(stop_ids))
     lengths = (stops.cumsum(1) - stops.int() == 0).sum(1)  # tokens that no stop token stands before
-    return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [row[:length] for row, length in rows]

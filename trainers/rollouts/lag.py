@@ -147,7 +147,8 @@ class Ahead(Sampler):
         """After a resume with other rows or another tokenizer, which was accepted, sample all rollouts again."""
         self.restored = False
         known = prompts.keys() & self.pending.keys()
-        changed = [step for step in known if digest(ids_of(prompts[step])) != self.pending[step].digest]
+        digests = {step: digest(ids_of(prompts[step])) for step in known}
+        changed = [step for step in known if digests[step] != self.pending[step].digest]
         if any(ranks.gather(changed)):
             if ranks.rank() == 0:
                 tell(f"resume: the prompts have changed; sampled again: steps {', '.join(map(str, self.pending))}")
@@ -206,9 +207,10 @@ class CopySampler(TransformersSampler):
             frozen = {id(weight): weight for weight in self.policy.parameters() if not weight.requires_grad}
             self.lm = copy.deepcopy(self.policy, frozen).requires_grad_(False).eval()
         else:
-            copies = chain(self.lm.parameters(), self.lm.buffers())
-            for copied, own in zip(copies, chain(self.policy.parameters(), self.policy.buffers()), strict=True):
-                if copied is not own:
+            copies = [*self.lm.parameters(), *self.lm.buffers()]
+            originals = [*self.policy.parameters(), *self.policy.buffers()]
+            for copied, own in zip(copies, originals, strict=True):
+                if copied is not own:  # a frozen one is shared
                     copied.copy_(own)
         super().publish(step, save)
 

@@ -67,7 +67,8 @@ class _InPlace:
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values = (states.narrow(2, self.first, self.end - self.first) for states in self.room)
+        seen = self.end - self.first
+        self.keys, self.values = (states.narrow(2, self.first, seen) for states in self.room)
         return self.keys, self.values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):

@@ -118,9 +118,10 @@ def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: i
     judges = [scorer for scorer in scorers if scorer.solved_at is not None]
     if not judges:
         return torch.zeros(count, dtype=torch.bool)
-    right = [(scores[judge.name] >= judge.solved_at) | scores[judge.name].isnan() for judge in judges]
     applies = [~scores[judge.name].isnan() for judge in judges]
-    return torch.stack(right).all(0) & torch.stack(applies).any(0)
+    passed = [scores[judge.name] >= judge.solved_at for judge in judges]
+    wrong = torch.stack(applies) & ~torch.stack(passed)
+    return ~wrong.any(0) & torch.stack(applies).any(0)
 
 
 def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, float]:
@@ -136,7 +137,8 @@ def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, f
         "val/stop_rate": rollout.stopped,
     }
     count = len(rewards) * ranks.world_size()
-    totals = ranks.global_sum(torch.stack([column.double().sum() for column in columns.values()]))
+    sums = [column.double().sum() for column in columns.values()]
+    totals = ranks.global_sum(torch.stack(sums))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
     metrics |= {
         "completions/min_length": -ranks.global_max(-lengths.min()),
@@ -154,7 +156,8 @@ def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
     metrics = {}
     for name, values in scores.items():
         applies = values[~values.isnan()].double()
-        moments = [torch.ones_like(applies).sum(), applies.sum(), applies.square().sum()]
+        moments = [torch.ones_like(applies).sum(), applies.sum()]
+        moments.append(applies.square().sum())
         moments.append(values.isnan().double().sum())
         count, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
         mean = total / max(count, 1)

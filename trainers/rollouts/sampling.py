@@ -108,11 +108,13 @@ class Record:
             return beside.cpu()
         noted = torch.cat(self.noted)
         self.noted = []
-        found = torch.cat([beside, noted.flatten().nonzero()[:, 0]]).cpu()
+        places = noted.flatten().nonzero()[:, 0]
+        found = torch.cat([beside, places]).cpu()
         row = found[len(beside) :] // noted.shape[1]
         ids = found[len(beside) :] % noted.shape[1]
         lengths = row.bincount(minlength=len(noted))
-        self.fetched.append(TokenSupport(ids, nn.functional.pad(lengths.cumsum(0), (1, 0))))
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        self.fetched.append(TokenSupport(ids, offsets))
         return found[: len(beside)]
 
     def of_responses(self, lengths: list[int]) -> list[TokenSupport]:
@@ -136,5 +138,7 @@ def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: S
     parts = []
     for support, length in zip(supports, lengths, strict=True):
         listed = [None] * length if support is None else support
-        parts.append(support.to("cpu") if isinstance(support, TokenSupport) else TokenSupport.from_lists(listed))
+        if not isinstance(support, TokenSupport):
+            support = TokenSupport.from_lists(listed)
+        parts.append(support.to("cpu"))
     return TokenSupport.cat(parts)

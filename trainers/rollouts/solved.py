@@ -29,7 +29,8 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
 
 def usual_ks(n: int) -> list[int]:
     """Return 1, 2, 4, … below n, and n itself: the k for which pass@k is reported."""
-    return [k for k in (2**i for i in range(n.bit_length())) if k < n] + [n]
+    powers = [2**i for i in range(n.bit_length())]
+    return [k for k in powers if k < n] + [n]
 
 
 def pass_at(right: torch.Tensor, k: int | None = None) -> dict[str, torch.Tensor]:
@@ -91,7 +92,8 @@ def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dic
     """
     lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
     differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
-    wins = (lead[differ] > 0).double() + (lead[differ] == 0).double() / 2
+    lead = lead[differ]
+    wins = (lead > 0).double() + (lead == 0).double() / 2
     sums = torch.stack([wins.sum(), differ.sum().double()])
     won, pairs = ranks.global_sum(sums).tolist()
     return {"val/win_rate": won / pairs} if pairs else {}

@@ -153,7 +153,8 @@ class Rollout:
     @property
     def lengths(self) -> torch.Tensor:
         """(B,) int64: tokens of each response that the policy sampled."""
-        return torch.tensor([len(sample.response.drawn(sample.response.ids)) for sample in self.samples])
+        responses = [sample.response for sample in self.samples]
+        return torch.tensor([len(response.drawn(response.ids)) for response in responses])
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:
@@ -163,7 +164,8 @@ class Rollout:
         reported = [sample.response.drawn(sample.response.logprobs) for sample in self.samples]
         mask = self.batch.response_mask
         logprobs = torch.zeros(mask.shape, device=mask.device)
-        logprobs[mask] = torch.tensor(list(chain.from_iterable(reported)), dtype=torch.float32).to(mask.device)
+        values = list(chain.from_iterable(reported))
+        logprobs[mask] = torch.tensor(values, dtype=torch.float32).to(mask.device)
         return logprobs
 
 
@@ -200,10 +202,13 @@ def after_turn(before: Response | None, drawn: Response, said: Sequence[int] = (
         versions = f"{before.weight_version} and {drawn.weight_version}"
         raise InputError(f"turns of one response were sampled with the weights after steps {versions}")
     lengths = [len(before.ids), len(drawn.ids), len(said)]
+    logprobs = None  # the ids of others have log-probabilities that nobody reads
+    if drawn.logprobs is not None:
+        logprobs = before.logprobs + drawn.logprobs + [0.0] * len(said)
     return Response(
         before.ids + drawn.ids + list(said),
         drawn.finish,
-        logprobs=before.logprobs + drawn.logprobs + [0.0] * len(said) if drawn.logprobs is not None else None,
+        logprobs=logprobs,
         support=joined([before.support, drawn.support, None], lengths),
         weight_version=drawn.weight_version,
         trained=before.trained + [True] * len(drawn.ids) + [False] * len(said),

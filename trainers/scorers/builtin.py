@@ -222,5 +222,6 @@ class ReasoningGymVerifier(Limited):
 
     def score(self, response: str, row: dict) -> float:
         """Return 0 to 1, as the dataset's generator judges a response's text."""
-        entry = {**row, "answer": answer_of(row, self.answer_column), "metadata": row.get("metadata") or {}}
+        entry = row | {"answer": answer_of(row, self.answer_column)}
+        entry["metadata"] = row.get("metadata") or {}
         return float(self._judge_of(row)(response.strip(), entry))

@@ -32,12 +32,14 @@ class FunctionScorer(Named):
         self.takes_many = any(p.name == "completions" for p in parameters)
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self.needs = [p.name for p in parameters if p.name in self.takes and p.default is p.empty]
+        required = [p.name for p in parameters if p.default is p.empty]
+        self.needs = [name for name in required if name in self.takes]
         call = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(call)
         if self.is_async:
             self.loop = asyncio.new_event_loop()  # clients that it keeps belong to it
-        if not self.takes_many and (self.takes[:2] != ["response", "row"] or self.needs[2:]):
+        of_one = self.takes[:2] == ["response", "row"] and len(self.needs) <= 2
+        if not (self.takes_many or of_one):
             forms = "(response, row), or (completions, **columns) as in TRL"
             raise InputError(f"verifier {name!r} must take {forms}; it takes ({', '.join(self.takes)})")
 

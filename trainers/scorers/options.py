@@ -74,7 +74,10 @@ class ScorerConfig(Options):
 
 def compares(options: ScorerConfig) -> bool:
     """Return True if a scorer compares with the answer."""
-    return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
+    if options.verifiers is None:
+        return True
+    kinds = [KINDS[one.kind] for one in read(options) if one.kind in KINDS]
+    return any(kind.compares for kind in kinds)
 
 
 class Spelled(NamedTuple):
@@ -140,8 +143,9 @@ def _kind_of(text: str | Callable) -> tuple[str, str | Callable]:
     name, colon, detail = str(text).partition(":")
     if name in KINDS:
         _, after, _ = KINDS[name]
-        fits = KINDS[name].bare if not colon else after == detail or bool(detail and after and after[0] == "<")
-        if fits:
+        placeholder = after is not None and after.startswith("<")
+        fits = after == detail or (placeholder and detail != "")
+        if fits if colon else KINDS[name].bare:
             return name, str(Path(detail).expanduser()) if detail.startswith("~/") else detail
     elif function := re.fullmatch(r"([\w.]+)[:.](\w+)", str(text)):
         return FUNCTION, f"{function[1]}:{function[2]}"

@@ -42,7 +42,8 @@ class RewardScorer:
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         scores = torch.zeros(len(sequences))
         for indices in batches:
-            scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()
+            batch = collate([sequences[i] for i in indices], device)
+            scores[indices] = self.model(*batch).cpu()
         if self.in_step:  # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them
             most = int(ranks.global_max(torch.tensor(float(len(batches)))))
             for _ in range(most - len(batches)):

@@ -48,7 +48,8 @@ class Probe:
         prompts, sampling = self.prompts(server.room)
         responses = []
         for part in (range(4), range(4, 8)):
-            responses += server.http.run(server.sample(prompts[k], sampling, 4 * step + k % 4) for k in part)
+            calls = [server.sample(prompts[k], sampling, 4 * step + k % 4) for k in part]
+            responses += server.http.run(calls)
         return responses
 
     @torch.no_grad()
@@ -84,8 +85,10 @@ class Probe:
 
         # Seeds. In 16 bits, a response may change with the batch around it.
         ids = [response.ids for response in responses]
-        repeated = [first == second for first, second in zip(ids[:4], ids[4:], strict=True)]
+        pairs = zip(ids[:4], ids[4:], strict=True)
+        repeated = [first == second for first, second in pairs]
         if not (all(repeated) if self.exact else any(repeated)):
             raise InputError(f"{server}: one seed gave two different responses; start it {server.flags['seeds']}")
-        if ids[0] == ids[1] == ids[2] and math.exp(2 * sum(responses[0].logprobs)) < UNLIKELY:
+        chance = math.exp(2 * sum(responses[0].logprobs))
+        if ids[0] == ids[1] == ids[2] and chance < UNLIKELY:
             raise InputError(f"{server}: three seeds gave the same response; start it {server.flags['seeds']}")

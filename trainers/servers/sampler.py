@@ -81,7 +81,8 @@ class ServerSampler(Sampler):
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
         servers: list[Server] = []
         for number, (_, copies) in enumerate(groupby(prompts)):
-            servers += [self.servers[(ranks.rank() + number) % len(self.servers)] for _ in copies]
+            server = self.servers[(ranks.rank() + number) % len(self.servers)]
+            servers += [server for _ in copies]
         calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
         return self.http.run(server.sample(prompt, sampling, seed) for server, prompt, seed in calls)
 
