@@ -21,7 +21,7 @@ from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.gym import import_reasoning_gym
+from fused_rl.trainers.scorers.builtin import import_reasoning_gym
 
 RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256

@@ -18,7 +18,7 @@ from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
+from fused_rl.trainers.scorers.builtin import ReasoningGymVerifier
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 NUM_TRAIN, NUM_EVAL = 3000, 256

@@ -17,8 +17,7 @@ from fused_rl.recipes import demo
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
-from fused_rl.trainers.rollouts.turns import after_turn, of_turn
-from fused_rl.trainers.rollouts.types import Sampler
+from fused_rl.trainers.rollouts.types import Sampler, after_turn, of_turn
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse

@@ -232,7 +232,7 @@ def sprung(trap: Trap, scene: Scene) -> dict:
     push(scene.url, scene.old)
     server = connect(Http(), scene.url)
     ids = scene.tokenizer.encode(TEXT, add_special_tokens=False)
-    probe = Probe(None, ids, scene.lm.config.vocab_size, True, Sampling(trap.temperature, TOKENS, ()))
+    probe = Probe(None, ids, True, Sampling(trap.temperature, TOKENS, ()))
     probe.sample(server, 0)
     trap.act(scene)
     told = ask(scene.url, scene.prompts, **{"temperature": trap.temperature} | trap.asked)

@@ -1,15 +1,8 @@
 """Calls to a real vLLM: what it samples, loads and reports is what the weights give that were pushed."""
 
-import os
-import signal
-import threading
-import time
-
 import pytest
 import torch
 
-from bench import vllm_server
-from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.server import models
@@ -70,31 +63,3 @@ def test_greedy_answers_after_each_of_many_pushes(server, lm, folders, tmp_path)
             torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0)
         seen.add(tuple(response.ids))
     assert len(seen) > PUSHES / 2  # the weights make a difference
-
-
-def test_what_it_refuses(server):
-    with pytest.raises(InputError, match="HTTP 400.*vocab"):
-        served.asked(server, [10**6], GREEDY, None)
-    with pytest.raises(InputError, match="HTTP 400|ended by 'length' after . of 8 tokens"):
-        served.asked(server, [2] * (models.POSITIONS - 4), GREEDY, None)
-
-
-def test_a_worker_that_dies_ends_the_requests_in_a_line(servers):
-    serving = servers("--seed", "1")  # of its own
-    server = served.connected(serving, timeout=120)
-    worker = int(vllm_server.members(serving.group)[-1].split()[0])
-    ended = threading.Event()
-
-    def kill():
-        while not ended.is_set():
-            time.sleep(0.5)
-            os.kill(worker, signal.SIGKILL)
-            return
-
-    threading.Thread(target=kill).start()
-    with pytest.raises(InputError, match=serving.url) as error:
-        for _ in range(1000):  # the worker dies in one of them, however fast or slow this machine is
-            served.asked(server, PROMPTS[0], Sampling(1.0, 200, ()), *range(8))
-    ended.set()
-    servers.stop()
-    assert "\n" not in str(error.value)

@@ -35,7 +35,7 @@ class Fake:
     Attributes:
         asked: (path, body) of every request, in their order.
         script: (path, what) of requests to come: the first of its path is taken once. `what` is an HTTP status, a
-            function of the right answer, bytes to send in its place, or "cut", "hang", "close", "drip".
+            function of the right answer, bytes to send in its place, or "hang", "close".
         flaws: raw, stale, clones, unseeded, deaf, warm, unfinished, no sets, no versions.
         connections: how many have been opened.
     """
@@ -280,11 +280,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            for byte in text if wrong == "drip" else b"":
-                self.wfile.write(bytes([byte]))
-                fake.ended.wait(0.1)
-            self.wfile.write(text[: len(text) // 2] if wrong == "cut" else text)
-        self.close_connection = wrong in ("cut", "drip")
+            self.wfile.write(text)
 
 
 class Listener(ThreadingHTTPServer):

@@ -63,7 +63,7 @@ class Policy:
     def probe(self, sampling: Sampling, exact: bool = True) -> Probe:
         """Return the probe of servers that sample this policy."""
         ids = self.tokenizer.encode(TEXT, add_special_tokens=False)
-        return Probe(self, ids, self.module.base.config.vocab_size, exact, sampling)
+        return Probe(self, ids, exact, sampling)
 
 
 def sampler_of(urls, policy: Policy, folder: Path, *, sampling=None, exact=True, longest=64) -> ServerSampler:

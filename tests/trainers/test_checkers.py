@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.load import load_scorers
@@ -16,14 +15,13 @@ def samples(*texts, answer="42", tokens=1):
     return [Sample(row, [], Response([5] * tokens, "length"), text, "d.jsonl, line 3") for text in texts]
 
 
-def loaded(verifier, **options):
-    (scorer,) = load_scorers(ScorerConfig(verifiers=[verifier], **options))
+def loaded(verifier):
+    (scorer,) = load_scorers(ScorerConfig(verifiers=[verifier]))
     return scorer
 
 
 def scores(verifier, *texts, **of):
-    scorer = loaded(verifier)
-    return scorer(samples(*texts, **of))
+    return loaded(verifier)(samples(*texts, **of))
 
 
 def test_a_whole_response_is_compared_after_normalisation():
@@ -60,9 +58,7 @@ def test_a_form_is_of_the_whole_response():
         ("length:4", 4, 0.0),
         ("length:4", 3, -0.25),
         ("length:4", 6, -0.5),
-        ("length:4", 0, -1.0),
         ("length:4", 40, -1.0),
-        ("length_limit:4", 0, 0.0),
         ("length_limit:4", 4, 0.0),
         ("length_limit:4", 5, -0.25),
         ("length_limit:4", 9, -1.0),
@@ -80,16 +76,3 @@ def test_a_pattern_that_does_not_end_scores_0_and_is_reported(monkeypatch):
     assert time.process_time() - began < 20
     assert scorer.take_broken() == ["d.jsonl, line 3 took more than 0.1 s of CPU"]
     assert scorer.take_broken() == []
-
-
-def test_rows_without_an_answer_are_refused_by_those_that_compare():
-    row = {"question": "a"}
-    for spelled in ("exact_match", "regex:(a)"):
-        scorer = loaded(spelled)
-        with pytest.raises(InputError, match="^column 'ground_truth' is missing"):
-            scorer.check(row)
-        scorer = loaded(spelled, answer_column="question")
-        scorer.check(row)
-        assert scorer([Sample(row, [], Response([5], "length"), "a")]) == [1.0]
-    for spelled in ("regex:a", "format", "format:(a)", "length_limit:3"):
-        loaded(spelled).check(row)

@@ -4,7 +4,7 @@ import pytest
 
 from fused_rl.recipes import demo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.scorers.gym import ReasoningGymVerifier
+from fused_rl.trainers.scorers.builtin import ReasoningGymVerifier
 
 
 def rows_of(folder, name):

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from fused_rl.trainers.policy import evaluate
-from fused_rl.trainers.rollouts.roll_out import roll_out
+from fused_rl.trainers.rollouts.roll_out import Shown, drawn_from, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.shown import Shown, drawn_from
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
-from fused_rl.trainers.run import logger
 from tests.trainers import tiny
 
 EOS = 3
@@ -104,12 +102,3 @@ def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
     assert len({shown.sample for shown in sum(picked, [])}) > 40
     among = sum((drawn_from(rollout, 8, seed, among=5) for seed in range(20)), [])
     assert {shown.sample for shown in among} == set(range(5)) and len(among) == 100
-
-
-def test_an_evaluation_tells_what_it_found(capsys):
-    @logger.evaluation("evaluated", "eval/a", "eval/not_there")
-    def evaluate():
-        return torch.ones(2), {"eval/a": 0.25, "eval/b": 1.0}
-
-    assert evaluate()[1]["eval/b"] == 1.0
-    assert re.fullmatch(r"evaluated \(\d\.\d s\): a 0.25\n", capsys.readouterr().out)

@@ -97,23 +97,6 @@ def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     FunctionScorer("my:f", single).check({})
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda responses, rows: [],
-        lambda text, row: 1.0,
-        lambda row, response: 1.0,
-        lambda response, row, level: 1.0,
-        lambda: 1.0,
-    ],
-)
-def test_a_function_of_another_form_is_refused_before_the_run(function):
-    with pytest.raises(
-        InputError, match=r"^verifier 'my:f' must take \(response, row\), or \(completions, .*; it takes"
-    ):
-        FunctionScorer("my:f", function)
-
-
 async def async_raises(response, row):
     await asyncio.sleep(0)
     return 1 / (response != "bad")
@@ -175,17 +158,11 @@ def test_a_score_may_be_any_one_number(score):
 
 BROKEN = {
     "None": "returned None; it must return a list",
-    "torch.tensor(0.5)": "it must return a list of one score for each",
-    "'11'": "returned '11' .str.; it must return a list",
-    "0.5": "returned 0.5 .float.; it must return a list",
-    "{'a': 1.0}": ".dict.; it must return a list",
+    "'11'": "returned '11'; it must return a list",
     "[1.0]": "returned 1 scores for 2 responses",
     "[1.0, '1']": "returned '1' .str. as the score of d.jsonl, line 2",
     "[1.0, float('nan')]": "returned nan .float. as the score of d.jsonl, line 2",
-    "[1.0, -float('inf')]": "returned -inf .float. as the score of d.jsonl, line 2",
-    "[1.0, 10 ** 400]": "returned 1000+….* .int. as the score of d.jsonl, line 2",
     "[1.0, 1e39]": "returned 1e.39 .float. as the score of d.jsonl, line 2",
-    "[1.0, [1.0]]": "returned .* .list. as the score of d.jsonl, line 2",
 }
 
 
@@ -209,10 +186,8 @@ def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
     assert scorer.function is half and (scorer.name, scorer.solved_at) == ("half", 1.0)
     with pytest.raises(InputError, match="are both given"):
         with_scorers(ScorerConfig(verifiers="math"), [half])
-    with pytest.raises(InputError, match="'half' is named 2 times"):
+    with pytest.raises(InputError, match="verifiers names 'half' twice"):
         read(with_scorers(ScorerConfig(), [half, half]))
-    with pytest.raises(InputError, match="expected names and functions, got 3"):
-        read(with_scorers(ScorerConfig(), [half, 3]))
 
 
 three = 3

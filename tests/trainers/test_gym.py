@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.scorers.gym import import_reasoning_gym
+from fused_rl.trainers.scorers.builtin import import_reasoning_gym
 from tests.trainers.test_verifiers import load_scorers, samples
 
 
@@ -23,39 +23,11 @@ def test_reasoning_gym_scores_its_own_problems():
         scorer.check(row)
 
 
-def test_rows_that_reasoning_gym_cannot_score_are_named_before_the_run():
-    row = import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]
-    (scorer,) = load_scorers("reasoning_gym")
-    scorer.check(row)
-    for changed, message in (
-        ({"metadata": "chain_sum"}, "metadata' is 'chain_sum' [(]str[)]; reasoning_gym expects an object"),
-        ({"metadata": ["chain_sum"]}, "[(]list[)]"),
-        ({"metadata": {"source_dataset": "chain_sums"}}, "no dataset 'chain_sums'; did you mean 'chain_sum'"),
-        ({"metadata": {"source_dataset": ["chain_sum"]}}, "no dataset .'chain_sum'."),
-        ({"metadata": {}}, "no source_dataset"),
-        ({"answer": ""}, "column 'answer' has no answer"),
-    ):
-        with pytest.raises(InputError, match=message):
-            scorer.check(row | changed)
-    with pytest.raises(InputError, match="no dataset 'chain_sums'"):
-        load_scorers("reasoning_gym:chain_sums")
-
-
 def test_a_response_that_reasoning_gym_cannot_score_is_wrong_and_reported(monkeypatch):
     (scorer,) = load_scorers("reasoning_gym:chain_sum")
-
-    def picky(name):
-        return lambda response, entry: float(response)
-
-    monkeypatch.setattr(scorer, "scorer", picky)
-    rows = [{"answer": "1"} for _ in (1, 2)]
-    assert scorer(samples(["1", "one"], rows)) == [1.0, 0.0]
+    monkeypatch.setattr(scorer, "_judge_of", lambda row: lambda response, entry: float(response))
+    assert scorer(samples(["1", "one"], [{"answer": "1"}] * 2)) == [1.0, 0.0]
     assert scorer.take_broken()[0].startswith("d.jsonl, line 2 raised ValueError: could not convert")
-    scorer.check(rows[0])
-    (other,) = load_scorers("reasoning_gym:chain_sum")
-    monkeypatch.setattr(other, "scorer", picky)
-    with pytest.raises(InputError, match="chain_sum cannot score the row's own answer: ValueError"):
-        other.check(rows[1] | {"answer": "one"})
 
 
 def test_reasoning_gym_is_imported_without_pycosat(monkeypatch):

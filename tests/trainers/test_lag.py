@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import signal
 import threading
 from pathlib import Path
 
@@ -14,13 +12,12 @@ from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts import lag
-from fused_rl.trainers.rollouts.copied import CopySampler
-from fused_rl.trainers.rollouts.lag import Ahead
+from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from tests.marks import slow
-from tests.trainers import fake_server, killed, tiny
+from tests.trainers import fake_server, tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 
 
@@ -162,7 +159,7 @@ def test_prompts_that_changed_are_asked_for_again(capsys):
     second.publish(3, nothing)
     assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
     assert [response.ids[0] for response in second.sample([[14], [14]], Sampling(1.0, 2, ()))] == [14, 14]
-    assert "drawn again, as their prompts have changed: the rollouts of steps 4, 5" in capsys.readouterr().out
+    assert "the prompts have changed; sampled again: steps 4, 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", [threading.Thread, InTurn])
@@ -184,22 +181,6 @@ def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind,
     ahead.begin(1, 7, prompts_of(1), 2, Counted())
     with pytest.raises(InputError, match="no more of 1"):
         ahead.sample([[1], [1]], Sampling(1.0, 2, ()))
-
-
-def test_fewer_steps_and_more_steps_after_a_resume():
-    """What was drawn beyond an end that came nearer is kept; what was not drawn as the end was there is of now."""
-    first = Ahead(Told(), 2)
-    first.publish(0, nothing)
-    walked(first, Counted(), range(1, 5))
-    second = Ahead(Told(), 2)
-    second.load_state_dict(first.state_dict())
-    second.publish(4, nothing)
-    assert walked(second, Counted(), [5], last=5)[5][0] == 2 and list(second.pending) == [6]
-    assert {step: found[0] for step, found in walked(second, Counted(), [6, 7, 8], last=8).items()} == {
-        6: 3,
-        7: 5,
-        8: 5,
-    }
 
 
 def test_batches_to_come_are_those_that_come():
@@ -261,15 +242,6 @@ def test_turns_of_a_conversation_draw_other_numbers(lm):
     assert made.generator([[1, 2]], sampling).initial_seed() != made.generator([[1, 2, 4]], sampling).initial_seed()
 
 
-def test_greedy_responses_tell_log_probabilities_too(lm):
-    (response,) = from_copy(lm).sample([PROMPTS[0]], Sampling(0.0, 4, (3,)))
-    with torch.no_grad():
-        logits = lm(input_ids=torch.tensor([PROMPTS[0] + response.ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
-    assert response.ids == logits.argmax(-1).tolist()
-    best = logits.log_softmax(-1).amax(-1)
-    torch.testing.assert_close(torch.tensor(response.logprobs), best, atol=2e-6, rtol=0)
-
-
 def test_the_copy_follows_when_it_is_published_and_not_before(folder):
     lm = tiny.load_lm(grpo_config((folder, ""), "")).base
     made = from_copy(lm)
@@ -299,7 +271,7 @@ def test_with_adapters_these_alone_are_copied(folder):
 
 
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
-    monkeypatch.setattr("fused_rl.trainers.rollouts.copied.keeps_keys_and_values", lambda lm: False)
+    monkeypatch.setattr("fused_rl.trainers.rollouts.lag.keeps_keys_and_values", lambda lm: False)
     with pytest.raises(InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"):
         CopySampler(lm, pad_id=0, batch_size=3)
 
@@ -447,20 +419,3 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
 
 
 # At any moment, in processes of their own.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("twice", [False, True])
-def test_ctrl_c_while_a_rollout_is_drawn_leaves_no_process(twice, made, tmp_path):
-    whole = made("grpo", 2, "truncated")
-    (tmp_path / "config.yaml").write_text((whole / "config.yaml").read_text().replace(str(whole), "run"))
-    (process,) = killed.start("grpo", ["--config", "config.yaml", "--steps", "100000"], tmp_path)
-    killed.wait_for_steps(process, tmp_path / "run", 3)
-    for _ in range(1 + twice):
-        os.killpg(process.pid, signal.SIGINT)
-        threading.Event().wait(0.02)
-    process.join(60)
-    log = (tmp_path / "log").read_text()
-    assert process.exitcode == 130 and "Traceback" not in log, log
-    # The second signal may find the step at its end.
-    assert "continue with --resume" in log or (twice and "stopped at once" in log)

@@ -8,7 +8,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
@@ -101,18 +100,6 @@ def test_padding_changes_no_score_and_no_gradient(name, pad_id):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pad_id", [PAD, EOS], ids=["pad", "pad=eos"])
-@pytest.mark.parametrize("name", CONFIGS)
-@torch.no_grad()
-def test_padding_in_bf16(name, pad_id):
-    model, rows = reward_model(name).bfloat16(), texts()
-    expected = torch.cat([model(torch.tensor([row]), torch.ones(1, len(row))) for row in rows])
-    for padding in PADDINGS[1:]:
-        scores = model(*padded(rows, padding, pad_id))
-        assert scores.dtype == torch.float32
-        torch.testing.assert_close(scores, expected, atol=2e-2, rtol=0)
-
-
 @torch.no_grad()
 def test_a_row_is_never_read_at_its_pads():
     model, rows = reward_model("llama"), texts()
@@ -129,17 +116,6 @@ def test_arguments_are_checked():
         model(ids, torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]))
     with pytest.raises(ValueError, match=r"\(3, 4\) and \(3, 3\)"):
         model(ids, torch.ones(3, 3))
-
-
-def test_the_head_starts_with_the_stated_deviation(tmp_path):
-    config = GPT2Config(vocab_size=8, n_embd=768, n_layer=1, n_head=1, n_positions=8, n_inner=8)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    draws = torch.stack([RewardModel.from_pretrained(tmp_path).classifier.score.weight[0] for _ in range(8)])
-    # 6144 draws: the deviation is known to 1 %, the mean to 0.0005
-    assert 1 / math.sqrt(769) == pytest.approx(0.03606, abs=5e-6)
-    assert draws.std().item() == pytest.approx(0.03606, rel=0.03)
-    assert abs(draws.mean().item()) < 0.0015
 
 
 # peft has no adapters for Mamba's projections
@@ -245,7 +221,7 @@ def test_the_scorer_gives_the_same_scores_in_any_batch(name):
             scores = RewardScorer(model, batch_size)([row[:cut] for row in rows], [row[cut:] for row in rows])
             torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
     assert RewardScorer(model, 2)([], []).shape == (0,)
-    with pytest.raises(ValueError, match="5 prompts and 4 responses"):
+    with pytest.raises(ValueError, match="shorter"):
         RewardScorer(model)(rows, rows[:4])
 
 
@@ -258,18 +234,6 @@ def test_a_score_that_is_not_finite_names_its_rows():
         RewardScorer(model, 2)(rows, [[] for _ in rows])
     with pytest.raises(ValueError, match=r"2 of 3 rows .*a: \[1.0, inf\]; c: \[nan, 1.0\]"):
         check_finite(torch.tensor([[1, math.inf], [0, 0], [math.nan, 1]]), ["a", "b", "c"])
-
-
-def test_gemma_scales_its_embeddings_and_still_agrees():
-    """A backbone with its own scaling, sliding windows and norms: nothing of it is repeated here."""
-    torch.manual_seed(8)
-    config = Gemma3TextConfig(
-        **ROPE, head_dim=8, sliding_window=4, num_labels=1, layer_types=["sliding_attention", "full_attention"]
-    )
-    model, rows = RewardModel(AutoModelForSequenceClassification.from_config(config)), texts()
-    expected = torch.stack([stock_score(model, row) for row in rows])
-    for padding in PADDINGS[1:]:
-        torch.testing.assert_close(model(*padded(rows, padding, PAD)), expected, atol=1e-5, rtol=0)
 
 
 def test_the_head_is_drawn_with_the_papers_deviation():

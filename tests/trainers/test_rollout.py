@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -137,12 +139,9 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers(ki
         ids.append(token)
 
 
-WAYS = {"sampled": {}, "greedy": {"temperature": 0.0}, "truncated": {"top_p": 0.9, "top_k": 50}}
-
-
 @pytest.mark.parametrize("by_transformers", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 50}], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way, value, by_transformers, monkeypatch):
     lm = load(folder).base
     monkeypatch.setattr(generate, "keeps_keys_and_values", lambda lm: not by_transformers)
@@ -160,19 +159,12 @@ def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way,
     sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=4)
     sampler.publish(6, save=None)
     prompts = [Prompt([1, 70 + i], {}, f"d.jsonl, line {i}") for i in range(3)]
-    sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 5, "stop_ids": (), **WAYS[way]})
+    sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 5, "stop_ids": (), **way})
     with pytest.raises(InputError) as refused:
         roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"))
     said = "sampling with the weights after step 6: the model's logits are NaN or infinite; their rows: d.jsonl, line 1"
     assert str(refused.value) == said
     assert len(calls) == 5  # to the end of the batch: other ranks may wait for this one
-
-
-def test_several_stop_tokens_end_a_response(folder):
-    lm = load(folder)
-    free = sample(lm, [[1, 70]], temperature=0.0, stop_ids=(259,))[0]
-    stop = free[2]
-    assert sample(lm, [[1, 70]], temperature=0.0, stop_ids=(259, stop))[0] == free[: free.index(stop) + 1]
 
 
 @pytest.mark.parametrize("architecture", ["LlamaConfig", "GPT2Config", "OPTConfig"])
@@ -260,40 +252,53 @@ def test_a_drawn_token_is_that_at_a_quantile_and_never_an_impossible_one():
     assert (rows.gather(1, last[:, None]) > 0).all()
 
 
-def test_draws_are_as_frequent_as_they_are_likely():
-    torch.manual_seed(0)
-    scores = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0]).expand(40_000, 5)
-    sampling = Sampling(0.7, 1, (0,))
-    token, bad = generate._draw(generate._scores(scores, sampling), sampling)
-    assert not bad.any()
-    found = token.bincount(minlength=5) / len(scores)
-    expected = torch.softmax(scores[0] / 0.7, -1)
-    torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
-
-
 # What a sampler may report.
 
 KEPT = [[5, 90], [91], [3, 7, 8]]
 
 
-@pytest.mark.parametrize(
-    ("support", "message"),
-    [
-        (None, "no kept sets, though the sampling truncates"),
-        ([[5, 90], [91]], "2 kept sets for 3 ids"),
-        ([[5, 90], [91, 5, 91], [3]], "support is not a list of different ids .*: row 1 keeps id 91 more than once"),
-        ([[5, 90], [92, 93], [3]], "the kept set of token 1 of 2 ids lacks the token itself, 91"),
-        ([[5, 90], [91], [3, 264]], "the kept set of token 2 has id 264, outside the model's vocabulary of 264"),
-        ([[5, 90], [91, -1], [3]], "support is not a list of different ids .*: row 1 keeps id -1"),
-        ([[5, 90], ["a"], [3]], "support is not a list of different ids"),
-        (7, "support is not a list of different ids"),
-    ],
-)
-def test_a_record_that_is_not_one_names_the_row_and_the_token(support, message):
-    good, bad = (Prompt([1, 70], {}, f"rows.jsonl, line {i}") for i in (4, 5))
-    of_good, of_bad = (Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, support))
-    with pytest.raises(InputError, match=f"^the sampler's response to rows.jsonl, line 5: {message}"):
-        check_responses([of_good, of_bad, of_good], [good, bad, good], Sampling(0.7, 8, (3,), top_p=0.9), 264)
+# (a response, what its sampler declares, the line)
+BROKEN = [
+    (Response([5, 6, 7], "length"), {}, "3 tokens, but max_new_tokens is 2"),
+    (Response([5], "stop"), {}, r"finish='stop' and stop tokens at \[\] of 1"),
+    (Response([5, 3], "length"), {}, r"finish='length' and stop tokens at \[1\] of 2"),
+    (Response([3, 3], "stop"), {}, r"finish='stop' and stop tokens at \[0, 1\] of 2"),
+    (Response([5], "abort"), {}, "finish='abort' and stop tokens"),
+    (Response([-1], "length"), {}, "ids must be whole numbers from 0 to below 264, got -1"),
+    (Response([5, 264], "length"), {}, "ids must be whole numbers from 0 to below 264, got 264"),
+    (Response([5], "length", logprobs=[float("nan")]), {}, "a logprob is nan; it must be finite, and at most 0"),
+    (Response([5], "length", logprobs=[-0.1, -0.2]), {}, "2 logprobs for 1 ids"),
+    (Response([5, 6], "length", support=[[5]]), {}, "1 support for 2 ids"),
+    (Response([5, 6], "length", trained=[True]), {}, "1 trained for 2 ids"),
+    (Response([3, 6], "length", trained=[True] * 2), {}, "the policy goes on after its stop token at 0 of 2"),
+    (Response([5, 6], "length", [-0.1, None], trained=[False, True]), {}, "a logprob is None"),
+    (Response([5], "length"), {"tells_logprobs": True}, "no logprobs, but the sampler declares tells_logprobs = True"),
+    (Response([5], "length", [-1.0]), {"tells_logprobs": False}, "logprobs, but the sampler declares tells_logprobs ="),
+    (Response([5], "length"), {"has_versions": True}, "no weight_version, but the sampler declares has_versions"),
+    (
+        Response([5], "length", weight_version=5),
+        {},
+        "sampled with the weights after step 5, but those after step 4 are",
+    ),
+]
+
+
+@pytest.mark.parametrize(("response", "declared", "message"), BROKEN)
+def test_a_response_that_breaks_its_promises_names_the_row(response, declared, message):
+    sampler = SimpleNamespace(tells_logprobs=response.logprobs is not None, has_versions=False)
+    vars(sampler).update(declared)
+    prompt = Prompt([7], {}, "d.jsonl, line 4")
+    with pytest.raises(InputError, match=f"^the sampler's response to d.jsonl, line 4: {message}"):
+        check_responses([response], [prompt], Sampling(1.0, 2, (3,)), 264, sampler=sampler, version=4)
+
+
+def test_responses_are_one_for_each_prompt_with_kept_sets_where_the_sampling_truncates():
+    prompt = Prompt([7], {}, "d.jsonl, line 4")
+    check_responses([Response([5, 3], "stop"), Response([], "length")], [prompt] * 2, Sampling(1.0, 2, (3,)))
+    with pytest.raises(InputError, match="returned 1 responses to 2 prompts"):
+        check_responses([Response([5], "length")], [prompt] * 2, Sampling(1.0, 2, (3,)))
+    with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
+        check_responses([Response([5], "length")], [prompt], Sampling(1.0, 2, (3,), top_k=2))
 
 
 def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():

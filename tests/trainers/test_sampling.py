@@ -94,35 +94,6 @@ def test_sets_are_those_of_the_tokens_whatever_the_interval():
             ]
 
 
-def test_draws_are_as_likely_with_rare_looks():
-    # The second token of 4000 responses, of which some have ended with the first: by the model, and as drawn.
-    lm, count = model("Llama").eval(), 4000
-    first = torch.softmax(lm(torch.tensor([[5, 6, 7]])).logits[0, -1], -1)
-    stops = tuple(first.topk(2).indices.tolist())
-    torch.manual_seed(0)
-    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=count, look_every=8)
-    found = token_ids(sampler.sample([[5, 6, 7]] * count, Sampling(1.0, 2, stops)))
-    second = torch.softmax(lm(torch.tensor([[5, 6, 7, token] for token in range(97)])).logits[:, -1], -1)
-    chance = first[:, None] * second
-    chance[list(stops)] = 0
-    counts = torch.zeros(97, 97)
-    for response in found:
-        if len(response) == 2:
-            counts[tuple(response)] += 1
-    expected = count * chance
-    assert (counts[list(stops)] == 0).all()
-    assert ((counts - expected).abs() <= 5 * expected.clamp(min=1).sqrt()).all()
-
-
-def test_on_the_cpu_a_random_number_is_drawn_for_each_response_that_goes_on(monkeypatch):
-    lm = model("Llama").eval()
-    sizes, rand = [], torch.rand
-    monkeypatch.setattr(torch, "rand", lambda count, **options: sizes.append(count) or rand(count, **options))
-    lengths = [len(ids) for ids in token_ids(drawn(lm, PADDED, Sampling(1.0, 24, STOPS)))]
-    assert len(set(lengths)) > 2
-    assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
-
-
 def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatch):
     lm = model("Llama").eval()
     without = token_ids(drawn(lm, PADDED, Sampling(0.0, 12, ())))
@@ -140,23 +111,6 @@ def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatc
     with pytest.raises(NoDistribution) as error:
         drawn(lm, PADDED, Sampling(0.0, 12, ()), every=16)
     assert error.value.responses == [4]
-
-
-@pytest.mark.parametrize("every", [1, 8])
-def test_the_past_is_copied_when_rows_are_left_out_and_not_for_a_token(every, monkeypatch):
-    lm, places, feed = model("Llama").eval(), [], generate._Rows.feed
-
-    def watched(rows, token):
-        feed(rows, token)
-        layers = rows.cache.layers
-        places.append((len(rows.numbers), [room.data_ptr() for layer in layers for room in layer.room]))
-
-    monkeypatch.setattr(generate._Rows, "feed", watched)
-    drawn(lm, PADDED, Sampling(1.0, 24, STOPS), every=every)
-    moved = [step for step in range(1, len(places)) if places[step][1] != places[step - 1][1]]
-    left_out = [step for step in range(1, len(places)) if places[step][0] < places[step - 1][0]]
-    assert moved == left_out
-    assert left_out and all((step + 1) % every == 0 for step in left_out)
 
 
 def test_a_rank_that_has_ended_keeps_step_with_those_that_go_on(monkeypatch):

@@ -14,7 +14,7 @@ from fused_rl.trainers.rollouts.mismatch import check_bound
 from fused_rl.trainers.run import store
 from fused_rl.trainers.servers.inference import Http
 from tests.marks import SLOW
-from tests.trainers import fake_server, killed, runs, tiny
+from tests.trainers import fake_server, runs, tiny
 
 
 def grpo_config(files, output_dir, *fakes, **options):
@@ -77,24 +77,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_it_had_not_been(files, tmp_path):
-    def words(fake, folder, **other):
-        config = runs.grpo_config(files, folder, eval_size=0, save_every=1, keep_checkpoints=9, max_prompt_length=64)
-        return killed.words_of(config, server=fake.url, **other)
-
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    whole, cut = tmp_path / "whole/run", tmp_path / "cut/run"
-    with fake_server.serving("vllm", files[0]) as fake:
-        assert killed.run("grpo", words(fake, whole), tmp_path / "whole") == [0]
-        moment = killed.Moment(60, "published")
-        assert killed.run("grpo", words(fake, cut), tmp_path / "cut", moment) == [-9]
-        assert killed.run("grpo", words(fake, cut, resume=True), tmp_path / "cut") == [0]
-    runs.assert_equal_runs(whole, cut)
-    assert [path.name for path in (cut / "published").glob("step-*")] == ["step-3"]
-
-
-@pytest.mark.slow
 def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
     """The probe of a server passes, and then it samples otherwise."""
     with fake_server.serving("vllm", files[0]) as fake:
@@ -123,44 +105,11 @@ def test_weights_that_were_not_published_are_refused(files, tmp_path):
     store.release()
 
 
-@pytest.mark.slow
-def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(files, tmp_path):
-    config_of = functools.partial(grpo_config, files, tmp_path / "run", eval_size=0, steps=2)
-    with fake_server.serving("vllm", files[0]) as fake:
-        draw = fake.draw
-
-        def dies(ids, chosen, most):
-            if fake.label == "1" and most == 6:
-                raise ConnectionResetError
-            return draw(ids, chosen, most)
-
-        fake.draw = dies
-        with pytest.raises(InputError, match=f"{fake.url}/v1/completions: no answer: .*is the server up"):
-            grpo.train(config_of(fake))
-    store.release()
-    with fake_server.serving("vllm", files[0]) as fresh:
-        grpo.train(config_of(fresh, resume=True))
-        assert fresh.label == "2"
-    store.release()
-
-
 def test_a_dry_run_calls_no_server(files, tmp_path, capsys):
     model, dataset = files
     words = ["--model", model, "--dataset", dataset, "--verifiers", runs.VERIFIER, "--dry_run"]
     grpo.main([*words, "--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9", "http://127.0.0.1:10"])
     assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "url", ["http://user:secret@host:1", "http://user:secret@host:x", "user:secret@host", "http://secret@[1"]
-)
-def test_a_password_in_a_url_is_not_repeated(files, tmp_path, capsys, url):
-    model, dataset = files
-    words = ["--model", model, "--dataset", dataset, "--verifiers", runs.VERIFIER, "--dry_run", "--server", url]
-    with pytest.raises(SystemExit) as refused:
-        grpo.main([*words, "--output_dir", str(tmp_path / "run")])
-    said = "".join(capsys.readouterr()) + str(refused.value)
-    assert "without a user or password" in said and "secret" not in said
 
 
 def trained_on_rank(rank, world, files, folder, url):

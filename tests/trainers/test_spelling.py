@@ -5,7 +5,6 @@ import json
 import pytest
 
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, read
@@ -22,12 +21,7 @@ CASES = [
     ("reward_model.a:f", "function", "reward_model.a:f", "reward_model.a:f"),
     ("math.f", "function", "math:f", "math:f"),
     ("reward_model:runs/a(1)/it's", "reward_model", "runs/a(1)/it's", "reward_model"),
-    ("reward_model:org/Qwen2.5-RM", "reward_model", "org/Qwen2.5-RM", "reward_model"),
-    ("reward_model:./rm, 2*x>=1", "reward_model", "./rm, 2*x>=1", "reward_model"),
     (r"regex:\d+, (\d)\b: 'x'", "regex", r"\d+, (\d)\b: 'x'", "regex"),
-    ("regex:it's >= 2*(x)", "regex", "it's >= 2*(x)", "regex"),
-    ("format:[a]", "format", "[a]", "format"),
-    ("length:7", "length", "7", "length"),
     ("exact_match:ignore_case", "exact_match", "ignore_case", "exact_match"),
 ]
 
@@ -72,13 +66,7 @@ def test_a_command_line_has_a_word_or_a_list(argv, expected, tmp_path):
     assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml"), *BASE]).verifiers == expected
 
 
-def test_weights_stand_for_each_verifier_and_are_not_all_0(capsys):
-    with pytest.raises(InputError, match=r"verifier_weights=.1.0. has 1 numbers for 2 verifiers; give one for each"):
-        load_scorers(ScorerConfig(verifiers=["math", FUNCTION], verifier_weights=[1]))
-    with pytest.raises(InputError, match="solved_at=.1.0, None, None. has 3 numbers for 1 verifiers"):
-        read(ScorerConfig(verifiers="math", solved_at=[1, None, None]))
-    with pytest.raises(InputError, match="every weight is 0, so every reward would be 0"):
-        read(ScorerConfig(verifiers="math", verifier_weights=[0]))
+def test_a_dry_run_prints_the_reward(capsys):
     with pytest.raises(SystemExit, match="dataset file none.jsonl does not exist"):  # what it says last
         words = ["--verifiers", f"[math, {FUNCTION}]", "--verifier_weights=[2, 0.2]", "--model=.", "--dry_run"]
         grpo.main([*BASE, *words, "--dataset=none.jsonl"])

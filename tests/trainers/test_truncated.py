@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
@@ -354,19 +353,6 @@ def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
         )
 
 
-@pytest.mark.parametrize("loss_from", ["linear", "logits"])
-def test_a_token_that_was_certain_teaches_nothing(folder, loss_from):
-    filters = {"top_k": 1}
-    made = policy_of(folder, config_of(folder, loss_from=loss_from, entropy_coef=0.1, **filters), **filters)
-    rolled = made.roll_out(GROUPS[:1], made.sampling, 4)
-    assert {len(kept) for kept in lists_of(rolled.batch.support)} == {1}
-    measured = policy.measure(made, rolled.batch, [torch.arange(4)])
-    sums = grpo.accumulate(made, all_of(rolled), measured, torch.ones(4), [torch.arange(4)], 1, on_policy=True)
-    assert sums["entropy"] == sums["ratio_minus_1"] == 0 and (measured.old_logprobs == 0).all()
-    assert (measured.kl == 0).all() and fused_rl.masked_sum(measured.entropy, rolled.batch.response_mask) == 0
-    assert all((weight.grad == 0).all() for weight in made.model.module.parameters())
-
-
 # Runs.
 
 ALL = FILTERS["together"] | {"temperature": TEMPERATURE}
@@ -398,21 +384,6 @@ def test_a_run_draws_from_the_sets_and_no_split_nor_path_changes_it(folder, rows
     for key, step in (("eval/entropy", 0), ("policy/entropy_avg", 1)):
         assert first[step][key] < bound < whole[step][key]
     assert first[0]["eval/accuracy_greedy"] == whole[0]["eval/accuracy_greedy"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "of_ratio", "of_kl"),
-    [({"lora_rank": 2}, 1e-6, 1e-6), ({"dtype": "bfloat16", "zero_stage": 1}, 5e-2, 2.5e-3), ({"top_k": 1}, 0.0, 0.0)],
-    ids=["lora", "bf16", "top_k 1"],
-)
-def test_adapters_low_precision_and_a_single_choice(folder, rows, tmp_path, options, of_ratio, of_kl, capsys):
-    metrics = run(folder, rows, tmp_path, minibatches=1, lr=1e-6, eval_size=0, **options)
-    assert "warning" not in capsys.readouterr().out
-    for m in metrics:
-        assert abs(m["val/ratio"] - 1) <= of_ratio and abs(m["objective/kl_exact"]) <= of_kl
-    certain = {m["optim/grad_norm"] for m in metrics} | {m["policy/entropy_avg"] for m in metrics}
-    assert (certain == {0.0}) == (options == {"top_k": 1})
 
 
 def on_two_ranks(rank, world, folder, rows, output_dir, stage):

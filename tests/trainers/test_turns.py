@@ -18,8 +18,7 @@ from fused_rl.trainers.policy.critic import Critic, OwnCritic
 from fused_rl.trainers.rollouts.checks import check_responses, without_stop
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.turns import after_turn, of_turn
-from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
 from fused_rl.trainers.run.logger import read_metrics
 from tests.trainers import steps, tiny
 from tests.trainers.steps import EOS, TEMPERATURE, Plain
@@ -139,31 +138,6 @@ def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder,
         torch.testing.assert_close(found.double(), weight.grad, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_the_logits_of_ids_that_the_policy_did_not_draw_get_no_gradient_at_all(folder, packed):
-    config, responses = config_of(folder, loss_from="logits"), spoken()
-    lm, seen = tiny.load_lm(config), []
-
-    def keep(head, inputs, logits):
-        if logits.requires_grad:
-            logits.retain_grad()
-            seen.append(logits)
-
-    lm.base.get_output_embeddings().register_forward_hook(keep)
-    made = policy_of(config, lm, responses, packed)
-    drawn = groups.draw(made, PROMPTS, None, 1)
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
-    parts = [torch.arange(8)]
-    grpo.accumulate(made, drawn, made_up(drawn.rollout), advantages, parts, 1, on_policy=False)
-    moved = sum(int((logits.grad != 0).any(-1).sum()) for logits in seen)
-    own = sum(len(response.drawn(response.ids)) for response in responses)
-    assert own == drawn.rollout.lengths.sum()
-    assert moved == own - (3 if packed else 0)  # first ids of responses that share a prompt: one row predicts them
-    if not packed:
-        at = (seen[0].grad != 0).any(-1)[:, :-1]
-        assert torch.equal(at, drawn.rollout.batch.response_mask)
-
-
 # PPO.
 
 
@@ -234,18 +208,6 @@ def test_lengths_are_those_of_the_policys_ids_and_the_overlong_penalty_is_of_the
     assert told == pytest.approx(sum(max(0, len(r.ids) - 1) for r in responses) / 8 / 8)
 
 
-def test_log_probabilities_of_the_sampler_stand_where_its_ids_do(folder):
-    responses = [dataclasses.replace(r, logprobs=[-0.1 * i for i in range(len(r.ids))]) for r in spoken()]
-    samples = [Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)]
-
-    rollout = Rollout(samples, batch_of(samples, 0, torch.device("cpu")), {}, torch.zeros(8), torch.zeros(8), {})
-    told, mask = rollout.rollout_logprobs, rollout.batch.response_mask
-    for i, response in enumerate(responses):
-        expected = torch.tensor(response.drawn(response.logprobs))
-        torch.testing.assert_close(told[i][mask[i]], expected)
-    assert (told[~mask] == 0).all()
-
-
 def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
     responses = spoken()
     made = torch.Generator().manual_seed(2)
@@ -267,30 +229,6 @@ def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
         drawn = part.input_ids[:, 1:][part.response_mask].tolist()
         kept = [ids.tolist() for ids in part.support.ids.split(part.support.offsets.diff().tolist())]
         assert all(token in ids for token, ids in zip(drawn, kept, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (Response([5, 6], "length", trained=[True]), "trained is .True.; it must be a bool for each of 2 ids"),
-        (Response([5], "length", trained=[1]), "trained is .1.; it must be a bool for each of 1 ids"),
-        (Response([5], "length", trained=7), "trained is 7; it must be a bool"),
-        (Response([5, EOS, 6], "length", trained=[True] * 3), "the policy drew on after its stop token at 1 of 3"),
-        (
-            Response([5, 6], "length", logprobs=[-0.1, None], trained=[False, True]),
-            "a logprob is None",
-        ),
-        (Response([5, 6], "length", logprobs=[-0.1], trained=[True, False]), "1 logprobs for 2 ids"),
-        (Response([5] * 10, "length", trained=[False] * 10), "10 tokens, but max_new_tokens is 9"),
-        (
-            Response([5, 6], "length", support=[[5], [7]], trained=[False, True]),
-            "the kept set of token 1 of 1 ids lacks the token itself, 6",
-        ),
-    ],
-)
-def test_turns_that_are_none_are_refused(response, message):
-    with pytest.raises(InputError, match=f"^the sampler's response to a row: {message}"):
-        check_responses([response], PROMPTS[:1], Sampling(1.0, LENGTH, (EOS,)), 260)
 
 
 def test_what_another_says_may_hold_stop_tokens_and_nothing_that_is_checked():
@@ -344,10 +282,3 @@ def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
         said, response = row["response"][1::2], row["response"]
         assert row["reward"] == float("=" in said) and len(tokenizer(response).input_ids) <= 6
         assert "=" not in said[:-1]
-
-
-@pytest.mark.slow
-def test_the_recipe_learns_to_ask_for_the_middle(tmp_path):
-    recipe.main(["--output_dir", str(tmp_path)])
-    found = [m for m in read_metrics(tmp_path / "grpo" / "metrics.jsonl") if "eval/accuracy_sampled" in m]
-    assert found[0]["eval/accuracy_sampled"] < 0.3 and found[-1]["eval/accuracy_sampled"] > 0.5

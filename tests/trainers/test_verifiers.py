@@ -1,19 +1,13 @@
-from pathlib import Path
-
 import pytest
 import torch
 
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, scorer_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
-from fused_rl.trainers.scorers.answers import answer_of
-from fused_rl.trainers.scorers.functions import FunctionScorer
+from fused_rl.trainers.scorers.builtin import answer_of
 from fused_rl.trainers.scorers.load import load_scorers as load
 from fused_rl.trainers.scorers.options import ScorerConfig
 from tests.trainers import tiny
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def load_scorers(*verifiers, **options):
@@ -42,40 +36,6 @@ def rolled_out(scorers, texts, rows):
     prompts = [Prompt([7, 8], row, f"d.jsonl, line {i}") for i, row in enumerate(rows, 1)]
     device = torch.device("cpu")
     return roll_out(Said(tokenizer, texts), scorers, prompts, Sampling(1.0, 1000, (3,)), tokenizer, device)
-
-
-def half(response, row):
-    """A verifier of the user's own whose scores end at 0.5."""
-    return 0.5
-
-
-def bonus(response, row):
-    """0.2 for short responses; not applicable to empty ones."""
-    return None if not response else 0.2 * (len(response) < 3)
-
-
-def test_a_function_of_the_users_own():
-    (scorer,) = load_scorers("tests.trainers.tiny:odd_characters")
-    assert scorer(samples(["a1", "bd"], [{}, {}])) == [0.5 * 2, 0.5 * 0 + scorer(samples(["bd"], [{}]))[0]]
-    scorer.check({})  # it needs no answer column
-
-
-HERE = "tests.trainers.test_verifiers"
-
-
-def thresholds(*verifiers, **options):
-    return {scorer.name: (scorer.weight, scorer.solved_at) for scorer in load_scorers(*verifiers, **options)}
-
-
-def test_a_scorer_knows_its_weight_and_when_a_sample_is_solved():
-    half, bonus = f"{HERE}:half", f"{HERE}:bonus"
-    assert thresholds(half) == {half: (1.0, 1.0)}
-    assert thresholds(half, verifier_weights=[0.5], solved_at=[0.5]) == {half: (0.5, 0.5)}
-    # Where one knows right from wrong, the others are a bonus, unless they are given a threshold.
-    found = thresholds("math", bonus, verifier_weights=[1, 0.1])
-    assert found == {"math": (1.0, 1.0), bonus: (0.1, None)}
-    found = thresholds("reasoning_gym:chain_sum", half, solved_at=[None, 0.5])
-    assert found == {"reasoning_gym:chain_sum": (1.0, 1.0), half: (1.0, 0.5)}
 
 
 class Fixed:
@@ -110,61 +70,17 @@ def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     )
 
 
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (Response([5, 6, 7], "length"), "3 tokens, but max_new_tokens is 2"),
-        (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1"),
-        (Response([5, 3], "length"), r"finish='length' and stop tokens at \[1\] of 2"),
-        (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
-        (Response([5], "abort"), "finish='abort', which must be stop or length"),
-        (Response([-1], "length"), "ids must be whole numbers from 0 to below 264, got -1"),
-        (Response([5, 264], "length"), "ids must be whole numbers from 0 to below 264, got 264"),
-        (Response([5.0], "length"), "ids must be whole numbers from 0 to below 264, got 5.0"),
-        (Response("text", "length"), "expected a Response with a list of token ids, got Response.ids='text'"),
-        ("text", "expected a Response with a list of token ids, got 'text'"),
-        (Response([5], "length", logprobs=[3.0]), "a logprob is 3.0; it must be finite, and at most 0"),
-        (Response([5], "length", logprobs=[None]), "a logprob is None; it must be finite, and at most 0"),
-        (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
-        (Response([5], "length", logprobs=[float("nan")]), "a logprob is nan; it must be finite, and at most 0"),
-    ],
-)
-def test_a_response_that_breaks_its_promises_names_the_row(response, message):
-    prompt, sampling = Prompt([7], {}, "d.jsonl, line 4"), Sampling(1.0, 2, (3,))
-    with pytest.raises(InputError, match=f"the sampler's response to d.jsonl, line 4: {message}"):
-        check_responses([response], [prompt], sampling, 264)
-    check_responses([Response([5, 3], "stop"), Response([], "length")], [prompt, prompt], sampling)
-    with pytest.raises(InputError, match="returned 1 responses to 2 prompts"):
-        check_responses([Response([5], "length")], [prompt, prompt], sampling)
-    with pytest.raises(InputError, match="returned NoneType responses to 1 prompts"):
-        check_responses(None, [prompt], sampling)
-
-
-def test_two_scorers_of_one_name_are_refused():
-    with pytest.raises(InputError, match="named 2 times; for a weight: verifier_weights"):
-        load_scorers(f"{HERE}:half", f"{HERE}:half")
-
-
 def test_the_ground_truths_column():
     assert answer_of({"ground_truth": 5, "answer": 6}, None) == "5"
     assert answer_of({"answer": "6 * 7\n#### 42"}, None) == "42"
     assert answer_of({"target": "7"}, "target") == "7"
-    with pytest.raises(InputError, match="'ground_truth'.*\\['x'\\].*--answer_column"):
-        answer_of({"x": 1}, None)
-    with pytest.raises(InputError, match="^column 'y'"):
-        answer_of({"x": 1}, "y")
-    for value in ({"a": 1}, [1], True, float("nan")):
-        with pytest.raises(InputError, match="^column 'answer' is .*expected the answer as text or a n"):
-            answer_of({"answer": value}, None)
-    for value in ("", "  ", "6*7\n####"):
-        with pytest.raises(InputError, match="^column 'answer' has no answer"):
-            answer_of({"answer": value}, None)
-    for column in ("answer", None):
-        with pytest.raises(InputError, match="^column 'answer' is null; mend or remove the row"):
-            answer_of({"answer": None}, column)
-
-
-def test_a_weighted_sum_that_fp32_cannot_hold_is_refused():
-    scorer = FunctionScorer("f", lambda completions: [0.0, 3e38], weight=2.0)
-    with pytest.raises(InputError, match="the reward of d.jsonl, line 2 is inf"):
-        rolled_out([scorer], ["a", "b"], [{}, {}])
+    for row, column, message in (
+        ({"x": 1}, None, "^column 'ground_truth' is missing; the row has .'x'.; name it with --answer_column"),
+        ({"x": 1}, "y", "^column 'y' is missing"),
+        ({"answer": [1]}, None, "^column 'answer' is .1. .list.; expected the answer as text or a number"),
+        ({"answer": float("nan")}, None, "^column 'answer' is nan"),
+        ({"answer": "6*7\n####"}, None, "^column 'answer' has no answer"),
+        ({"answer": None}, "answer", "^column 'answer' is null; mend or remove the row"),
+    ):
+        with pytest.raises(InputError, match=message):
+            answer_of(row, column)

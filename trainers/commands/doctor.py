@@ -1,9 +1,9 @@
-"""What is wrong with a run, or with this machine, and what to change.
+"""Findings about a run, or about this machine, and what to change.
 
     fused-rl doctor runs/demo/grpo              what its metrics show: exit status 0 no finding, 1 findings, 2 no run
     fused-rl doctor                             what this machine lacks
 
-Nothing is imported here: the doctor of the machine must begin where packages are missing.
+Imports are inside of functions: the doctor of the machine must start where packages are missing.
 """
 
 import argparse
@@ -27,14 +27,11 @@ def of_run(folder: Path) -> bool:
     if not (folder / "metrics.jsonl").is_file():
         raise InputError(f"{folder} is no run: it holds no metrics.jsonl; give the output_dir of a run")
     path = folder / "config.yaml"
-    try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        config = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     command = re.match(r"# fused-rl (\S+)", text)
-    if command is None or command[1] not in TRAINERS or not isinstance(config, dict):
+    if command is None or command[1] not in TRAINERS:
         raise InputError(f"{path} is no config of a run of {', '.join(TRAINERS)}")
+    config = yaml.safe_load(text)
     if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
         config["dtype"] = precision[1]
 
@@ -48,7 +45,8 @@ def of_run(folder: Path) -> bool:
     tell(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
     tell(f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)")
     if len(watch.held_out) > 1:
-        (first, key, start), (last, _, now) = watch.held_out[0], watch.held_out[-1]
+        first, key, start = watch.held_out[0]
+        last, _, now = watch.held_out[-1]
         tell(f"  held-out: {key} {start:.3g} at step {first}, {now:.3g} at step {last}")
     else:
         tell("  held-out: no two evaluations of accuracy, so nothing here shows whether the run learned")
@@ -61,8 +59,8 @@ def of_run(folder: Path) -> bool:
     return not watch.found and (folder / "model").exists()
 
 
-def look(argv: list[str]) -> int:
-    """Return the exit status of what is asked for."""
+def main(argv: list[str] | None = None) -> None:
+    """`fused-rl doctor`."""
     parser = argparse.ArgumentParser(
         prog="fused-rl doctor",
         description=__doc__.split("\n", 1)[0],
@@ -71,25 +69,18 @@ def look(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the output_dir of a run")
     folders = parser.parse_args(argv).runs
-    if folders:
-        return int(False in [of_run(folder) for folder in folders])
-    from fused_rl.trainers.commands import machine
+    if not folders:
+        from fused_rl.trainers.commands import machine
 
-    return machine.look()
-
-
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl doctor`."""
+        sys.exit(machine.look())
     from fused_rl.trainers.base.screen import tell
     from fused_rl.trainers.base.text import InputError
 
     try:
-        status = look(sys.argv[1:] if argv is None else argv)
+        sys.exit(int(False in [of_run(folder) for folder in folders]))
     except InputError as error:
         tell(f"fused-rl doctor: error: {error}", to_errors=True)
-        status = 2
-    if status:
-        sys.exit(status)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""How many problems a model solves: greedily, and of several samples, with every response written down.
+r"""The accuracy of a model: greedily and of several samples, with every response written down.
 
     fused-rl eval --model runs/demo/grpo/model --dataset runs/demo/data/eval.jsonl --output_dir runs/eval
     torchrun --nproc-per-node 8 -m fused_rl.trainers.commands.eval \
@@ -8,24 +8,21 @@ The prompts, the sampler and the scorers are those of GRPO and PPO; docs/evaluat
 ZeRO (a model must fit on one device), an inference server, several turns.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import yaml
 
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.files import as_json, storing, write_atomically, write_rows
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.commands.eval_report import is_of_an_evaluation, summarize, table, write
 from fused_rl.trainers.data import encode, fingerprints
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
@@ -45,10 +42,9 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.evaluate import share_of_rank
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.prompts import prompts_of
-from fused_rl.trainers.rollouts.roll_out import roll_out
+from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.solved import judged, why_unknown
+from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 from fused_rl.trainers.run import command, there
 from fused_rl.trainers.run.logger import phase
@@ -58,7 +54,6 @@ from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 
 MAX_NEW_TOKENS = 512
-LEFT = ("responses.jsonl", "summary.json")
 JUDGED = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
 OF_THE_RUN = (
     "prompt_column",
@@ -68,9 +63,7 @@ OF_THE_RUN = (
     "chat_template_kwargs",
     "max_new_tokens",
 )
-
-
-NO_SAMPLES = "has no meaning with samples=0, which draws nothing: the greedy response takes none of it; leave it out"
+NO_SAMPLES = "has no meaning with samples=0: the greedy response does not use it; leave it out"
 
 
 class EvalConfig(ScorerConfig, SamplingConfig):
@@ -101,7 +94,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     system_prompt: str | None = None
     """System message before a text prompt; None is the run's, else none."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """What the chat template is told besides the messages, as YAML or JSON; None is the run's, else nothing."""
+    """Arguments of the chat template besides the messages, as YAML or JSON; None is the run's, else nothing."""
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
@@ -110,17 +103,17 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     samples: NonNegativeInt = 4
     """Sampled responses per problem, beside the greedy one."""
     k: PositiveInt | None = None
-    """Tell pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
+    """Report pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
     max_new_tokens: PositiveInt | None = None
-    """Longer responses are cut; None is the run's, else as many as the model has positions for, at most 512."""
+    """Longer responses are truncated; None is the run's, else as many as the model has positions for, at most 512."""
     batch_size: PositiveInt = 64
-    """Responses generated together; changes speed and memory, and which responses are drawn."""
+    """Responses generated together; changes speed and memory, and which responses are sampled."""
     seed: Seed = 1
-    """Of sampling. Equal seeds, batch sizes and numbers of processes are equal responses, on a CPU."""
+    """Random seed. Equal seeds, batch sizes and numbers of processes give equal responses, on a CPU."""
     output_dir: str | None = None
     """Folder for responses.jsonl and summary.json; None writes nothing."""
     overwrite: bool = False
-    """Replace what an evaluation before this one left in output_dir."""
+    """Replace responses.jsonl and summary.json in output_dir."""
 
     needs: ClassVar = (
         *of_hub("dataset", "dataset_config", "dataset_split"),
@@ -138,21 +131,17 @@ class EvalConfig(ScorerConfig, SamplingConfig):
 
 
 def as_its_run(config: EvalConfig) -> EvalConfig:
-    """The config for a model of a run: the model in the run's folder, and the run's options where none are given."""
+    """Return the config for a model of a run: the model in its folder, and its options where none are given."""
     folder = Path(config.model)
     is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if not is_model and (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+    if not is_model and (folder / "config.yaml").is_file():
         folder = folder / "model"
         config = config.changed(model=str(folder))
         _say(f"model: {folder}")
     described = folder.parent / "config.yaml"
     if folder.name != "model" or not described.is_file():
         return config
-    try:
-        run = yaml.safe_load(described.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{described}, the config of the model's run, cannot be read: {in_a_line(error)}") from error
-    run = run if isinstance(run, dict) else {}
+    run = yaml.safe_load(described.read_text(encoding="utf-8"))
     open_options = [name for name in OF_THE_RUN if getattr(config, name) is None]
     open_options = [*JUDGED, *open_options] if config.verifiers is None else open_options
     taken = {name: run[name] for name in open_options if run.get(name) is not None}
@@ -166,67 +155,107 @@ def _say(line: str) -> None:
         tell(line)
 
 
-def _check_folder(config: EvalConfig) -> None:
-    """Refuse a folder that cannot be written, or that holds another evaluation."""
-    folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json.tmp").touch()
-        (folder / "summary.json.tmp").unlink()
-    except OSError as error:
-        raise InputError(f"output_dir={folder} cannot be used: {error.strerror}; choose another folder") from error
-    found = [folder / name for name in LEFT if os.path.lexists(folder / name)]
-    if found and not config.overwrite:
-        names = ", ".join(path.name for path in found)
-        raise InputError(f"output_dir={folder} already holds {names}; replace them with --overwrite")
-    for path in found:
-        if not is_of_an_evaluation(path):
-            raise InputError(f"output_dir={folder}: no evaluation wrote {path.name}; move it, or choose another folder")
+def evaluate(
+    config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable | str] | None = None
+) -> dict[str, Any]:
+    """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
+    config = with_scorers(config, scorers)
+    device = engine.setup(config.seed, trains=False)
+    fingerprints.check_ranks(config.plain())
+    config = as_its_run(config)
+    there.check(config.model, config.revision, [config.dataset])
+    out = None if config.output_dir is None else Path(config.output_dir)
+    if out is not None and not config.overwrite:
+        for name in ("responses.jsonl", "summary.json"):
+            if os.path.lexists(out / name):
+                raise InputError(f"output_dir={out} already holds {name}; replace it with --overwrite")
+
+    # Greedy and sampled responses, those of all ranks in the order of the problems.
+    config, subject, sampling = _load(config, device, dataset)
+    likeliest = dataclasses.replace(sampling, temperature=0.0)
+    greedy, seconds, incidents = _respond(config, subject, likeliest, 1)
+    sampled, more_seconds, more_incidents = _respond(config, subject, sampling, config.samples)
+    figures = summarize(greedy, sampled, config.k)
+    tokens = sum(row["tokens"] for row in greedy + sampled)
+    figures["tokens_per_second"] = tokens / max(ranks.gather(seconds + more_seconds))
+    for key, count in incidents.items():
+        figures[key] = count + more_incidents.get(key, 0.0)
+    _say(table(figures, config.samples))
+    if "accuracy_greedy" not in figures:
+        _say(why_unknown(subject.scorers, len(greedy + sampled)))
+    if out is not None and ranks.rank() == 0:
+        options = config.plain() | {"max_new_tokens": sampling.max_new_tokens}
+        with storing("the evaluation", out):
+            lines = [{"drawn": "greedy", **row} for row in greedy]
+            lines += [{"drawn": "sampled", **row} for row in sampled]
+            write_rows(out / "responses.jsonl", lines)
+            write_atomically(out / "summary.json", as_json(figures | {"options": options}, indent=2) + "\n")
+        tell(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
+    return figures
 
 
-@dataclass
-class Subject:
-    """What is evaluated: a model that responds, and what judges it."""
+class Subject(NamedTuple):
+    """A model that responds, and what judges it."""
 
-    config: EvalConfig
-    """With the verifiers that judge."""
     sampler: Sampler
     scorers: list[Scorer]
     problems: list[Prompt]
-    tokenizer: object
+    tokenizer: Any
     device: torch.device
-    batch_size: int
-    """Responses drawn together."""
 
 
-def load(config: EvalConfig, device: torch.device, dataset: Given = None) -> tuple[Subject, Sampling]:
-    """The subject, and how its responses are drawn; every row has been checked by every scorer."""
+def _load(config: EvalConfig, device: torch.device, dataset: Given) -> tuple[EvalConfig, Subject, Sampling]:
+    """Return the config with its verifiers, the subject, and how it is sampled; every scorer has checked every row."""
+    options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
+    options["dtype"] = engine.fastest_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        dtype = _dtype(config, device)
-        attention = config.attn_implementation
-        reader = Reader(config.model, config.revision, tokenizer, device, dtype, attention, config.batch_size)
+        reader = Reader(config.model, tokenizer=tokenizer, device=device, batch_size=config.batch_size, **options)
         config, scorers = load_chosen(config, [rows], reader, {})
-        encoder = encode.Encoder.of(config, tokenizer)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-        problems = prompts_of(rows, encoder, scorers, **chosen)
+        problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), scorers, **chosen)
     fingerprints.check_ranks({"rows": fingerprints.of_rows(problems)})
     with phase("loaded the model"):
-        options = {"revision": config.revision, "attn_implementation": attention}
-        lm = language_model.load_to_sample(config.model, device=device, dtype=dtype, **options)
+        lm = language_model.load_to_sample(config.model, device=device, **options)
+    length = _response_length(config, lm, tokenizer, problems)
+    sampling = config.sampling(length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
-    subject = Subject(config, sampler, scorers, problems, tokenizer, device, config.batch_size)
-    return subject, _sampling(config, lm, tokenizer, problems)
+    return config, Subject(sampler, scorers, problems, tokenizer, device), sampling
 
 
-def _dtype(config: EvalConfig, device: torch.device) -> torch.dtype:
-    return engine.fastest_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+def _respond(
+    config: EvalConfig, subject: Subject, sampling: Sampling, copies: int
+) -> tuple[list[dict], float, dict[str, float]]:
+    """Return `copies` scored responses of all ranks to each problem, this rank's seconds, and broken limits."""
+    # Problems of like length are sampled together, every rank gets some of each length, and the ranks keep in step.
+    problems = subject.problems
+    order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
+    share = share_of_rank([problems[i] for i in order]).prompts
+    own = order[ranks.rank() :: ranks.world_size()]
+    rows: list[dict] = []
+    seconds, incidents, printed = 0.0, {}, time.monotonic()
+    together = -(-config.batch_size // max(copies, 1))
+    for start in range(0, len(share) if copies else 0, together):
+        part = slice(start, start + together)
+        by = (subject.tokenizer, subject.device)
+        rollout = roll_out(subject.sampler, subject.scorers, share[part], sampling, *by, copies=copies)
+        known = judged(subject.scorers, rollout).tolist()
+        rows += _rows_of(rollout, own[part], copies, known, subject.tokenizer)
+        seconds += rollout.seconds["time/rollout"]
+        for key, count in rollout.incidents.items():
+            incidents[key] = incidents.get(key, 0.0) + count
+        if time.monotonic() - printed > 10:
+            printed = time.monotonic()
+            _say(f"{min(part.stop, len(share))} of {len(share)} problems of this process, {copies} responses each")
+    rows = sum(ranks.gather(rows), [])
+    rows.sort(key=lambda row: row["problem"])
+    return rows, seconds, incidents
 
 
-def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Sampling:
-    """At the temperature; refuses prompts that leave the model no position for a response."""
+def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
+    """Return the most tokens of a response; refuse prompts that leave the model no position for it."""
     length = config.max_new_tokens
     if length is None:
         positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -235,126 +264,99 @@ def _sampling(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> Samp
         _say(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.where) for problem in problems)
     check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
-    stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
-    return config.sampling(length, stop_ids)
+    return length
 
 
-@dataclass
-class Responses:
-    """Of this rank: what was drawn, as it is written down, and how long drawing took."""
+def _rows_of(rollout: Rollout, problems: list[int], copies: int, known: list[bool], tokenizer) -> list[dict]:
+    """Return lines of responses.jsonl, `copies` to each of the problems; later samples only fill up a rank's share.
 
-    rows: list[dict] = field(default_factory=list)
-    seconds: float = 0.0
-    incidents: dict[str, float] = field(default_factory=dict)
-
-    def add(self, rollout: Rollout, problems: list[int], copies: int, known: torch.Tensor) -> None:
-        """The responses to the problems of these numbers, `copies` each; later ones in the rollout do not count.
-
-        `known` (B,) bool: of which somebody says whether they solve their problem.
-        """
-        self.seconds += rollout.seconds["time/rollout"]
-        for key, count in rollout.incidents.items():
-            self.incidents[key] = self.incidents.get(key, 0.0) + count
-        for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
-            scores = {name: values[i].item() for name, values in rollout.scores.items()}
-            row = {
-                "problem": problems[i // copies],
-                "row": sample.where,
-                "response": sample.text,
-                "score": rollout.rewards[i].item(),
-                "scores": {name: None if math.isnan(score) else score for name, score in scores.items()},
-                "solved": rollout.solved[i].item() if known[i] else None,
-                "finish": sample.response.finish,
-                "tokens": len(sample.response.ids),
-            }
-            self.rows.append(row)
+    `known`: True where a scorer says whether the response solves its problem.
+    """
+    rows = []
+    for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
+        scores = {name: values[i].item() for name, values in rollout.scores.items()}
+        row = {
+            "problem": problems[i // copies],
+            "row": sample.where,
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": sample.text,
+            "score": rollout.rewards[i].item(),
+            "scores": {name: None if math.isnan(score) else score for name, score in scores.items()},
+            "solved": rollout.solved[i].item() if known[i] else None,
+            "finish": sample.response.finish,
+            "tokens": len(sample.response.ids),
+        }
+        rows.append(row)
+    return rows
 
 
-def respond(subject: Subject, sampling: Sampling, copies: int) -> Responses:
-    """`copies` scored responses to each problem of this rank's share; the ranks keep in step."""
-    # Problems of like length are drawn together, and every rank gets some of each length.
-    order = sorted(range(len(subject.problems)), key=lambda i: len(subject.problems[i].ids))
-    share = share_of_rank([subject.problems[i] for i in order])
-    own = order[ranks.rank() :: ranks.world_size()]
+def summarize(greedy: list[dict], sampled: list[dict], k: int | None = None) -> dict[str, Any]:
+    """Return the figures of responses as responses.jsonl has them; none of solved problems where nobody judged.
 
-    found = Responses()
-    at_once = -(-subject.batch_size // copies)
-    what = "sampled" if sampling.temperature else "greedy"
-    with _progress(f"{what} responses", len(share.prompts)) as advance:
-        for start in range(0, len(share.prompts), at_once):
-            part = slice(start, start + at_once)
-            chunk = share.prompts[part]
-            read_by = (subject.tokenizer, subject.device)
-            rollout = roll_out(subject.sampler, subject.scorers, chunk, sampling, *read_by, copies=copies)
-            found.add(rollout, own[part], copies, judged(subject.scorers, rollout))
-            advance(len(chunk))
-    return found
-
-
-@contextlib.contextmanager
-def _progress(what: str, total: int) -> Iterator:
-    """A function that moves rank 0's bar on; without a terminal a line now and then."""
-    if sys.stdout.isatty() and ranks.rank() == 0:
-        from rich import progress
-
-        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
-        with progress.Progress(*columns, progress.TimeRemainingColumn(), transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda count: bar.advance(task, count)
-        return
-    told = time.monotonic()
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal told, done
-        done += count
-        if time.monotonic() - told > 10 and done < total:
-            told = time.monotonic()
-            _say(f"{what}: {done} of {total} problems of this process")
-
-    yield advance
-
-
-def evaluate(
-    config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable | str] | None = None
-) -> dict[str, Any]:
-    """Run the whole evaluation, of rows and scorers that are given or that the config names; returns the figures."""
-    config = with_scorers(config, scorers)
-    device = engine.setup(config.seed, trains=False)
-    fingerprints.check_ranks(config.plain())
-    config = as_its_run(config)
-    there.check(config.model, config.revision, [config.dataset])
-    if config.output_dir is not None:
-        ranks.on_first_rank(lambda: _check_folder(config))
-    subject, sampling = load(config, device, dataset)
-    began = time.monotonic()
-    greedy = respond(subject, dataclasses.replace(sampling, temperature=0.0), 1)
-    sampled = Responses()
-    if config.samples:
-        sampled = respond(subject, sampling, config.samples)
-
-    # Over all ranks.
-    drawn = {"greedy": _gathered(greedy), "sampled": _gathered(sampled)}
-    tokens = sum(row["tokens"] for row in drawn["greedy"] + drawn["sampled"])
-    seconds = max(ranks.gather(greedy.seconds + sampled.seconds))
-    figures = summarize(drawn["greedy"], drawn["sampled"], config.k)
-    figures["tokens_per_second"] = tokens / seconds
-    figures |= {key: greedy.incidents[key] + sampled.incidents.get(key, 0.0) for key in greedy.incidents}
-    if ranks.rank() == 0:
-        tell(table(figures, config.samples))
-        if "accuracy_greedy" not in figures:
-            tell(why_unknown(subject.scorers, len(drawn["greedy"] + drawn["sampled"])))
-    _say(f"{len(drawn['greedy'] + drawn['sampled'])} responses in {time.monotonic() - began:.1f} s")
-    if config.output_dir is not None:
-        described = subject.config.plain() | {"max_new_tokens": sampling.max_new_tokens}
-        ranks.on_first_rank(lambda: write(Path(config.output_dir), drawn, figures, described))
+    Args:
+        greedy: one response per problem.
+        sampled: n per problem, those to one problem adjacent; may be empty.
+        k: of pass@k; None takes the usual ones.
+    """
+    figures: dict[str, Any] = {"problems": len(greedy)}
+    known = any(row["solved"] is not None for row in greedy + sampled)
+    if known:
+        figures["accuracy_greedy"] = _over_problems(torch.tensor([bool(row["solved"]) for row in greedy]))
+    if known and sampled:
+        right = torch.tensor([bool(row["solved"]) for row in sampled])
+        right = right.view(len(greedy), -1)
+        figures |= {name: _over_problems(values) for name, values in pass_at(right, k).items()}
+    for name, rows in (("greedy", greedy), ("sampled", sampled)):
+        if rows:
+            figures[name] = _described(rows, known)
     return figures
 
 
-def _gathered(responses: Responses) -> list[dict]:
-    """The responses of all ranks, in the order of the problems."""
-    rows = sum(ranks.gather(responses.rows), [])
-    return sorted(rows, key=lambda row: row["problem"])
+def _over_problems(values: torch.Tensor) -> dict[str, float]:
+    """Return the mean over problems and its standard error, which is 0 for a single problem."""
+    values = values.double()
+    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return {"mean": values.mean().item(), "standard_error": error}
+
+
+def _described(rows: list[dict], known: bool) -> dict[str, Any]:
+    """Return scores, lengths and truncation of responses."""
+    solved = torch.tensor([row["solved"] is True for row in rows])
+    lengths = torch.tensor([row["tokens"] for row in rows])
+    stopped = torch.tensor([row["finish"] == "stop" for row in rows])
+    sums = outcome_sums(solved, lengths, stopped)
+    sums = {name: value.item() for name, value in sums.items()}
+    means = {}
+    for name in rows[0]["scores"]:
+        scores = [row["scores"][name] for row in rows if row["scores"][name] is not None]
+        means[name] = sum(scores) / len(scores) if scores else None
+    score = sum(row["score"] for row in rows) / len(rows)
+    return {"score": score, "scores": means} | outcomes(sums, known)
+
+
+def table(figures: dict[str, Any], samples: int) -> str:
+    """Return the figures in columns, of the greedy response to a problem and of the `samples` sampled ones."""
+    lines = [("", "greedy", f"{samples} samples" if samples else "")]
+    for name, value in figures.items():
+        if name == "accuracy_greedy" or name.startswith("pass_at_"):
+            percent = f"{100 * value['mean']:.1f} ± {100 * value['standard_error']:.1f} %"
+            cells = ("solved", percent, "") if name == "accuracy_greedy" else (name.replace("_at_", "@"), "", percent)
+            lines.append(cells)
+    columns = [figures["greedy"], figures.get("sampled", {})]
+    for name in columns[0] | columns[1]:
+        if name != "scores":
+            lines.append((name.replace("_", " "), *[_cell(column.get(name)) for column in columns]))
+    for name in columns[0]["scores"]:
+        scores = [column.get("scores", {}) for column in columns]
+        lines.append((f"score of {name}", *[_cell(column.get(name)) for column in scores]))
+    widths = [max(len(line[i]) for line in lines) for i in range(3)]
+    shown = [f"{line[0]:<{widths[0]}}  {line[1]:>{widths[1]}}  {line[2]:>{widths[2]}}".rstrip() for line in lines]
+    end = f"{figures['problems']} problems, {figures['tokens_per_second']:.0f} tokens/s"
+    return "\n".join([*shown, end])
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def main(argv: list[str] | None = None) -> None:

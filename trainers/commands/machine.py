@@ -28,7 +28,8 @@ def errors(device: str) -> tuple[float, float]:
         x = logits.to(place, dtype, copy=True).requires_grad_()
         rows = op(x, targets.to(place))
         (rows.logprobs.sum() + rows.entropy.sum()).backward()
-        return torch.cat([rows.logprobs, rows.entropy, x.grad.flatten()]).detach().double().cpu()
+        found = torch.cat([rows.logprobs, rows.entropy, x.grad.flatten()])
+        return found.detach().double().cpu()
 
     exact = of(reference.token_logprobs, torch.float64, "cpu")
     found = of(fused_rl.token_logprobs, torch.float32, device), of(reference.token_logprobs, torch.float32, "cpu")
@@ -42,7 +43,8 @@ def look() -> int:
     print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else f'{os.cpu_count()} CPU cores, no GPU'}")
     compiler = next(filter(shutil.which, ("g++", "cc", "clang")), "none; on Debian and Ubuntu: apt install g++")
     print(f"compiler: {compiler}")
-    installed = {found.name.lower().replace("_", "-"): found.version for found in importlib.metadata.distributions()}
+    distributions = list(importlib.metadata.distributions())
+    installed = {found.name.lower().replace("_", "-"): found.version for found in distributions}
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if name not in installed]
         print(f"[{extra}]: {', '.join(f'{name} {installed[name]}' for name in packages if name in installed)}")

@@ -24,10 +24,8 @@ from fused_rl.trainers.policy.build import Make, build_sampler
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
-from fused_rl.trainers.rollouts.roll_out import roll_out
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.seeds import Seeds
-from fused_rl.trainers.rollouts.shown import Shown, drawn_from
+from fused_rl.trainers.rollouts.roll_out import Shown, drawn_from, roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
 

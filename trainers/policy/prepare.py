@@ -16,7 +16,7 @@ from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.build import Make, check_own
 from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.policy.policy import Policy, load_policy
-from fused_rl.trainers.rollouts.prompts import prompts_of
+from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run.beginning import Run
 from fused_rl.trainers.run.logger import phase

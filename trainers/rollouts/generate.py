@@ -23,29 +23,28 @@ LOOK_EVERY = 16  # tokens of each response, on an accelerator
 NOTED = 1 << 28  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """B responses."""
 
     ids: list[list[int]]
-    """Token ids of each."""
     supports: list[TokenSupport] | None
-    """What each token was drawn from; None for the whole vocabulary."""
+    """The kept sets of each; None for the whole vocabulary."""
     broken: torch.Tensor
     """(B,) bool: logits that are NaN or infinite."""
     logprobs: list[list[float]] | None = None
-    """Of each token, in nats; None where they are not asked for."""
+    """Of each token, in nats; None where they are not requested."""
 
 
 class TransformersSampler(Sampler):
-    """Draws from the policy itself, so nothing needs to be published, and records what it draws from.
+    """Samples from the policy itself, so nothing needs to be published, and records kept sets.
 
     Args:
         lm: a transformers causal LM; where it is trained, the one inside of the engine.
         pad_id: fills batches; may equal a stop token.
         batch_size: prompts generated together, of similar length.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
-        look_every: after so many tokens it is looked which responses have ended; None is 1 on a CPU, and 16 where the
-            host would wait for the device.
+        look_every: tokens between two looks at which responses have ended; None is 1 on a CPU, and 16 where the host
+            would wait for the device.
     """
 
     records_support = True
@@ -62,54 +61,51 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
-        """One response per prompt, in their order; neighbours that are equal are computed once.
+        """Return one response per prompt, in their order; neighbours that are equal are computed once.
 
         Raises:
-            NoDistribution: logits that are NaN or infinite, when the batch has been drawn.
+            NoDistribution: logits that are NaN or infinite, when the batch has been sampled.
         """
         # Those of similar length together.
         runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
         runs.sort(key=lambda run: len(prompts[run[0]]))
         by_length = list(chain.from_iterable(runs))
 
+        # Kept sets are noted between two looks: fewer tokens, where they would fill a device's memory.
+        every = self.look_every
+        if sampling.truncates:
+            noted = self.batch_size * self.lm.config.get_text_config().vocab_size
+            every = max(1, min(every, NOTED // noted))
         self.lm.eval()
-        options = {"every": self._between_looks(sampling), "tells": self.tells_logprobs}
-        in_place = functools.partial(_decode, **options, generator=self.generator(prompts, sampling))
-        draw = in_place if keeps_keys_and_values(self.lm) else _transformers_generate
+        options = {"every": every, "reports": self.tells_logprobs, "generator": self.generator(prompts, sampling)}
+        decode = functools.partial(_decode, **options) if keeps_keys_and_values(self.lm) else _transformers_generate
         responses = {}
         for start in range(0, len(by_length), self.batch_size):
             indices = by_length[start : start + self.batch_size]
-            ids_of = [prompts[i] for i in indices]
-            drawn = draw(self.lm, ids_of, sampling, self.pad_id, self.synced_gpus)
-            if drawn.broken.any():
-                raise NoDistribution([indices[number] for number in drawn.broken.nonzero()[:, 0].tolist()], self.step)
+            batch = [prompts[i] for i in indices]
+            found = decode(self.lm, batch, sampling, self.pad_id, self.synced_gpus)
+            if found.broken.any():
+                numbers = found.broken.nonzero()[:, 0].tolist()
+                raise NoDistribution([indices[number] for number in numbers], self.step)
             nothing = [None] * len(indices)
-            for i, ids, told, support in zip(
-                indices, drawn.ids, drawn.logprobs or nothing, drawn.supports or nothing, strict=True
-            ):
+            rows = zip(indices, found.ids, found.logprobs or nothing, found.supports or nothing, strict=True)
+            for i, ids, logprobs, support in rows:
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
                 version = self.step if self.has_versions else None
-                responses[i] = Response(ids, finish, told, support, version)
+                responses[i] = Response(ids, finish, logprobs, support, version)
         return [responses[i] for i in range(len(prompts))]
 
-    def _between_looks(self, sampling: Sampling) -> int:
-        """Tokens from look to look: fewer where the sets that are noted between them would fill a device's memory."""
-        if not sampling.truncates:
-            return self.look_every
-        of_token = self.batch_size * self.lm.config.get_text_config().vocab_size
-        return max(1, min(self.look_every, NOTED // of_token))
-
     def generator(self, prompts: list[list[int]], sampling: Sampling) -> torch.Generator | None:
-        """What tokens are drawn with; None is the process's own generator."""
+        """Return the generator of tokens; None is the process's own."""
         return None
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
-        """The weights are the policy's: only their step is noted, for errors."""
+        """Note the step, for errors: the weights are the policy's."""
         self.step = step
 
 
 def keeps_keys_and_values(lm) -> bool:
-    """Whether the past of a model is a key and a value per token, and positions can be told."""
+    """Return True if a model's past is a key and a value per token, and it takes positions."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -127,31 +123,33 @@ def _decode(
     synced_gpus: bool,
     *,
     every: int,
-    tells: bool = False,
+    reports: bool = False,
     generator: torch.Generator | None = None,
-) -> Drawn:
-    """One response per prompt; rows that have ended are computed no further than the next look, `every` so many steps.
+) -> Sampled:
+    """Return one response per prompt; rows that have ended are computed to the next look, after `every` steps.
 
     Between looks the host does not wait for the device.
     """
-    # What is on the device until the end: token ids by step and response, and which responses are broken.
+    # On the device until the end: token ids by step and response, and which responses are broken.
     rows = _Rows(lm, prompts, sampling, pad_id)
     device = lm.device
     count = len(prompts)
     ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
-    told = torch.zeros(ids.shape, device=device) if tells else None
+    logprobs = torch.zeros(ids.shape, device=device) if reports else None
     broken = torch.zeros(count, dtype=torch.bool, device=device)
     ended = broken.clone()  # by row, of which there is one for each response at first
     stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
     record = Record(count) if sampling.truncates else None
 
-    # Token by token. What a row draws after its stop token counts for nothing.
+    # Token by token. Tokens of a row after its stop token count for nothing.
     for step in range(sampling.max_new_tokens):
         scores = _scores(rows.logits, sampling)
         token, bad = _draw(scores, sampling, generator)
         ids[step].scatter_(0, rows.number, token)
-        if told is not None:
-            told[step].scatter_(0, rows.number, _logprobs(scores, token))
+        if logprobs is not None:  # greedy ones are of the softmax at temperature 1
+            of_all = scores.float().log_softmax(-1)
+            chosen = of_all.gather(1, token[:, None])[:, 0]
+            logprobs[step].scatter_(0, rows.number, chosen)
         broken[rows.number] |= bad & ~ended
         if record is not None:
             record.note(scores, ended, rows.numbers)
@@ -167,7 +165,18 @@ def _decode(
                 token = token[index]
                 ended = ended[index]
         rows.feed(token)
-    return _drawn(ids, broken, told, record, sampling)
+
+    # Each response up to its stop token; all of it comes from the device at once.
+    found = torch.cat([broken, ids.flatten()])
+    found = found.cpu() if record is None else record.fetch(found)
+    broken, ids = found[:count].bool(), found[count:].view(ids.shape)
+    responses = until_stop(ids.t(), sampling.stop_ids)
+    lengths = [len(response) for response in responses]
+    if logprobs is not None:
+        rows_of = zip(logprobs.t().tolist(), lengths, strict=True)
+        logprobs = [row[:length] for row, length in rows_of]
+    supports = None if record is None or broken.any() else record.of_responses(lengths)
+    return Sampled(responses, supports, broken, logprobs)
 
 
 class _Rows:
@@ -180,9 +189,8 @@ class _Rows:
         runs = [list(run) for _, run in groupby(prompts)]
         input_ids, mask = _left_padded([run[0] for run in runs], pad_id, lm.device)
         position = (mask.cumsum(1) - 1).clamp(min=0)
-        output = lm(
-            input_ids=input_ids, attention_mask=mask, position_ids=position, use_cache=True, **_last_logits_alone(lm)
-        )
+        last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
+        output = lm(input_ids=input_ids, attention_mask=mask, position_ids=position, use_cache=True, **last_alone)
 
         # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
         copies = torch.tensor([len(run) for run in runs])
@@ -202,7 +210,7 @@ class _Rows:
         self.number = torch.arange(len(prompts), device=lm.device)
 
     def feed(self, token: torch.Tensor) -> None:
-        """(b,) the next token of each row: its logits, from the model."""
+        """Compute the logits after the next token (b,) of each row."""
         self.width += 1
         output = self.lm(
             input_ids=token[:, None],
@@ -214,7 +222,7 @@ class _Rows:
         self.logits, self.position = output.logits[:, -1], self.position + 1
 
     def keep(self, going: list[int]) -> torch.Tensor:
-        """Go on with these rows alone: a copy of their past; their indices, on the device."""
+        """Continue with these rows alone, with a copy of their past; return their indices, on the device."""
         index = on_device(torch.tensor(going), self.number.device)
         self.cache.batch_select_indices(index)
         self.position, self.number = self.position[index], self.number[index]
@@ -224,7 +232,7 @@ class _Rows:
 
 
 def _look(ended: torch.Tensor, record: Record | None, synced_gpus: bool) -> tuple[list[int], bool]:
-    """The rows that go on, and whether any does, here or (where ranks must keep in step) on any rank.
+    """Return the rows that go on, and whether any does, here or (where ranks must keep in step) on any rank.
 
     For this the host waits for the device; what is recorded comes along.
     """
@@ -238,7 +246,7 @@ def _look(ended: torch.Tensor, record: Record | None, synced_gpus: bool) -> tupl
 
 
 def _pays(going: int, rows: int, every: int) -> bool:
-    """Whether to leave out the rows that have ended.
+    """Return True if leaving out the rows that have ended is cheaper than computing them.
 
     On an accelerator, where looks are rare, a row costs little but the reading of its past, and a copy of those that go
     on costs as much as to read them twice: in the steps until the next look an eighth of the rows pays for that.
@@ -247,40 +255,18 @@ def _pays(going: int, rows: int, every: int) -> bool:
     return left < rows if every == 1 else (rows - left) * 8 >= rows
 
 
-def _drawn(
-    ids: torch.Tensor, broken: torch.Tensor, told: torch.Tensor | None, record: Record | None, sampling: Sampling
-) -> Drawn:
-    """What was drawn, from token ids and log-probabilities (steps, B) and (B,) bool on the device: each response up to
-    its stop token."""
-    found = torch.cat([broken, ids.flatten()])
-    found = found.cpu() if record is None else record.fetch(found)
-    broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
-    responses = until_stop(ids.t(), sampling.stop_ids)
-    lengths = [len(response) for response in responses]
-    logprobs = None
-    if told is not None:
-        logprobs = [row[:length] for row, length in zip(told.t().tolist(), lengths, strict=True)]
-    supports = None if record is None or broken.any() else record.of_responses(lengths)
-    return Drawn(responses, supports, broken, logprobs)
-
-
 def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(B, V) -> (B, V): at the temperature in fp32, -inf where the sampling truncates; greedy, as they are."""
+    """Return logits (B, V) at the temperature in fp32, -inf where the sampling truncates; greedy, as they are."""
     if not sampling.temperature:
         return logits
     scores = logits.float() / sampling.temperature
     return truncated(scores, sampling) if sampling.truncates else scores
 
 
-def _logprobs(scores: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """(B, V), (B,) -> (B,) fp32 nats, of what a token was drawn from; greedy, of the softmax at temperature 1."""
-    return scores.float().log_softmax(-1).gather(1, token[:, None])[:, 0]
-
-
 def _draw(
     scores: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, V) -> (B,) int64, a token of each row; (B,) bool, whether there was none to draw: scores NaN or infinite."""
+    """Return a token (B,) int64 of each row of scores (B, V), and (B,) bool: True where they are NaN or infinite."""
     if not sampling.temperature:
         token = scores.argmax(-1)
         return token, ~scores.gather(1, token[:, None])[:, 0].isfinite()
@@ -295,24 +281,19 @@ def _draw(
 
 
 def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tensor:
-    """(B, V), (B,) fp64 in [0, 1) -> (B,) int64: the token at a quantile of each row, none of probability 0."""
+    """Return the token (B,) int64 at a quantile (B,) fp64 in [0, 1) of each row (B, V), none of probability 0."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     below = torch.minimum(quantile * total, total.nextafter(torch.zeros_like(total)))  # the product may be rounded up
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 
-def _last_logits_alone(lm) -> dict[str, int]:
-    """For a prompt the logits of its last token alone, where the model can."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
-
-
-def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> Drawn:
-    """As `_decode`, for any model that transformers can generate with."""
+def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> Sampled:
+    """Return what `_decode` would, for any model that transformers can generate with."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    drawn["min_p"] = sampling.min_p or None
+    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    chosen["min_p"] = sampling.min_p or None
     watch = _Watch()
     options = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
@@ -321,7 +302,7 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
         use_cache=True,
         output_scores=sampling.truncates,
         return_dict_in_generate=True,
-        **(drawn if sampling.temperature else {}),
+        **(chosen if sampling.temperature else {}),
     )
     input_ids, mask = _left_padded(prompts, pad_id, lm.device)
     given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
@@ -329,15 +310,16 @@ def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_
     tokens = output.sequences[:, input_ids.shape[1] :].cpu()
     responses = until_stop(tokens, sampling.stop_ids)
     if not sampling.truncates or watch.broken.any():
-        return Drawn(responses, None, watch.broken)
+        return Sampled(responses, None, watch.broken)
     lengths = torch.tensor([len(response) for response in responses])
-    drawn_from = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
+    support = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
     own = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return Drawn(responses, drawn_from.select(own.flatten()).split(lengths.tolist()), watch.broken)
+    supports = support.select(own.flatten()).split(lengths.tolist())
+    return Sampled(responses, supports, watch.broken)
 
 
 class _Watch:
-    """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can draw from."""
+    """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can sample from."""
 
     def __init__(self):
         self.broken = torch.zeros(())
@@ -349,13 +331,15 @@ class _Watch:
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, each (B, P), such that every response begins in the same column."""
+    """Return token ids and mask, each (B, P), such that every response begins in the same column."""
     mask = [[1] * len(prompt) for prompt in prompts]
-    return on_device(pad(prompts, pad_id, left=True), device), on_device(pad(mask, 0, left=True), device)
+    input_ids = pad(prompts, pad_id, left=True)
+    return on_device(input_ids, device), on_device(pad(mask, 0, left=True), device)
 
 
 def until_stop(tokens: torch.Tensor, stop_ids: Sequence[int]) -> list[list[int]]:
-    """(B, n) on the CPU: each row up to and including its first stop token; what follows it is padding."""
+    """Return each row of (B, n) on the CPU up to and including its first stop token; padding follows it."""
     stops = torch.isin(tokens, torch.tensor(stop_ids))
     lengths = (stops.cumsum(1) - stops.int() == 0).sum(1)  # tokens that no stop token stands before
-    return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [row[:length] for row, length in rows]

@@ -1,4 +1,4 @@
-"""How far the sampler's log-probabilities are from the policy's, before anything corrects for it.
+"""The differences between the sampler's log-probabilities and the policy's, before any correction.
 
 Two programs that compute one model differ by rounding: by 1e-5 nats in fp32, by some hundredths in bfloat16, with mean
 0. More, or another mean, is another model, another temperature or another precision of the head.
@@ -40,8 +40,9 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
 
 @torch.no_grad()
 def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions) -> dict[str, float]:
-    """The metrics `rollout/*`, over all ranks and the tokens that the policy drew; nothing where the
-    sampler tells neither versions nor log-probabilities.
+    """Return the metrics `rollout/*`, over all ranks and the tokens that the policy sampled.
+
+    There are none if the sampler reports neither versions nor log-probabilities.
 
     Args:
         rollout: B responses of this rank.
@@ -51,28 +52,28 @@ def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOp
     # Every response is of the version that was published: the first one's is that of all.
     version = rollout.samples[0].response.weight_version
     metrics = {} if version is None else {"rollout/weight_version": float(version)}
-    told = rollout.rollout_logprobs
+    reported = rollout.rollout_logprobs
     mask = rollout.batch.response_mask
-    if told is None:
+    if reported is None:
         return metrics
 
     # Sums over tokens, and the largest difference.
-    difference = torch.where(mask, told - old_logprobs, 0)
+    difference = torch.where(mask, reported - old_logprobs, 0)
     sums = {
         "rollout/logprob_diff_mean": difference.sum(),
         "rollout/logprob_diff_abs": difference.abs().sum(),
-        "rollout/kl_k3": fused_rl.masked_sum(fused_rl.kl_estimate(told, old_logprobs, "k3"), mask),
+        "rollout/kl_k3": fused_rl.masked_sum(fused_rl.kl_estimate(reported, old_logprobs, "k3"), mask),
     }
     if options.rollout_correction is not None:
-        sums["rollout/correction_cut"] = _cut(told, old_logprobs, mask, options).sum()
+        sums["rollout/correction_cut"] = _cut(reported, old_logprobs, mask, options).sum()
     totals = ranks.global_sums(sums | {"tokens": mask.sum()})
     tokens = max(totals.pop("tokens"), 1)
     metrics |= {name: total / tokens for name, total in totals.items()}
     return metrics | {"rollout/logprob_diff_max": ranks.global_max(difference.abs().max())}
 
 
-def _cut(told: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, options: PolicyLossOptions) -> torch.Tensor:
+def _cut(reported: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, options: PolicyLossOptions) -> torch.Tensor:
     """(B, T - 1) bool: tokens whose weight is truncated or dropped."""
     of_tokens = options.rollout_correction.startswith("token")
-    ratio = fused_rl.importance_ratio(old, told, mask, ratio_level="token" if of_tokens else "sequence-sum")
+    ratio = fused_rl.importance_ratio(old, reported, mask, ratio_level="token" if of_tokens else "sequence-sum")
     return mask & ((ratio < options.rollout_low) | (ratio > options.rollout_high))

@@ -1,7 +1,7 @@
-"""What a run is told about its responses: who draws them, and from what."""
+"""The options of sampling: what a token is sampled from, and by which sampler."""
 
+import re
 from typing import ClassVar
-from urllib.parse import urlsplit
 
 import pydantic
 
@@ -21,7 +21,7 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 
 
 class SamplingConfig(Options):
-    """What each token of a response is drawn from."""
+    """The distribution that each token of a response is sampled from."""
 
     temperature: Temperature = 1.0
     """Of the distribution drawn from, and of every log-probability in a loss."""
@@ -34,13 +34,13 @@ class SamplingConfig(Options):
     """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
 
     def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
-        """As a sampler takes it."""
+        """Return the options as a sampler takes them."""
         chosen = {name: getattr(self, name) for name in names_of(SamplingConfig)}
         return Sampling(max_new_tokens=max_new_tokens, stop_ids=stop_ids, **chosen)
 
 
 class SamplerConfig(SamplingConfig):
-    """Who draws responses."""
+    """The sampler of responses."""
 
     rollout_batch_size: PositiveInt = 64
     """Responses generated together."""
@@ -73,13 +73,6 @@ class SamplerConfig(SamplingConfig):
         for url in urls or []:
             if "@" in url:
                 raise InputError(f"server: {expected}, without a user or password; see --server_api_key_env")
-            try:
-                parts = urlsplit(url)
-                usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            except ValueError:  # a port that is no number, half a bracket
-                usable = False
-            if not usable or parts.query or parts.fragment:
+            if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", url):
                 raise InputError(f"server={url!r}: {expected}")
-            if urls.count(url) > 1:
-                raise InputError(f"server names {url} twice; give each server once")
         return urls

@@ -1,6 +1,6 @@
-"""The past of responses that are drawn token by token, written in place; transformers' own copies it for every token.
+"""A cache of keys and values that is written in place; transformers' own copies it for every token.
 
-Imports transformers: to be imported where something is sampled.
+It imports transformers, so import it where something is sampled.
 """
 
 import torch
@@ -14,7 +14,7 @@ class Spare(dict):
     """Memory that a layer has left, by its shape, for the next layer: on a CPU fresh memory costs more than a copy."""
 
     def take(self, count: int, like: torch.Tensor, columns: int) -> torch.Tensor:
-        """(count, heads, columns, ·), not initialised, where `like` is (b, heads, tokens, ·)."""
+        """Return (count, heads, columns, ·), not initialised, for `like` of (b, heads, tokens, ·)."""
         heads, _, width = like.shape[1:]
         left = self.pop((heads, columns, width), None)
         if left is None or len(left) < count:
@@ -22,7 +22,7 @@ class Spare(dict):
         return left[:count]
 
     def leave(self, room: torch.Tensor) -> None:
-        """What nobody reads any more."""
+        """Keep memory that nobody reads any more."""
         self[tuple(room.shape[1:])] = room
 
 
@@ -32,7 +32,7 @@ class _InPlace:
     reach = None  # past tokens that the next one sees; None is all
 
     def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: Spare) -> "_InPlace":
-        """What `layer` has of prompts, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
+        """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
         self.dtype = layer.dtype
         self.device = layer.device
         self.is_initialized = True
@@ -47,7 +47,7 @@ class _InPlace:
         return self
 
     def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        """Room whose first columns are those states, of some rows where they are named."""
+        """Return room whose first columns are those states, of some rows where they are named."""
         room = self.spare.take(len(states) if row is None else len(row), states, self.columns)
         filled = room[:, :, : self.end]
         if row is None:
@@ -57,7 +57,7 @@ class _InPlace:
         return room
 
     def _move(self, row: torch.Tensor | None = None) -> None:
-        """What can be seen to other room; of some rows, where they are named: what is left is spare."""
+        """Move what can be seen to other room; of some rows, where they are named: what is left is spare."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
             left = self.room[i]
@@ -67,11 +67,12 @@ class _InPlace:
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values = (states.narrow(2, self.first, self.end - self.first) for states in self.room)
+        seen = self.end - self.first
+        self.keys, self.values = (states.narrow(2, self.first, seen) for states in self.room)
         return self.keys, self.values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Keys and values of t new tokens (b, heads, t, ·) after those that they see: views of both together."""
+        """Add keys and values of t new tokens (b, heads, t, ·); return views of what they see, with themselves."""
         count = key_states.shape[2]
         if self.end + count > self.columns:
             self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
@@ -89,7 +90,7 @@ class _InPlace:
         return seen
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """These rows alone go on: a copy of theirs."""
+        """Continue with these rows alone, in a copy."""
         self._move(indices)
 
 

@@ -1,38 +1,44 @@
-"""From prompts to scored responses: what a sampler returns, what a scorer sees, and the rollout made of both.
+"""From rows to prompts, and from prompts to scored responses: what a sampler returns, and what a scorer sees.
 
-A sampler may be this process's model (samplers/generate.py) or a server; a scorer may read text (a verifier), token ids
-(a reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
+A sampler may be this process's model (generate.py) or a server; a scorer may read text (a verifier), token ids (a
+reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
 """
 
 import math
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.data.rows import Rows, tell_dropped
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.checks import (
-    check_responses,
-    check_sampler,
-    check_scores,
-    without_stop,
-)
+from fused_rl.trainers.rollouts.checks import check_responses, check_sampler, check_scores, without_stop
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
-from fused_rl.trainers.rollouts.types import (
-    Prompt,
-    Response,
-    Rollout,
-    Sample,
-    Sampler,
-    Scorer,
-    Watched,
-    support_of,
-)
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Sampler, Scorer, Watched, support_of
+
+
+def prompts_of(
+    rows: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
+) -> list[Prompt]:
+    """Return a prompt for every row that is short enough; `column` as the option prompt_column."""
+    kept = []
+    for i, row in enumerate(rows.rows):
+        for scorer in scorers:
+            with rows.at(i):
+                scorer.check(row)  # a row that it cannot score must not stop the run hours later
+        ids = encoder.prompt(rows, i, column)
+        if len(ids) <= max_length:
+            kept.append(Prompt(ids, row, rows.where(i), column))
+    tell_dropped(rows, len(kept), "longer than max_prompt_length")
+    return kept
 
 
 @torch.no_grad()
@@ -48,24 +54,29 @@ def roll_out(
     vocab: int | None = None,
     version: int | None = None,
 ) -> Rollout:
-    """Sample `copies` responses to each of this rank's prompts, and score them; fails on all ranks or on none.
+    """Sample `copies` responses to each of this rank's prompts, and score them.
 
     Where they are known: `vocab`, the size of the model's vocabulary, and `version`, the step of the weights to sample.
     """
     began = time.monotonic()
     check_sampler(sampler, sampling)
     prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
-    responses = _sampled(sampler, prompts, sampling)
+    try:
+        responses = sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
+    except NoDistribution as error:
+        rows = ", ".join(dict.fromkeys(prompts[number].where for number in error.responses))
+        problem = "the model's logits are NaN or infinite"
+        raise InputError(f"sampling with the weights after step {error.step}: {problem}; their rows: {rows}") from error
     check_responses(responses, prompts, sampling, vocab, sampler=sampler, version=version)
     sampled = time.monotonic()
 
     texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
-    parts = zip(prompts, responses, texts, strict=True)
     samples = []
-    for prompt, response, text in parts:
+    for prompt, response, text in zip(prompts, responses, texts, strict=True):
         samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
     scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
-    rewards = _rewards(scorers, scores, samples)
+    weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
+    rewards = torch.stack(weighted).sum(0) if weighted else torch.zeros(len(samples))
 
     # The batch to train on.
     incidents = _report_broken(scorers, len(samples))
@@ -76,19 +87,8 @@ def roll_out(
     return Rollout(samples, batch, scores, rewards, solved, seconds, incidents)
 
 
-def _sampled(sampler: Sampler, prompts: list[Prompt], sampling: Sampling) -> list[Response]:
-    """The sampler's responses; logits to draw from that are none are an error with their rows."""
-    try:
-        return sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
-    except NoDistribution as error:
-        rows = ", ".join(dict.fromkeys(prompts[number].where for number in error.responses))
-        raise InputError(
-            f"sampling{error.after}: the model's logits are NaN or infinite; their rows: {rows}"
-        ) from error
-
-
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
-    """Prompts and responses as one batch, with the sets that the tokens that count were drawn from."""
+    """Return prompts and responses as one batch, with the kept sets of the tokens that count."""
     responses = [sample.response for sample in samples]
     places = [sample.where for sample in samples]
     prompt_ids = [sample.prompt_ids for sample in samples]
@@ -100,7 +100,7 @@ def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
 
 
 def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
-    """The metrics of what struck on any rank since the last time; rank 0 prints a line where something did."""
+    """Return the metrics of limits that were broken on any rank since the last call; rank 0 prints a line of them."""
     metrics = {}
     for scorer in scorers:
         if not isinstance(scorer, Watched):
@@ -109,33 +109,23 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
         broken = [*chain.from_iterable(of_ranks)]
         metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
         if broken and ranks.rank() == 0:
-            told = f"{len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}"
-            tell(f"{scorer.name}: {told}")
+            tell(f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}")
     return metrics
 
 
-def _rewards(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], samples: Sequence[Sample]) -> torch.Tensor:
-    """(B,) the weighted sums, 0 without a scorer; refuses one that fp32 cannot hold."""
-    weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
-    rewards = torch.stack(weighted).sum(0) if weighted else torch.zeros(len(samples))
-    for reward, sample in zip(rewards.tolist(), samples, strict=True):
-        if not math.isfinite(reward):
-            raise InputError(f"the reward of {sample.where} is {reward}: the weighted sum of its scores is too large")
-    return rewards
-
-
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
-    """(B,) bool: where a judge applies, and each that applies says right."""
+    """Return (B,) bool: True where a judge applies, and each that applies says right."""
     judges = [scorer for scorer in scorers if scorer.solved_at is not None]
     if not judges:
         return torch.zeros(count, dtype=torch.bool)
-    right = [(scores[judge.name] >= judge.solved_at) | scores[judge.name].isnan() for judge in judges]
     applies = [~scores[judge.name].isnan() for judge in judges]
-    return torch.stack(right).all(0) & torch.stack(applies).any(0)
+    passed = [scores[judge.name] >= judge.solved_at for judge in judges]
+    wrong = torch.stack(applies) & ~torch.stack(passed)
+    return ~wrong.any(0) & torch.stack(applies).any(0)
 
 
 def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, float]:
-    """What the responses were like, over all ranks."""
+    """Return the metrics of the responses, over all ranks."""
     rewards = rollout.rewards.double()
     lengths = rollout.lengths.double()
     groups = rewards.view(-1, group_size)
@@ -147,7 +137,8 @@ def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, f
         "val/stop_rate": rollout.stopped,
     }
     count = len(rewards) * ranks.world_size()
-    totals = ranks.global_sum(torch.stack([column.double().sum() for column in columns.values()]))
+    sums = [column.double().sum() for column in columns.values()]
+    totals = ranks.global_sum(torch.stack(sums))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
     metrics |= {
         "completions/min_length": -ranks.global_max(-lengths.min()),
@@ -161,11 +152,12 @@ def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, f
 
 
 def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of each scorer over all ranks: mean and deviation over the samples that it applies to, and how many are not."""
+    """Return each scorer's mean and deviation over the samples that it applies to, and the share of the others."""
     metrics = {}
     for name, values in scores.items():
         applies = values[~values.isnan()].double()
-        moments = [torch.ones_like(applies).sum(), applies.sum(), applies.square().sum()]
+        moments = [torch.ones_like(applies).sum(), applies.sum()]
+        moments.append(applies.square().sum())
         moments.append(values.isnan().double().sum())
         count, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
         mean = total / max(count, 1)
@@ -174,3 +166,26 @@ def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
         metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
         metrics[f"rewards/{name}/none"] = none / max(count + none, 1)
     return metrics
+
+
+class Shown(NamedTuple):
+    """A response, and its reward."""
+
+    sample: Sample
+    reward: float
+
+
+def drawn_from(rollout: Rollout, count: int, seed: object, among: int | None = None) -> list[Shown]:
+    """Return `count` of a rollout's first `among` samples (None is all), chosen by a generator of their own."""
+    among = len(rollout.samples) if among is None else among
+    places = random.Random(str(seed)).sample(range(among), min(count, among))
+    return [Shown(rollout.samples[i], rollout.rewards[i].item()) for i in places]
+
+
+def as_rows(of: str, shown: list[Shown], tokenizer) -> list[dict[str, object]]:
+    """Return lines of samples.jsonl: where they are `of`, and their text, special tokens included."""
+    rows = []
+    for sample, reward in shown:
+        texts = {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response.ids)}
+        rows.append({"of": of, **texts, "reward": reward})
+    return rows

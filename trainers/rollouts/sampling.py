@@ -1,6 +1,6 @@
-"""How responses are drawn: temperature, what top_k, top_p and min_p leave, and the record of it for the loss.
+"""How responses are sampled: temperature, top_k, top_p and min_p, seeds, and the record of kept sets for the loss.
 
-The kept sets are recorded where tokens are drawn. Computed again from probabilities they would be others: ties and the
+Kept sets are recorded where tokens are sampled. Computed again from probabilities they would be others: ties and the
 order of the filters differ between implementations, and rounding moves the border of a set.
 """
 
@@ -13,20 +13,21 @@ from torch import nn
 from fused_rl import TokenSupport
 from fused_rl.trainers.base.text import InputError
 
+BELOW = 2**31  # of seeds: what every server takes
+
 
 class NoDistribution(InputError):
-    """Logits that are NaN or infinite, from which nothing can be drawn."""
+    """Logits that are NaN or infinite in some responses of a batch, by number."""
 
     def __init__(self, responses: list[int], step: int | None = None):
-        """`responses` of the batch, by number; the weights are those after `step`, where that is known."""
         self.responses = responses
-        self.after = "" if step is None else f" with the weights after step {step}"
-        super().__init__(f"sampling{self.after}: the model's logits are NaN or infinite in {len(responses)} responses")
+        self.step = step
+        super().__init__(f"the model's logits after step {step} are NaN or infinite in {len(responses)} responses")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn."""
+    """How responses are sampled."""
 
     temperature: float
     """0 is greedy; otherwise of the softmax, which the three below truncate, in the order k, p, min_p."""
@@ -40,17 +41,38 @@ class Sampling:
     min_p: float = 0.0
     """The ids with at least this fraction of the likeliest one's probability; 0 is all."""
     seeds: tuple[int, ...] | None = None
-    """One for each response, to draw it with where the sampler has generators of its own; None where it is greedy, or
-    where nothing needs to be drawn again."""
+    """One for each response, for samplers with generators of their own; None for greedy responses."""
 
     @property
     def truncates(self) -> bool:
-        """Whether a token may be drawn from less than the whole vocabulary; greedy is no draw."""
+        """True if a token may be sampled from less than the whole vocabulary; greedy is no draw."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
+class Seeds:
+    """Seeds of one rank's responses, of a generator that nothing else in a run draws from; part of a checkpoint.
+
+    With a seed for each response, a resumed run samples what the uninterrupted one would have.
+    """
+
+    def __init__(self, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, count: int) -> tuple[int, ...]:
+        """Return the next so many, from 0 to 2^31 - 1."""
+        return tuple(torch.randint(BELOW, (count,), generator=self.generator).tolist())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the generator's state."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Continue from another's state."""
+        self.generator.set_state(state["generator"])
+
+
 def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
+    """Return scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
     from transformers.generation import logits_process as of_transformers
 
     filters = []
@@ -75,26 +97,28 @@ class Record:
         self.responses: list[int] = []  # of each row of what was noted
 
     def note(self, scores: torch.Tensor, ended: torch.Tensor, responses: list[int]) -> None:
-        """The scores (b, V) that the next token of each of b responses is drawn from; none of those `ended`."""
+        """Note the scores (b, V) that the next token of each of b responses is sampled from, unless it has `ended`."""
         kept = scores.isfinite()
         self.noted.append(kept & ~(kept.all(1) | ended)[:, None])
         self.responses += responses
 
     def fetch(self, beside: torch.Tensor) -> torch.Tensor:
-        """What was noted since the last time goes to the CPU, and in the same copy (n,) integers, returned as int64."""
+        """Copy what was noted to the CPU; (n,) integers `beside` it are returned as int64, by the same copy."""
         if not self.noted:
             return beside.cpu()
         noted = torch.cat(self.noted)
         self.noted = []
-        found = torch.cat([beside, noted.flatten().nonzero()[:, 0]]).cpu()
+        places = noted.flatten().nonzero()[:, 0]
+        found = torch.cat([beside, places]).cpu()
         row = found[len(beside) :] // noted.shape[1]
         ids = found[len(beside) :] % noted.shape[1]
         lengths = row.bincount(minlength=len(noted))
-        self.fetched.append(TokenSupport(ids, nn.functional.pad(lengths.cumsum(0), (1, 0))))
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        self.fetched.append(TokenSupport(ids, offsets))
         return found[: len(beside)]
 
     def of_responses(self, lengths: list[int]) -> list[TokenSupport]:
-        """The sets of each response, a row per token, on the CPU; what was noted after its length is left out."""
+        """Return the sets of each response, a row per token, on the CPU, up to its length."""
         response = torch.tensor(self.responses, dtype=torch.int64)
         order = response.argsort(stable=True)
         response = response[order]
@@ -104,21 +128,17 @@ class Record:
         return TokenSupport.cat(self.fetched).select(own).split(lengths)
 
 
-def of_response(support: TokenSupport | list[list[int]]) -> TokenSupport:
-    """A sampler's record of one response, on the CPU; ValueError where it is none."""
-    if not isinstance(support, TokenSupport):
-        support = TokenSupport.from_lists(support)
-    return support.to("cpu")
-
-
 def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]) -> TokenSupport | None:
-    """The sets of all tokens of responses of these lengths, one after the other; None where no sampler told any.
+    """Return the sets of all tokens of responses of these lengths, on the CPU, one after the other.
 
-    That of a response may be None, for the whole vocabulary.
+    That of a response may be None, for the whole vocabulary; the result is None where all are.
     """
     if all(support is None for support in supports):
         return None
     parts = []
     for support, length in zip(supports, lengths, strict=True):
-        parts.append(TokenSupport.from_lists([None] * length) if support is None else of_response(support))
+        listed = [None] * length if support is None else support
+        if not isinstance(support, TokenSupport):
+            support = TokenSupport.from_lists(listed)
+        parts.append(support.to("cpu"))
     return TokenSupport.cat(parts)

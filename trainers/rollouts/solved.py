@@ -1,7 +1,4 @@
-"""How many responses are right (pass@k, without bias), how long right and wrong ones are, how many are cut.
-
-Sums that add up over ranks come first, what they mean is computed from the totals.
-"""
+"""Accuracy (pass@k, without bias) and lengths of solved and unsolved responses, from sums that add up over ranks."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +10,7 @@ from fused_rl.trainers.rollouts.types import Rollout, Scorer
 
 
 def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
-    """(P,) fp64: the probability that k of a problem's n responses, drawn without putting back, hold a right one.
+    """Return (P,) fp64: the probability that k of a problem's n responses, without replacement, hold a right one.
 
     1 - C(n - c, k) / C(n, k) with c right ones: unbiased, where "any of the first k" is only so for k = n
     (arXiv:2107.03374, eq. 1).
@@ -31,18 +28,19 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def usual_ks(n: int) -> list[int]:
-    """1, 2, 4, … below n, and n itself: the k of which pass@k is told."""
-    return [k for k in (2**i for i in range(n.bit_length())) if k < n] + [n]
+    """Return 1, 2, 4, … below n, and n itself: the k for which pass@k is reported."""
+    powers = [2**i for i in range(n.bit_length())]
+    return [k for k in powers if k < n] + [n]
 
 
 def pass_at(right: torch.Tensor, k: int | None = None) -> dict[str, torch.Tensor]:
-    """`pass_at_<k>` of (P, n) right responses for the one k that is asked for, else for the usual ones: each (P,)."""
+    """Return `pass_at_<k>`, each (P,), of (P, n) right responses, for one k or for the usual ones."""
     ks = usual_ks(right.shape[1]) if k is None else [k]
     return {f"pass_at_{each}": pass_at_k(right, each) for each in ks}
 
 
 def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of N responses, each argument (N,): the sums from which `outcomes` computes means."""
+    """Return the sums over N responses, each argument (N,), from which `outcomes` computes means."""
     return {
         "responses": torch.tensor(float(len(solved))),
         "solved": solved.sum(),
@@ -53,14 +51,14 @@ def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Ten
 
 
 def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
-    """(B,) bool: whether a scorer that tells right from wrong applies; of the others nobody knows who solves."""
+    """Return (B,) bool: True where a scorer that tells right from wrong applies."""
     applies = [~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None]
     nobody = torch.zeros(len(rollout.samples), dtype=torch.bool)
     return torch.stack([nobody, *applies]).any(0)
 
 
 def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
-    """Why there is no figure of what is solved, where none of `count` responses was judged."""
+    """Return a line that says why none of `count` responses was judged."""
     judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
     if not judges:
         return "solved: no scorer here says what is solved; --solved_at says from which score on"
@@ -68,8 +66,10 @@ def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
 
 
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
-    """Mean lengths, and the fraction that was cut; without the length of solved responses where there is none, or of
-    unsolved ones, and without both where it is not `known` which are."""
+    """Return mean lengths, and the fraction that was cut; no length of solved or of unsolved ones if there are none.
+
+    If it is not `known` which responses are solved, all are unsolved, and that length is left out, too.
+    """
     unsolved = sums["responses"] - sums["solved"]
     tokens_unsolved = sums["tokens"] - sums["tokens_solved"]
     found = {
@@ -84,7 +84,7 @@ def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
 
 
 def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:
-    """How often a right response scores above a wrong one to the same prompt; nothing where there are no such pairs.
+    """Return how often a right response scores above a wrong one to the same prompt; {} if there are no such pairs.
 
     Args:
         scores: (B,), what PPO pays; those of one prompt are adjacent.
@@ -92,7 +92,8 @@ def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dic
     """
     lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
     differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
-    wins = (lead[differ] > 0).double() + (lead[differ] == 0).double() / 2
+    lead = lead[differ]
+    wins = (lead > 0).double() + (lead == 0).double() / 2
     sums = torch.stack([wins.sum(), differ.sum().double()])
     won, pairs = ranks.global_sum(sums).tolist()
     return {"val/win_rate": won / pairs} if pairs else {}

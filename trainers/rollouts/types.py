@@ -1,7 +1,7 @@
-"""What is drawn, who draws it and who judges it: the seams of a rollout."""
+"""The seams of a rollout: prompts, responses of one turn or of several, samplers and scorers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -10,8 +10,10 @@ import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.rollouts.sampling import Sampling, joined
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.rollouts.sampling import BELOW, Sampling, joined
 
+APART = 1_000_003  # seeds of turns: by one seed for all of them each turn would be drawn as the first was
 Value = TypeVar("Value")
 
 
@@ -36,19 +38,19 @@ class Response:
     finish: Literal["stop", "length"]
     """Ended by a stop token, or cut at `max_new_tokens`."""
     logprobs: list[float | None] | None = None
-    """Of each id, in nats, of the distribution that it was drawn from; None where the sampler does not tell."""
+    """Of each id, in nats, of the distribution that it was sampled from; None if the sampler does not report them."""
     support: TokenSupport | list[list[int]] | None = None
-    """The ids that each token was drawn from, itself among them; those of a token may be empty, for the whole
+    """The ids that each token was sampled from, itself among them; those of a token may be empty, for the whole
     vocabulary, and None is that for all tokens. Lists are taken too, but long responses by the thousand are slow so."""
     weight_version: int | None = None
-    """The step whose weights it was drawn with; None where the sampler declares that it does not know."""
+    """The step whose weights it was sampled with; None if the sampler declares that it does not know."""
     trained: list[bool] | None = None
-    """Of each id whether the policy drew it; None is that for all. What it did not draw, an environment's turn or a
-    tool's answer, is context: it gets no gradient and counts in no mean, and its logprob and kept set, which are there,
-    are not looked at. A stop token that the policy drew ends its turn; `finish` says how the last turn ended."""
+    """True for each id that the policy sampled; None is that for all. Other ids, an environment's turn or a tool's
+    answer, are context: they get no gradient and count in no mean, and their logprobs and kept sets, which are there,
+    are not read. A stop token of the policy ends its turn; `finish` says how the last turn ended."""
 
     def drawn(self, of_ids: Sequence[Value]) -> list[Value]:
-        """Of values of each id, those of the ids that the policy drew."""
+        """Return the values of the ids that the policy sampled, of values of all ids."""
         return list(of_ids) if self.trained is None else list(compress(of_ids, self.trained))
 
 
@@ -68,20 +70,19 @@ class Sample:
 
 
 class Sampler:
-    """Draws responses; every rank calls it with its own prompts. A sampler of your own is a subclass.
+    """Samples responses; every rank calls it with its own prompts. A sampler of your own is a subclass.
 
     Args:
-        built: the sampler that the options make, to draw from; what that one declares, this one does.
+        built: the sampler that the options make, to sample from; what that one declares, this one does.
         tokenizer: the policy's.
     """
 
     tells_logprobs: bool = False
-    """Every response has the log-probabilities of its ids; False where they are the policy's own, as the trainer
-    measures them."""
+    """Every response has the log-probabilities of its ids; False where they are the policy's own."""
     records_support: bool = False
     """Every response has its kept sets, where the sampling truncates."""
     has_versions: bool = False
-    """Every response says of which step the weights are that it was drawn with."""
+    """Every response has the step whose weights it was sampled with."""
 
     def __init__(self, built: "Sampler | None" = None, tokenizer: Any = None):
         self.built: Any = built
@@ -92,7 +93,7 @@ class Sampler:
             self.has_versions = built.has_versions
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
-        """One response per prompt (token ids), in their order."""
+        """Return one response per prompt (token ids), in their order."""
         raise NotImplementedError
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
@@ -105,7 +106,7 @@ class Sampler:
 
 
 class Scorer(Protocol):
-    """Judges samples, and knows what its own scores mean."""
+    """Scores samples, and knows what its own scores mean."""
 
     name: str
     weight: float
@@ -117,15 +118,15 @@ class Scorer(Protocol):
         """Raise InputError where a dataset row lacks what the scorer reads; called on every row before the run."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """One score per sample; None where the scorer does not apply to it."""
+        """Return one score per sample; None where the scorer does not apply to it."""
 
 
 @runtime_checkable
 class Watched(Protocol):
-    """A scorer that works under limits, and tells when they strike."""
+    """A scorer that works under limits, and reports when they strike."""
 
     def take_broken(self) -> list[str]:
-        """Each sample that broke a limit since the last call, and how, in words."""
+        """Return, in words, each sample that broke a limit since the last call, and how."""
 
 
 @dataclass
@@ -151,28 +152,67 @@ class Rollout:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) int64: tokens of each response that the policy drew."""
-        return torch.tensor([len(sample.response.drawn(sample.response.ids)) for sample in self.samples])
+        """(B,) int64: tokens of each response that the policy sampled."""
+        responses = [sample.response for sample in self.samples]
+        return torch.tensor([len(response.drawn(response.ids)) for response in responses])
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:
-        """(B, T - 1) fp32: the sampler's own log-probabilities, 0 where masked; None where it does not tell."""
-        told = [sample.response.drawn(sample.response.logprobs or []) for sample in self.samples]
+        """(B, T - 1) fp32: the sampler's own log-probabilities, 0 where masked; None if it does not report them."""
         if any(sample.response.logprobs is None for sample in self.samples):
             return None
+        reported = [sample.response.drawn(sample.response.logprobs) for sample in self.samples]
         mask = self.batch.response_mask
-        made = torch.zeros(mask.shape, device=mask.device)
-        made[mask] = torch.tensor(list(chain.from_iterable(told)), dtype=torch.float32).to(mask.device)
-        return made
+        logprobs = torch.zeros(mask.shape, device=mask.device)
+        values = list(chain.from_iterable(reported))
+        logprobs[mask] = torch.tensor(values, dtype=torch.float32).to(mask.device)
+        return logprobs
 
 
 def support_of(responses: Sequence[Response]) -> TokenSupport | None:
-    """The sets of all ids that the policy drew, response by response; None where no sampler told any."""
+    """Return the sets of all ids that the policy sampled, response by response; None where there are none."""
     support = joined([response.support for response in responses], [len(response.ids) for response in responses])
     if support is None or all(response.trained is None for response in responses):
         return support
-    drawn = [response.trained or [True] * len(response.ids) for response in responses]
-    return support.select(torch.tensor(list(chain.from_iterable(drawn)), dtype=torch.bool))
+    trained = [response.trained or [True] * len(response.ids) for response in responses]
+    return support.select(torch.tensor(list(chain.from_iterable(trained)), dtype=torch.bool))
+
+
+def of_turn(sampling: Sampling, turn: int, responses: Sequence[int], max_new_tokens: int) -> Sampling:
+    """Return how the policy samples its `turn`, from 0, in the responses of these numbers, with so many tokens."""
+    seeds = sampling.seeds
+    if seeds is not None:
+        seeds = tuple((seeds[number] + turn * APART) % BELOW for number in responses)
+    return replace(sampling, max_new_tokens=max_new_tokens, seeds=seeds)
+
+
+def after_turn(before: Response | None, drawn: Response, said: Sequence[int] = ()) -> Response:
+    """Return a response that is longer by a turn of the policy's and by what somebody else said to it.
+
+    Args:
+        before: the turns until then; None where this is the first.
+        drawn: the turn, as the sampler that the options make returns it.
+        said: token ids that the policy did not sample.
+
+    Raises:
+        InputError: the turns were sampled with different weights.
+    """
+    before = before or Response([], "length", logprobs=[], weight_version=drawn.weight_version, trained=[])
+    if before.weight_version != drawn.weight_version:
+        versions = f"{before.weight_version} and {drawn.weight_version}"
+        raise InputError(f"turns of one response were sampled with the weights after steps {versions}")
+    lengths = [len(before.ids), len(drawn.ids), len(said)]
+    logprobs = None  # the ids of others have log-probabilities that nobody reads
+    if drawn.logprobs is not None:
+        logprobs = before.logprobs + drawn.logprobs + [0.0] * len(said)
+    return Response(
+        before.ids + drawn.ids + list(said),
+        drawn.finish,
+        logprobs=logprobs,
+        support=joined([before.support, drawn.support, None], lengths),
+        weight_version=drawn.weight_version,
+        trained=before.trained + [True] * len(drawn.ids) + [False] * len(said),
+    )
 
 
 def shortened(value) -> str:

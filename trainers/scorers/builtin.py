@@ -1,59 +1,80 @@
-"""Scorers that look at a response's text or length alone: equal to the answer, of a pattern, of a form, of a length.
+r"""Scorers by name that compare a response with the row's answer, or look at its text or length.
 
-    exact_match    regex:answer: (\\d+)    format    length:100
+    exact_match    regex:answer: (\d+)    format    length:100    reasoning_gym
 
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
 import functools
+import numbers
 import re
+import sys
+import types
 import unicodedata
 from collections.abc import Sequence
 
 import regex
 
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.answers import answer_of
+from fused_rl.trainers.rollouts.types import Sample, shortened
 
+ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
 # One <think> and one <answer>, in this order, and nothing outside them.
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
-
-
 # What NFKC would join to the digits before it: 10² to 102, 2½ to 21⁄2.
 RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 FRACTION = re.compile("(?<=[0-9])[¼-¾⅐-⅞↉]")
+BOXED = regex.compile(r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}")
+
+
+def answer_of(row: dict, column: str | None) -> str:
+    """Return the row's ground truth; of a worked solution what follows `####`, as in gsm8k, or its last box."""
+    columns = ANSWER_COLUMNS if column is None else (column,)
+    name = next((name for name in columns if row.get(name) is not None), None)
+    if name is None:
+        present = [name for name in columns if name in row]
+        if present:
+            raise InputError(f"column {present[0]!r} is null; mend or remove the row, or use --answer_column")
+        raise InputError(f"column {columns[0]!r} is missing; the row has {sorted(row)}; name it with --answer_column")
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
+        came = f"{shortened(value)} ({type(value).__name__})"
+        raise InputError(f"column {name!r} is {came}; expected the answer as text or a number")
+    answer = str(value).rsplit("####", 1)[-1].strip()
+    if name == "solution":
+        answer = ([answer] + BOXED.findall(answer))[-1].strip()
+    if not answer:
+        raise InputError(f"column {name!r} has no answer: {value!r:.80}")
+    return answer
 
 
 def normalized(text: str, *, ignore_case: bool = False) -> str:
-    """The text as answers are compared: Unicode's form NFKC with ^ before what is raised, white space one space."""
+    """Return the text as answers are compared: Unicode's form NFKC, ^ before what is raised, white space one space."""
     text = RAISED.sub(r"^\g<0>", FRACTION.sub(r" \g<0>", text))
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     return text.casefold() if ignore_case else text
 
 
 class Named:
-    """What every scorer is told: its name, its weight, and from which score on a sample counts as solved."""
+    """The base of scorers: a name, a weight, and the score from which on a sample counts as solved."""
 
     def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
         self.name = name
         self.weight = weight
         self.solved_at = solved_at
+        self.broken: list[str] = []
 
     def check(self, row: dict) -> None:
-        """Any row will do."""
+        """Accept any row."""
 
 
 class Limited(Named):
-    """One that notes, in words, which samples broke a limit."""
-
-    def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
-        super().__init__(name, weight, solved_at)
-        self.broken: list[str] = []
+    """A scorer that notes, in words, which samples broke a limit."""
 
     def take_broken(self) -> list[str]:
-        """Those since this was last called."""
+        """Return those since the last call."""
         broken = self.broken
         self.broken = []
         return broken
@@ -68,21 +89,17 @@ class ExactMatch(Named):
         self.ignore_case = ignore_case
 
     def check(self, row: dict) -> None:
-        """The row must have an answer."""
+        """Check that the row has an answer."""
         answer_of(row, self.answer_column)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        pairs = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
         plain = functools.partial(normalized, ignore_case=self.ignore_case)
+        pairs = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
         return [float(plain(text) == plain(answer)) for text, answer in pairs]
 
 
-# Of the package `regex` and not of Python's `re`: x{e} matches whatever stands there.
-FUZZY = regex.compile(r"(?<!\\)\{[\d<=+, ]*[eids][eids\d<=+, ]*\}")
-
-
 class Pattern(Limited):
-    """1.0 where a regular expression says so, else 0.0; one that takes more than MATCHING seconds of CPU is a 0.
+    """1.0 where a regular expression matches, else 0.0; one that takes more than MATCHING seconds of CPU is a 0.
 
     Args:
         pattern: of the package `regex`, which reads Python's `re` and more.
@@ -97,12 +114,9 @@ class Pattern(Limited):
         super().__init__(**{"name": "regex"} | named)
         self.whole = whole
         self.answer_column = answer_column
-        if FUZZY.search(pattern):
-            why = "{e} and the like match with errors; write \\{ for a brace"
-            raise InputError(f"verifier {self.name!r}: the pattern {pattern!r}: {why}")
         try:
             self.pattern = regex.compile(pattern, regex.DOTALL if whole else 0)
-        except (regex.error, OverflowError, RecursionError) as error:
+        except regex.error as error:
             raise InputError(f"verifier {self.name!r}: the pattern {pattern!r} does not compile: {error}") from error
         self.group = None
         if self.pattern.groups and not whole:
@@ -110,7 +124,7 @@ class Pattern(Limited):
             self.solved_at = 1.0 if self.solved_at is None else self.solved_at
 
     def check(self, row: dict) -> None:
-        """The row must have an answer, where there is a group to compare with it."""
+        """Check that the row has an answer, if there is a group to compare with it."""
         if self.group is not None:
             answer_of(row, self.answer_column)
 
@@ -131,14 +145,12 @@ class Pattern(Limited):
             return self.pattern.search(sample.text, timeout=MATCHING) is not None
         last = None
         for found in self.pattern.finditer(sample.text, timeout=MATCHING):
-            last = found
-        if last is None or last[self.group] is None:
-            return False
-        return normalized(last[self.group]) == normalized(answer_of(sample.row, self.answer_column))
+            last = found[self.group]
+        return last is not None and normalized(last) == normalized(answer_of(sample.row, self.answer_column))
 
 
 class Length(Named):
-    """What a response of n tokens that the policy drew costs, its stop token included; from 0 down to -1.
+    """What a response of n tokens of the policy costs, its stop token included; from 0 down to -1.
 
     target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit). One of them is given.
     """
@@ -155,3 +167,61 @@ class Length(Named):
         if self.target is not None:
             return 0.0 - min(1.0, abs(tokens - self.target) / self.target)
         return 0.0 - min(1.0, max(0, tokens - self.limit) / self.limit)
+
+
+def import_reasoning_gym():
+    """Return reasoning_gym, which takes over a second to import; only its logic puzzles need pycosat."""
+    try:
+        import pycosat  # noqa: F401
+    except ImportError:
+        # pycosat is C source without wheels, and reasoning_gym imports it whatever is used: without a compiler an
+        # empty module stands in, and only the one logic-puzzle generator that calls it fails.
+        sys.modules["pycosat"] = types.ModuleType("pycosat")
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise InputError(f"reasoning_gym cannot be imported ({error}); pip install reasoning-gym==0.1.25") from error
+    return reasoning_gym
+
+
+class ReasoningGymVerifier(Limited):
+    """The `score_answer` of the reasoning-gym dataset that made the row, in the run's process."""
+
+    def __init__(self, dataset: str = "", answer_column: str | None = None, **judged):
+        name = f"reasoning_gym:{dataset}" if dataset else "reasoning_gym"
+        super().__init__(**{"name": name, "solved_at": 1.0} | judged)
+        self.dataset = dataset
+        self.answer_column = answer_column
+        self.gym = import_reasoning_gym()
+        if dataset:
+            self._judge_of({})
+
+    def check(self, row: dict) -> None:
+        """Check that the row has an answer, and names a dataset."""
+        answer_of(row, self.answer_column)
+        self._judge_of(row)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        scores = []
+        for sample in samples:
+            try:
+                scores.append(self.score(sample.text, sample.row))
+            except Exception as error:  # of the dataset's generator, on nonsense: a wrong answer, and reported
+                self.broken.append(f"{sample.where} raised {in_a_line(error)}"[:200])
+                scores.append(0.0)
+        return scores
+
+    def _judge_of(self, row: dict):
+        """Return the function that scores a row's responses."""
+        dataset = self.dataset or (row.get("metadata") or {}).get("source_dataset")
+        if not dataset:
+            raise InputError("metadata has no source_dataset; name it with reasoning_gym:<dataset>")
+        if dataset not in self.gym.factory.DATASETS:
+            raise InputError(f"verifier {self.name!r}: reasoning_gym has no dataset {dataset!r:.80}")
+        return self.gym.get_score_answer_fn(dataset)
+
+    def score(self, response: str, row: dict) -> float:
+        """Return 0 to 1, as the dataset's generator judges a response's text."""
+        entry = row | {"answer": answer_of(row, self.answer_column)}
+        entry["metadata"] = row.get("metadata") or {}
+        return float(self._judge_of(row)(response.strip(), entry))

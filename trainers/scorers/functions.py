@@ -32,16 +32,19 @@ class FunctionScorer(Named):
         self.takes_many = any(p.name == "completions" for p in parameters)
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self.needs = [p.name for p in parameters if p.name in self.takes and p.default is p.empty]
+        required = [p.name for p in parameters if p.default is p.empty]
+        self.needs = [name for name in required if name in self.takes]
         call = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(call)
-        self.loop = asyncio.new_event_loop() if self.is_async else None  # clients that it keeps belong to it
-        if not self.takes_many and (self.takes[:2] != ["response", "row"] or self.needs[2:]):
+        if self.is_async:
+            self.loop = asyncio.new_event_loop()  # clients that it keeps belong to it
+        of_one = self.takes[:2] == ["response", "row"] and len(self.needs) <= 2
+        if not (self.takes_many or of_one):
             forms = "(response, row), or (completions, **columns) as in TRL"
             raise InputError(f"verifier {name!r} must take {forms}; it takes ({', '.join(self.takes)})")
 
     def check(self, row: dict) -> None:
-        """A function of TRL's kind must find the columns that it names; another one knows what it reads."""
+        """Check that a function of TRL's kind finds the columns that it names."""
         missing = [name for name in self.needs if self.takes_many and name not in (*GIVEN, *row)]
         if missing:
             raise InputError(f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}")
@@ -49,13 +52,14 @@ class FunctionScorer(Named):
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         if self.takes_many:
             found = self.function(**self._columns(samples))
+        elif self.is_async:
+            found = self._all(samples)
         else:
-            found = self._all(samples) if self.is_async else [self._one(sample) for sample in samples]
-        return found if self.loop is None else self.loop.run_until_complete(found)
-
-    def _one(self, sample: Sample):
-        with self._named(sample):
-            return self.function(sample.text, copy.deepcopy(sample.row))
+            found = []
+            for sample in samples:
+                with self._named(sample):
+                    found.append(self.function(sample.text, copy.deepcopy(sample.row)))
+        return self.loop.run_until_complete(found) if self.is_async else found
 
     @contextlib.contextmanager
     def _named(self, sample: Sample) -> Iterator[None]:
@@ -77,23 +81,22 @@ class FunctionScorer(Named):
         return await asyncio.gather(*map(one, samples))
 
     def _columns(self, samples: Sequence[Sample]) -> dict[str, list]:
-        """What TRL gives a reward function, and this one takes: completions as messages where prompts are messages."""
+        """Return what TRL gives a reward function and this one takes; completions are messages where prompts are."""
         rows = copy.deepcopy([sample.row for sample in samples])
-        prompts = [_prompt_of(sample, row) for sample, row in zip(samples, rows, strict=True)]
-        columns = set().union(*rows)
+        columns = set().union(*rows) - {"prompt"}  # it is in prompts
         given = {column: [row.get(column) for row in rows] for column in columns}
-        given["prompts"] = prompts
-        given["completion_ids"] = [list(sample.response.ids) for sample in samples]
-        given["completions"] = []
-        for sample, prompt in zip(samples, prompts, strict=True):
+        given |= {"prompts": [], "completions": []}
+        for sample, row in zip(samples, rows, strict=True):
+            prompt = _prompt_of(sample, row)
             turn = [{"role": "assistant", "content": sample.text}]
+            given["prompts"].append(prompt)
             given["completions"].append(turn if isinstance(prompt, list) else sample.text)
-        given.pop("prompt", None)  # it is in prompts
+        given["completion_ids"] = [list(sample.response.ids) for sample in samples]
         return {name: given[name] for name in given if self.takes_all or name in self.takes}
 
 
 def _prompt_of(sample: Sample, row: dict):
-    """As the row has it, without a last turn of the assistant, which the policy was not given."""
+    """Return the row's prompt without a last turn of the assistant, which the policy was not given."""
     columns = PROMPT_COLUMNS if sample.column is None else (sample.column,)
     prompt = next((row[column] for column in columns if row.get(column) is not None), None)
     answered = isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant"

@@ -1,34 +1,109 @@
-"""The verifier `math`: numbers and formulas, compared by math-verify in processes under limits (pool.py)."""
+"""The verifier `math`: numbers and formulas, compared by math-verify in processes of pebble's.
 
+Each process is under a limit of CPU time and of memory. It is forked from this one, so what the judge imports must be
+imported before.
+"""
+
+import ctypes
 import logging
+import multiprocessing
+import os
+import random
 import re
-from collections.abc import Sequence
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing import util
+from pathlib import Path
+from typing import NamedTuple
+
+import pebble
 
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.answers import answer_of
-from fused_rl.trainers.scorers.builtin import Limited
-from fused_rl.trainers.scorers.pool import Pool
+from fused_rl.trainers.scorers.builtin import Limited, answer_of
 
+CASES = 50  # judged by one process, which then makes way for a fresh one
+MEMORY, WALL = 1 << 30, 300.0  # bytes beyond what a process begins with; seconds, of a case that sleeps
 MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.01 to 0.3, or never end
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 # LaTeX's commands, whole texts in it among them: what is left of a formula has no three letters in a row.
 COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-KNOWN = ("so it is \\boxed{\\frac{1}{2}}", "0.5")
 
 
-def math_fits(answer: str) -> bool:
-    """Return True for an answer with digits or LaTeX and without words: dates and labels pass, too."""
-    return re.search(r"[\d\\]", answer) is not None and not words_in(answer)
+class Verdict(NamedTuple):
+    """The score of one case, and in words the limit that it broke; then the score is 0."""
+
+    score: float
+    broke: str | None = None
+
+
+class Pool:
+    """Judges cases, as many at once as this process has cores, at most 8. CPU time decides, so load changes nothing."""
+
+    def __init__(self, judge: Callable[..., float], cpu_seconds: float):
+        self.judge_one = judge
+        self.cpu_seconds = cpu_seconds
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        options = {"max_workers": min(max(share, 1), 8), "max_tasks": CASES, "initializer": _limit_this_process}
+        self.pool = pebble.ProcessPool(context=multiprocessing.get_context("fork"), **options)
+        # Before multiprocessing waits for its processes, which pebble would replace.
+        self.close = util.Finalize(self, _end, (self.pool,), exitpriority=10)
+
+    def judge(self, cases: Sequence[Sequence]) -> list[Verdict]:
+        """Return a verdict on each case."""
+        limited = [(self.judge_one, case, self.cpu_seconds) for case in cases]
+        futures = [self.pool.schedule(_judge_in_time, args, timeout=WALL) for args in limited]
+        return [self._verdict(future) for future in futures]
+
+    def _verdict(self, future: Future) -> Verdict:
+        error = future.exception()
+        if error is None:
+            return Verdict(future.result())
+        if getattr(error, "exitcode", None) == -signal.SIGPROF:
+            return Verdict(0.0, f"took more than {self.cpu_seconds:g} s of CPU")
+        return Verdict(0.0, f"could not be judged: {type(error).__name__}: {error}")
+
+
+def _limit_this_process() -> None:
+    """In a new process: limit memory, print nothing, end with the run, and leave Ctrl-C to it."""
+    memory = MEMORY
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        memory += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGPROF):  # by default they end the process, in C code too
+        signal.signal(number, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def _judge_in_time(judge: Callable[..., float], case: Sequence, cpu_seconds: float) -> float:
+    """Return the score of one case; SIGPROF ends a process that is out of time."""
+    random.seed(0)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        return float(judge(*case))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _end(pool: pebble.ProcessPool) -> None:
+    pool.stop()
+    pool.join()
 
 
 def words_in(answer: str) -> list[str]:
-    """Runs of three letters and more, which math-verify would read as products of variables."""
+    """Return runs of three letters and more, which math-verify would read as products of variables."""
     return re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
 
 
 def parsed(answer: str) -> list:
-    """The reference answer as math-verify reads it; empty if it cannot."""
+    """Return the reference answer as math-verify reads it; empty if it cannot."""
     from math_verify import parse
 
     return parse(f"${answer.replace('$', '')}$", fallback_mode="no_fallback", parsing_timeout=None)
@@ -63,23 +138,22 @@ class MathVerifier(Limited):
         self.answer_column = answer_column
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
         try:
-            works = judge(*KNOWN)  # and imports what the processes that are forked need
+            judge("1/2", "0.5")  # imports what the processes that are forked need
         except ImportError as error:
             raise InputError(f"verifier 'math': {error}; pip install 'math-verify>=0.9'") from error
-        if not works:
-            raise InputError(f"verifier 'math': math-verify does not find {KNOWN} equal; reinstall it")
         self.pool = Pool(judge, timeout)
+        self.pool.judge([("1/2", "0.5")])  # starts the processes before engines reserve memory, when a fork is cheap
 
     def check(self, row: dict) -> None:
-        """The row must have an answer, and one that math-verify reads as a number or a formula."""
+        """Check that the row has an answer that math-verify reads as a number or a formula."""
         answer = answer_of(row, self.answer_column)
         if NUMBER.fullmatch(answer):
             return
         words = words_in(answer)
         if words or not parsed(answer):
             what = f"has the word {words[0]!r}" if words else "cannot be parsed"
-            other = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
-            raise InputError(f"verifier 'math': the answer {answer!r:.80} {what}; {other}")
+            remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
+            raise InputError(f"verifier 'math': the answer {answer!r:.80} {what}; {remedy}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
@@ -89,7 +163,3 @@ class MathVerifier(Limited):
             if verdicts[case].broke is not None:
                 self.broken.append(f"{sample.where} {verdicts[case].broke}")
         return [verdicts[case].score for case in cases]
-
-    def close(self) -> None:
-        """End its processes."""
-        self.pool.close()

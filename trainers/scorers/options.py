@@ -20,7 +20,7 @@ from fused_rl.trainers.options import Finite, InputError, Needs, Options
 
 
 class Kind(NamedTuple):
-    """A scorer of ours: whether its name alone is one, what may follow a colon, whether it compares with the answer."""
+    """A scorer of ours: if its name alone is one, what may follow a colon, and if it compares with the answer."""
 
     bare: bool = True
     after: str | None = None
@@ -40,8 +40,6 @@ KINDS = {
 FUNCTION = "function"
 COMPARING = ", ".join(name for name, kind in KINDS.items() if kind.compares)
 NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({COMPARING} do)"
-
-
 Config = TypeVar("Config", bound="ScorerConfig")
 
 
@@ -75,64 +73,62 @@ class ScorerConfig(Options):
 
 
 def compares(options: ScorerConfig) -> bool:
-    """Whether a scorer compares with the answer."""
-    return options.verifiers is None or any(KINDS[one.kind].compares for one in read(options) if one.kind in KINDS)
+    """Return True if a scorer compares with the answer."""
+    if options.verifiers is None:
+        return True
+    kinds = [KINDS[one.kind] for one in read(options) if one.kind in KINDS]
+    return any(kind.compares for kind in kinds)
 
 
 class Spelled(NamedTuple):
-    """One scorer as the options spell it."""
+    """One scorer as the options spell it; `kind` is one of `KINDS`, or `FUNCTION`."""
 
     text: str
-    """As it stands in the list."""
     kind: str
-    """One of `KINDS`, or `FUNCTION`."""
     detail: str | Callable
     """After the colon: a dataset, a folder, a pattern; a function, or the whole module:function."""
     name: str
-    """In metrics: what it is, and where two are of one kind the whole of it."""
+    """In metrics: its kind, or the whole text where two are of one kind."""
     weight: float
     solved_at: float | None
 
 
 def read(options: ScorerConfig) -> list[Spelled]:
-    """The scorers that the options name; refuses what they cannot mean, and one that is named twice."""
-    texts = options.verifiers or []
+    """Return the scorers that the options name; refuse what they cannot mean, and one that is named twice."""
     if options.verifiers == []:
-        raise InputError("verifiers=[] is empty; name who judges")
-    named = [_kind_of(text) for text in texts]
-    kinds = [kind for kind, _ in named]
-    for text, meant in zip(texts, named, strict=True):
-        if named.count(meant) > 1:
-            text = text if isinstance(text, str) else name_of(text)
-            raise InputError(f"verifiers: {text!r} is named {named.count(meant)} times; for a weight: verifier_weights")
-    weights = _aligned(options, "verifier_weights", 1.0)
-    thresholds = _aligned(options, "solved_at", None)
-    if texts and not any(weights):
-        raise InputError("verifier_weights: every weight is 0, so every reward would be 0; give one scorer a weight")
+        raise InputError("verifiers=[] is empty; name at least one scorer")
+    given = options.verifiers or []
+    meant = [_kind_of(one) for one in given]
+    kinds = [kind for kind, _ in meant]
+    weights = _for_each(options, "verifier_weights", 1.0)
+    thresholds = _for_each(options, "solved_at", None)
     found = []
-    for i, (kind, detail) in enumerate(named):
-        own_name = kind not in (FUNCTION, "reasoning_gym") and kinds.count(kind) == 1
-        whole = texts[i] if isinstance(texts[i], str) else name_of(texts[i])
-        name = kind if own_name else detail if kind == FUNCTION and isinstance(detail, str) else whole
-        found.append(Spelled(whole, kind, detail, name, weights[i], thresholds[i]))
+    for one, (kind, detail), weight, solved_at in zip(given, meant, weights, thresholds, strict=True):
+        text = one if isinstance(one, str) else name_of(one)
+        name = text
+        if kind == FUNCTION and isinstance(detail, str):
+            name = detail
+        elif kind not in (FUNCTION, "reasoning_gym") and kinds.count(kind) == 1:
+            name = kind
+        if name in [other.name for other in found]:
+            raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
+        found.append(Spelled(text, kind, detail, name, weight, solved_at))
     return found
 
 
-def _aligned(options: ScorerConfig, option: str, default: float | None) -> list[float | None]:
-    """The list with one number for each verifier."""
-    given = getattr(options, option)
+def _for_each(options: ScorerConfig, option: str, default: float | None) -> list[float | None]:
+    """Return the option's number for each verifier."""
     count = len(options.verifiers or [])
-    if given is None:
+    numbers = getattr(options, option)
+    if numbers is None:
         return [default] * count
-    if not count:
-        raise InputError(f"{option}={given} has a number for each verifier: name them too, with verifiers")
-    if len(given) != count:
-        raise InputError(f"{option}={given} has {len(given)} numbers for {count} verifiers; give one for each")
-    return given
+    if len(numbers) != count:
+        raise InputError(f"{option}={numbers} has {len(numbers)} numbers for {count} verifiers; give one for each")
+    return numbers
 
 
 def with_scorers(config: Config, scorers: Sequence[Callable | str] | None) -> Config:
-    """The config with the scorers that Python gave: names as in `verifiers`, and functions."""
+    """Return the config with the scorers that Python gave: names as in `verifiers`, and functions."""
     if scorers is None:
         return config
     if config.verifiers is not None:
@@ -141,32 +137,20 @@ def with_scorers(config: Config, scorers: Sequence[Callable | str] | None) -> Co
 
 
 def _kind_of(text: str | Callable) -> tuple[str, str | Callable]:
-    """(kind, detail) of one verifier."""
-    if not isinstance(text, str):
-        if not callable(text):
-            raise InputError(f"scorers: expected names and functions, got {text!r}")
+    """Return kind and detail of one verifier."""
+    if callable(text):
         return FUNCTION, text
-    name, colon, detail = text.partition(":")
+    name, colon, detail = str(text).partition(":")
     if name in KINDS:
-        kind = KINDS[name]
-        fits = bool(kind.after and (detail == kind.after or (detail and kind.after.startswith("<"))))
-        if not fits and (colon or not kind.bare):
-            expected = [name] * kind.bare + [f"{name}:{kind.after}"] * (kind.after is not None)
-            raise InputError(f"verifier {text!r}: expected {' or '.join(expected)}")
-        of_home = name == "reward_model" and detail.startswith("~/")
-        return name, str(Path(detail).expanduser()) if of_home else detail
-    if re.fullmatch(r".*\.py:\w+", text):
-        raise InputError(f"verifier {text!r}: a module is named as in import, {text.replace('.py:', ':')!r}")
-    if re.fullmatch(r"[\w.]+:\w+", text):
-        return FUNCTION, text
-    if re.fullmatch(r"[\w.]+\.\w+", text):
-        return FUNCTION, ":".join(text.rsplit(".", 1))
-    raise InputError(f"verifier {text!r}: {_unknown(name)}")
-
-
-def _unknown(name: str) -> str:
+        _, after, _ = KINDS[name]
+        placeholder = after is not None and after.startswith("<")
+        fits = after == detail or (placeholder and detail != "")
+        if fits if colon else KINDS[name].bare:
+            return name, str(Path(detail).expanduser()) if detail.startswith("~/") else detail
+    elif function := re.fullmatch(r"([\w.]+)[:.](\w+)", str(text)):
+        return FUNCTION, f"{function[1]}:{function[2]}"
     forms = [name for name, kind in KINDS.items() if kind.bare]
     forms += [f"{name}:{kind.after}" for name, kind in KINDS.items() if kind.after]
     near = difflib.get_close_matches(name, KINDS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"expected {', '.join(forms)} or module:function{hint}"
+    raise InputError(f"verifier {text!r}: expected {', '.join(forms)} or module:function{hint}")

@@ -4,8 +4,6 @@ Token ids go in and token ids come out. Nothing of a server's own package is imp
 """
 
 import asyncio
-import contextlib
-import json
 import ssl
 import threading
 import time
@@ -21,13 +19,11 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, shortened
 
 TRIES = 3  # of a call that had no answer, or HTTP 5xx
-IDLE = 3.0  # seconds that a connection is kept: servers close theirs after 5
-LONGEST = 1 << 28  # bytes of an answer
-UNREADABLE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
+IDLE = 3.0  # seconds that an idle connection is kept; servers close theirs after 5
 
 
 class CallFailed(InputError):
-    """A call without a usable answer; `status` is of HTTP, 0 if there was no answer at all."""
+    """A call without a usable answer; `status` is the HTTP status, 0 if there was no answer."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -35,7 +31,7 @@ class CallFailed(InputError):
 
 
 class Http:
-    """Calls to servers, made by one thread with an event loop; any thread may wait for them by `run`.
+    """Calls to servers by one thread with an event loop; any thread may wait for them with `run`.
 
     Args:
         timeout: seconds for one call, and for a server that is loading or paused.
@@ -44,19 +40,32 @@ class Http:
     """
 
     def __init__(self, timeout: float = 600.0, concurrency: int = 256, key: str | None = None):
-        self.timeout, self.key, self.pause = timeout, key, 1.0  # seconds between two tries
-        self.turns = asyncio.Semaphore(concurrency)
-        # Answers come uncompressed, so that a limit on their size holds. Proxies and .netrc are not for servers.
-        headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-        limits = httpx2.Limits(keepalive_expiry=IDLE)
-        context = ssl.create_default_context()
-        self.client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=context, trust_env=False)
+        self.timeout = timeout
+        self.key = key
+        self.pause = 1.0  # seconds between two tries
+        self.slots = asyncio.Semaphore(concurrency)
+        self.client = httpx2.AsyncClient(
+            headers=None if key is None else {"Authorization": f"Bearer {key}"},
+            limits=httpx2.Limits(keepalive_expiry=IDLE),
+            timeout=timeout,
+            verify=ssl.create_default_context(),  # which reads SSL_CERT_FILE
+            trust_env=False,  # proxies and .netrc are not for servers
+        )
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def run(self, work: Iterable[Coroutine]) -> list:
         """Return the results of calls, in order; the first failure cancels the others and is raised."""
-        return asyncio.run_coroutine_threadsafe(_all(work), self.loop).result()
+
+        async def together() -> list:
+            tasks = [asyncio.ensure_future(one) for one in work]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        return asyncio.run_coroutine_threadsafe(together(), self.loop).result()
 
     async def call(self, method: str, url: str, body: dict | None = None, *, tries: float = TRIES):
         """Return the JSON of an answer; None if it is empty.
@@ -66,7 +75,7 @@ class Http:
         Raises:
             CallFailed: it was refused, or not answered after so many tries.
         """
-        async with self.turns:
+        async with self.slots:
             end = time.monotonic() + self.timeout
             while True:
                 try:
@@ -80,39 +89,19 @@ class Http:
 
     async def _once(self, method: str, url: str, body: dict | None):
         try:
-            status, text = await asyncio.wait_for(self._exchange(method, url, body), self.timeout)
-        except asyncio.TimeoutError as error:
-            waited = f"no answer within --server_timeout {self.timeout:g} s"
-            raise CallFailed(f"{method} {url}: {waited}; is the server up, and not paused?") from error
-        except (httpx2.HTTPError, OSError, UnicodeError) as error:
-            remedy = "is the server up, and the URL right?"
+            answer = await self.client.request(method, url, json=body)
+        except httpx2.HTTPError as error:
+            remedy = f"is the server up, not paused, and the URL right? (--server_timeout {self.timeout:g})"
             raise CallFailed(f"{method} {url}: no answer: {in_a_line(error)}; {remedy}") from error
-        if status == 200:
-            with contextlib.suppress(ValueError, RecursionError):
-                return json.loads(text) if text.strip() else None
-        shown = " ".join(text.decode(errors="replace").split())
-        shown = shown if self.key is None else shown.replace(self.key, "***")
-        said = "the answer is not JSON" if status == 200 else f"HTTP {status}"
-        raise CallFailed(f"{method} {url}: {said}: {shown[:300] or 'nothing'}", status)
-
-    async def _exchange(self, method: str, url: str, body: dict | None) -> tuple[int, bytes]:
-        """Return status and text of one answer."""
-        text = bytearray()
-        async with self.client.stream(method, url, json=body) as answer:
-            async for part in answer.aiter_raw():
-                text += part
-                if len(text) > LONGEST:
-                    raise httpx2.ReadError(f"more than {LONGEST} bytes")
-        return answer.status_code, bytes(text)
-
-
-async def _all(work: Iterable[Coroutine]) -> list:
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+        problem = f"HTTP {answer.status_code}"
+        if answer.status_code == 200:
+            try:
+                return answer.json() if answer.content else None
+            except ValueError:
+                problem = "the answer is not JSON"
+        text = " ".join(answer.text.split())
+        text = text if self.key is None else text.replace(self.key, "***")
+        raise CallFailed(f"{method} {url}: {problem}: {text[:300] or 'nothing'}", answer.status_code)
 
 
 class Server:
@@ -153,23 +142,21 @@ class Server:
         answer = await self.http.call("POST", self.url + path, body)
         try:
             ids, logprobs, sets, finish, label = self.parse(answer, sampling)
-            support = None if sets is None else TokenSupport.from_lists(sets)
             logprobs = [float(value) for value in logprobs]
-            # The id decides: a stop token in the last place may be called "stop" or "length".
-            stopped = bool(ids) and ids[-1] in sampling.stop_ids
-            count = len(ids)
-            version = int(label) if str(label).isdecimal() else None  # a server's own label is a word: "default"
-        except UNREADABLE as error:
+            support = None if sets is None else TokenSupport.from_lists(sets)
+        except Exception as error:
+            problem = f"an answer of an unknown form ({in_a_line(error)})"
+            raise InputError(f"{self}: {problem}: {shortened(answer)}") from error
+        # The id decides: a stop token in the last place may be called "stop" or "length".
+        stopped = bool(ids) and ids[-1] in sampling.stop_ids
+        if not stopped and len(ids) != sampling.max_new_tokens:
             raise InputError(
-                f"{self}: an answer of an unknown form ({in_a_line(error)}): {shortened(answer)}"
-            ) from error
-        if not stopped and count != sampling.max_new_tokens:
-            raise InputError(
-                f"{self}: a response ended by {finish!r} after {count} of {sampling.max_new_tokens} tokens, at no stop "
-                f"token; it was aborted, or the prompt leaves no room: start the server with {self.flags['length']}"
+                f"{self}: a response ended by {finish!r} after {len(ids)} of {sampling.max_new_tokens} tokens, at no "
+                f"stop token; it was aborted, or has no room: start the server with {self.flags['length']}"
             )
         if sampling.truncates and support is None:
             raise InputError(f"{self}: no kept sets, which top_p, top_k and min_p need; start it {self.flags['sets']}")
+        version = int(label) if str(label).isdecimal() else None  # at first it has a name of its own, "default"
         return Response(ids, "stop" if stopped else "length", logprobs, support, version)
 
     async def push(self, folder: Path, version: int) -> None:
@@ -179,20 +166,19 @@ class Server:
             InputError: the server did not load them.
         """
         try:
-            for path, body in [*self.update(folder.resolve(), version), (self.resume, {})]:
-                answer = await self.http.call("POST", self.url + path, body, tries=1)
-                if isinstance(answer, dict) and answer.get("success", True) is not True:
-                    raise CallFailed(f"POST {self.url}{path}: {shortened(answer)}")
-        except BaseException as error:
-            with contextlib.suppress(CallFailed):
+            try:
+                for path, body in self.update(folder.resolve(), version):
+                    answer = await self.http.call("POST", self.url + path, body, tries=1)
+                    if isinstance(answer, dict) and answer.get("success") is False:
+                        raise CallFailed(f"POST {self.url}{path}: {shortened(answer)}")
+            finally:
                 await self.http.call("POST", self.url + self.resume, {}, tries=1)
-            if not isinstance(error, CallFailed):
-                raise
+        except CallFailed as error:
             remedy = f"start it with {self.flags['push']}, where it sees {folder}, and for this run alone"
             raise InputError(f"{error}; {self} did not load the weights: {remedy}") from error
 
 
-def options(sampling: Sampling) -> dict:
+def common_options(sampling: Sampling) -> dict:
     """Return the options that servers name alike, all of them: a model's generation config has other defaults."""
     return {
         "n": 1,
@@ -204,4 +190,5 @@ def options(sampling: Sampling) -> dict:
         "frequency_penalty": 0.0,
         "stop": [],
         "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # the model's own end of sequence is no stop token
     }

@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fused_rl import TokenSupport
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.mismatch import ALLOWED, agrees
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Response
+from fused_rl.trainers.rollouts.types import Response, support_of
 from fused_rl.trainers.servers.inference import Server
 
 HOT = 2.0  # temperature, the highest that vLLM takes: a policy that is sure of its tokens shows no difference at 1
@@ -33,7 +31,6 @@ class Probe:
     """A `LanguageModel` in an engine."""
     ids: list[int]
     """Token ids of `TEXT`."""
-    vocab: int
     exact: bool
     """True if the weights are fp32."""
     sampling: Sampling
@@ -42,7 +39,7 @@ class Probe:
         """Return eight prompts that fit into a server's room, and how they are sampled: without stop tokens."""
         tokens = min(TOKENS, room // 2)
         long = self.ids * math.ceil(LONG / len(self.ids))
-        short, long = (ids[: min(count, room - tokens)] for ids, count in ((long, SHORT), (long, LONG)))
+        short, long = (long[: min(count, room - tokens)] for count in (SHORT, LONG))
         hot = replace(self.sampling, temperature=HOT, max_new_tokens=tokens, stop_ids=(), seeds=None)
         return [short, short, short, long] * 2, hot
 
@@ -51,8 +48,8 @@ class Probe:
         prompts, sampling = self.prompts(server.room)
         responses = []
         for part in (range(4), range(4, 8)):
-            responses += server.http.run(server.sample(prompts[k], sampling, 4 * step + k % 4) for k in part)
-        check_responses(responses, [Prompt(ids, {}, f"the probe of {server}") for ids in prompts], sampling, self.vocab)
+            calls = [server.sample(prompts[k], sampling, 4 * step + k % 4) for k in part]
+            responses += server.http.run(calls)
         return responses
 
     @torch.no_grad()
@@ -61,9 +58,8 @@ class Probe:
         prompts, sampling = self.prompts(server.room)
         device = next(self.model.module.parameters()).device
         batch = make_batch(prompts, [response.ids for response in responses], 0, device)
-        support = None
-        if sampling.truncates:
-            support = TokenSupport.cat([response.support for response in responses]).to(device)
+        support = support_of(responses)
+        support = None if support is None else support.to(device)
         scored = self.model(batch.input_ids, batch.response_mask, sampling.temperature, support=support)
         own = scored.logprobs[batch.response_mask].view(len(prompts), -1).cpu()
         return list(torch.tensor([response.logprobs for response in responses]) - own)
@@ -89,8 +85,10 @@ class Probe:
 
         # Seeds. In 16 bits, a response may change with the batch around it.
         ids = [response.ids for response in responses]
-        repeated = [first == second for first, second in zip(ids[:4], ids[4:], strict=True)]
+        pairs = zip(ids[:4], ids[4:], strict=True)
+        repeated = [first == second for first, second in pairs]
         if not (all(repeated) if self.exact else any(repeated)):
             raise InputError(f"{server}: one seed gave two different responses; start it {server.flags['seeds']}")
-        if ids[0] == ids[1] == ids[2] and math.exp(2 * sum(responses[0].logprobs)) < UNLIKELY:
+        chance = math.exp(2 * sum(responses[0].logprobs))
+        if ids[0] == ids[1] == ids[2] and chance < UNLIKELY:
             raise InputError(f"{server}: three seeds gave the same response; start it {server.flags['seeds']}")

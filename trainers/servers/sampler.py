@@ -1,15 +1,13 @@
 """A sampler behind inference servers, all of which have the policy's weights.
 
-Prompts go to the servers in turn, equal neighbours to the same one, by their place in the batch: so a run repeats.
 Weights go through a folder on a disk that trainer and servers share: `published/step-7` in the run's folder. It gets
 its name when it is whole, and the one before it stays until all servers have loaded it.
 """
 
 import math
-import re
 import shutil
 from collections.abc import Callable, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 
 from fused_rl.trainers.base import ranks
@@ -18,7 +16,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
-from fused_rl.trainers.servers.inference import UNREADABLE, Http, Server
+from fused_rl.trainers.servers.inference import Http, Server
 from fused_rl.trainers.servers.probe import Probe
 from fused_rl.trainers.servers.sglang import SGLang
 from fused_rl.trainers.servers.vllm import VLLM
@@ -38,7 +36,7 @@ def connect(http: Http, url: str) -> Server:
     try:
         card = answer["data"][0]
         server = KINDS[card["owned_by"]](http, url, card)
-    except UNREADABLE as error:
+    except Exception as error:
         said = f"GET /v1/models answered {shortened(answer)}"
         raise InputError(f"server {url} is neither vLLM nor SGLang: {said}") from error
     http.run([http.call("GET", url + server.ready, tries=math.inf)])
@@ -46,7 +44,7 @@ def connect(http: Http, url: str) -> Server:
 
 
 class ServerSampler(Sampler):
-    """Samples from the models of inference servers, whose weights are those of the last `publish`.
+    """Samples from inference servers, whose weights are those of the last `publish`.
 
     Args:
         urls: of the servers; all ranks use all of them.
@@ -80,12 +78,13 @@ class ServerSampler(Sampler):
         ranks.on_first_rank_at_length(lambda: [probe.sample(server, 0) for server in self.servers])
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
-        """Return one response per prompt, in their order."""
-        runs = [len(list(run)) for _, run in groupby(prompts)]
-        turns = [[ranks.rank() + number] * count for number, count in enumerate(runs)]
-        servers = [self.servers[turn % len(self.servers)] for turn in chain.from_iterable(turns)]
-        asked = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
-        return self.http.run(server.sample(prompt, sampling, seed) for server, prompt, seed in asked)
+        """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
+        servers: list[Server] = []
+        for number, (_, copies) in enumerate(groupby(prompts)):
+            server = self.servers[(ranks.rank() + number) % len(self.servers)]
+            servers += [server for _ in copies]
+        calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
+        return self.http.run(server.sample(prompt, sampling, seed) for server, prompt, seed in calls)
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
@@ -98,8 +97,8 @@ class ServerSampler(Sampler):
 
         def push() -> None:
             self.http.run(server.push(folder, step) for server in self.servers)
-            for other in self.folder.iterdir():
-                if re.fullmatch(r"step-\d+", other.name) and other != folder:
+            for other in self.folder.glob("step-*"):
+                if other != folder:
                     shutil.rmtree(other)
             found.extend(self.probe.sample(server, step) for server in self.servers)
 

@@ -1,12 +1,9 @@
-"""SGLang 0.5.23 as a server: `python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference`.
-
-By default its log-probabilities are those after the temperature, and it reports kept sets per request.
-"""
+"""SGLang 0.5.23 as a server: `python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference`."""
 
 from pathlib import Path
 
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.servers.inference import Server, options
+from fused_rl.trainers.servers.inference import Server, common_options
 
 
 class SGLang(Server):
@@ -27,7 +24,7 @@ class SGLang(Server):
 
     def request(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> tuple[str, dict]:
         """Return path and body."""
-        chosen = options(sampling) | {
+        chosen = common_options(sampling) | {
             "max_new_tokens": sampling.max_new_tokens,
             "min_new_tokens": 0,
             "top_k": (sampling.truncates and sampling.top_k) or -1,  # -1 is the whole vocabulary
@@ -42,14 +39,12 @@ class SGLang(Server):
     def parse(self, answer: dict, sampling: Sampling) -> tuple:
         """Return the fields; with kept sets the log-probabilities over them have a field of their own."""
         about = answer["meta_info"]
-        sets = None
-        logprobs = [token[0] for token in about["output_token_logprobs"]]  # [log-probability, id, text]
-        if sampling.truncates and "output_token_sampling_mask" in about:
-            sets = about["output_token_sampling_mask"]
+        sets = about.get("output_token_sampling_mask") if sampling.truncates else None
+        if sets is None:
+            logprobs = [token[0] for token in about["output_token_logprobs"]]  # [log-probability, id, text]
+        else:
             logprobs = about["output_token_sampling_logprobs"]
-        finish = about["finish_reason"]["type"]
-        version = about.get("weight_version")
-        return answer["output_ids"], logprobs, sets, finish, version
+        return answer["output_ids"], logprobs, sets, about["finish_reason"]["type"], about.get("weight_version")
 
     def update(self, folder: Path, version: int) -> list[tuple[str, dict | None]]:
         """Return paths and bodies."""

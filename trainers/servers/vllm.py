@@ -1,12 +1,9 @@
-"""vLLM 0.32 and 0.33 as a server: `vllm serve MODEL --logprobs-mode processed_logprobs`, VLLM_SERVER_DEV_MODE=1.
-
-Only its path /inference/v1/generate reports kept sets, so truncated sampling uses that one.
-"""
+"""vLLM 0.32 and 0.33 as a server: `vllm serve MODEL --logprobs-mode processed_logprobs`, VLLM_SERVER_DEV_MODE=1."""
 
 from pathlib import Path
 
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.servers.inference import Server, options
+from fused_rl.trainers.servers.inference import Server, common_options
 
 
 class VLLM(Server):
@@ -25,15 +22,10 @@ class VLLM(Server):
     }
 
     def request(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> tuple[str, dict]:
-        """Return path and body."""
-        chosen = options(sampling) | {
-            "max_tokens": sampling.max_new_tokens,
-            "min_tokens": 0,
-            "top_k": sampling.top_k if sampling.truncates else 0,
-            "seed": seed,
-            "ignore_eos": True,  # otherwise the model's own end of sequence also stops it
-            "logprobs": 0,  # of the sampled token alone
-        }
+        """Return path and body; one path alone reports kept sets."""
+        top_k = sampling.top_k if sampling.truncates else 0
+        chosen = {"max_tokens": sampling.max_new_tokens, "min_tokens": 0, "top_k": top_k, "seed": seed, "logprobs": 0}
+        chosen |= common_options(sampling)
         body = {"model": self.model, "stream": False}
         if sampling.truncates:
             return "/inference/v1/generate", body | {"token_ids": prompt_ids, "sampling_params": chosen}
@@ -43,15 +35,13 @@ class VLLM(Server):
     def parse(self, answer: dict, sampling: Sampling) -> tuple:
         """Return the fields; 0.32 reports no version."""
         (choice,) = answer["choices"]
-        logprobs = choice["logprobs"]
         if sampling.truncates:
-            values = [token["logprob"] for token in logprobs["content"]]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         else:
-            values = logprobs["token_logprobs"]
+            logprobs = choice["logprobs"]["token_logprobs"]
         spans = choice.get("weight_versions") or [{"version": None}]
-        ids = choice["token_ids"]
         sets = choice.get("sampling_mask")
-        return ids, values, sets, choice["finish_reason"], spans[-1]["version"]
+        return choice["token_ids"], logprobs, sets, choice["finish_reason"], spans[-1]["version"]
 
     def update(self, folder: Path, version: int) -> list[tuple[str, dict | None]]:
         """Return paths and bodies."""
