@@ -343,7 +343,7 @@ class OptimConfig(Options):
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates with a rising learning rate."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of all weights but norms and biases."""
     adam_beta2: Decay = 0.999
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8

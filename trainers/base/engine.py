@@ -24,6 +24,7 @@ from torch import nn
 
 from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)  # for all processes to start, and of a collective
@@ -170,8 +171,13 @@ def load_engine(engine, folder: Path, name: str) -> None:
     if engine.last_step is None:  # weights alone
         engine.load_checkpoint(str(folder), tag=name)
         return
-    with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
-        engine.load_checkpoint(str(folder), tag=name)
+    try:
+        with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
+            engine.load_checkpoint(str(folder), tag=name)
+    except (IndexError, RuntimeError, ValueError) as error:  # torch and DeepSpeed each find other groups their own way
+        what = f"resume: the optimizer's state in {folder / name} does not fit this run's"
+        remedy = "weight_decay cannot change from 0 or to 0"
+        raise InputError(f"{what} ({in_a_line(error)}); {remedy}") from error
 
 
 def optimizer_step(engine, step: int) -> dict[str, float]:

@@ -12,10 +12,13 @@ from fused_rl.trainers.options import OptimConfig
 
 
 def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) over `parameters`."""
+    """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
+    decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
+    spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
+    groups = [group for group in ({"params": decayed}, {"params": spared, "weight_decay": 0.0}) if group["params"]]
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     options["fused"] = True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, config.adam_beta2), **options)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
 
