@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo, reward, sft
-from fused_rl.trainers.data import adapters
+from fused_rl.trainers.data import fingerprints as adapters
 from fused_rl.trainers.options import InputError
 from tests.trainers import tiny
 

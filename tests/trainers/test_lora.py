@@ -9,8 +9,8 @@ import torch
 
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import adapters as saved_adapters
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data import fingerprints as saved_adapters
 from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run import store

@@ -9,7 +9,7 @@ from torch import nn
 import fused_rl
 from fused_rl import tiles
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.adapters import find_adapters
+from fused_rl.trainers.data.fingerprints import find_adapters
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.pretrained import (
     check_causal,

@@ -3,7 +3,7 @@
 from torch import nn
 
 from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.data.adapters import Adapters
+from fused_rl.trainers.data.fingerprints import Adapters
 from fused_rl.trainers.options import InputError, ModelConfig
 
 ALL_LINEAR = "all-linear"

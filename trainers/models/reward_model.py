@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.adapters import base_of, find_adapters
 from fused_rl.trainers.data.batch import pad
+from fused_rl.trainers.data.fingerprints import base_of, find_adapters
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.models.pretrained import check_dtypes, check_weights, readable, save, switch_off_dropout
