@@ -1,4 +1,4 @@
-"""AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
+"""AdamW, its schedule and clipping, as an `OptimConfig` describes them."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Ad
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):
-    """The learning rate over `updates` optimizer steps: a warm-up, then constant or annealed to zero."""
+    """Return the learning rate's schedule over `updates` steps: a warm-up, then constant or annealed to zero."""
     from transformers import get_scheduler
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
@@ -32,7 +32,7 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
 
 @contextmanager
 def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
-    """A block that loads the state of an optimizer and its schedule: what the config says of both stays as it is."""
+    """Keep the options of an optimizer and its schedule in a block that loads their state."""
     peaks = schedule.base_lrs
     options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     yield
@@ -43,7 +43,7 @@ def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
 
 
 class LastStep:
-    """What the last step of an optimizer was made with, noted before the schedule moves on."""
+    """The learning rate and gradient norm of an optimizer's last step, noted before the schedule moves on."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.lr: float | None = None

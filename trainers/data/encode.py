@@ -198,6 +198,8 @@ class Encoder:
             column = (filled or there or PROMPT_COLUMNS)[0]
         prompt = rows.get(i, column, "prompt_column")
         with rows.at(i):
+            for name in [name for name in NOT_READ if row.get(name)]:
+                raise InputError(f"column {name!r} is not read; remove it (for the template: --chat_template_kwargs)")
             if isinstance(prompt, str):
                 check_text_alone(prompt, column)
                 system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
@@ -276,6 +278,7 @@ def _are_messages(value) -> bool:
 
 
 SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
+NOT_READ = ("chat_template_kwargs", "image", "images", "videos")  # columns that mean something to other trainers
 # What an assistant has to say in a turn besides the content.
 SAID = ("tool_calls", "function_call", "reasoning_content", "thinking")
 GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own tag, around what is generated
