@@ -138,8 +138,9 @@ class Options(pydantic.BaseModel):
     def plain(self) -> dict[str, Any]:
         """Return the options as YAML and metrics have them, a function by its name."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        named = {name: [*map(_plain, value)] if isinstance(value, list) else value for name, value in values.items()}
-        return {name: _plain(value) for name, value in named.items()}
+        for name, value in values.items():
+            values[name] = [*map(_plain, value)] if isinstance(value, list) else _plain(value)
+        return values
 
 
 @functools.cache
@@ -161,7 +162,8 @@ def _plain(value: Any) -> Any:
 def _choices(kind: Any) -> tuple[Any, ...]:
     """Return the types X and Y of X | Y | None."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    return tuple(choice for choice in (typing.get_args(kind) if is_union else (kind,)) if choice is not type(None))
+    choices = typing.get_args(kind) if is_union else (kind,)
+    return tuple(choice for choice in choices if choice is not type(None))
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -205,7 +207,8 @@ def fields_of(source: type) -> dict[str, tuple[Any, str]]:
         for field, under in itertools.pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
                 docs[field.target.id] = inspect.cleandoc(under.value.value)
-    return {field.name: (kinds[field.name], docs[field.name]) for field in dataclasses.fields(source)}
+    names = [field.name for field in dataclasses.fields(source)]
+    return {name: (kinds[name], docs[name]) for name in names}
 
 
 def derived(source: type, **defaults: Any) -> type[Options]:

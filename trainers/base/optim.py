@@ -15,7 +15,9 @@ def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Ad
     """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
     decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
     spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
-    groups = [group for group in ({"params": decayed}, {"params": spared, "weight_decay": 0.0}) if group["params"]]
+    groups = [{"params": decayed}] if decayed else []
+    if spared:
+        groups.append({"params": spared, "weight_decay": 0.0})
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     options["fused"] = True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
     optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)

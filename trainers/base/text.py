@@ -17,6 +17,7 @@ def shown(text: object, keep: str = "") -> str:
     """Return the text with control characters escaped, ESC as \\x1b, but for those in `keep`."""
     characters = []
     for character in str(text):
-        harmless = character.isprintable() or character in keep or unicodedata.category(character) == "Zs"
+        is_space = unicodedata.category(character) == "Zs"
+        harmless = is_space or character.isprintable() or character in keep
         characters.append(character if harmless else character.encode("unicode_escape").decode())
     return "".join(characters)

@@ -61,16 +61,22 @@ class Step:
         nothing = torch.zeros(1)  # expanded, it takes no memory
         norms = []
         for weight, parameters in zip(self.weights, zero.bit16_groups, strict=True):
-            found = [nothing.expand(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters]
-            self.gradients.append([*found, nothing.expand(len(weight) - sum(map(len, found)))])
-            norms.append(sum(map(sum_of_squares, found), torch.zeros((), dtype=torch.float64)).float().sqrt())
+            found = []
+            for p in parameters:
+                found.append(nothing.expand(p.numel()) if p.grad is None else p.grad.reshape(-1))
+            padding = len(weight) - sum(map(len, found))
+            self.gradients.append([*found, nothing.expand(padding)])
+            squares = sum(map(sum_of_squares, found), torch.zeros((), dtype=torch.float64))
+            norms.append(squares.float().sqrt())
         norm = torch.linalg.vector_norm(torch.stack(norms))
         zero.overflow = not norm.isfinite()
         zero._global_grad_norm = float("inf") if zero.overflow else norm
 
         # Adam, inside of its hooks.
         if not zero.overflow:
-            self.excess = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0) if zero.clip_grad else torch.ones(())
+            self.excess = torch.ones(())
+            if zero.clip_grad:
+                self.excess = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
             zero.optimizer.step()
             zero._lazy_init_hp_params_optimizer_state()
         self.gradients.clear()
@@ -88,7 +94,8 @@ class Step:
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             state.update(step=torch.zeros((), dtype=torch.float32), **moments)
         state["step"] += 1
-        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+        options = {name: group[name] for name in names}
         options["beta1"], options["beta2"] = group["betas"]
 
         # A span's gradient, weights and moments are touched once.

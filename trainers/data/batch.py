@@ -3,6 +3,7 @@
 Lengths stay on the CPU, and with them what follows from them: to make a part of a batch, the host waits for no device.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,14 +129,14 @@ def make_batch(
     if any(flags is not None for flags in trained):
         rows = []
         for prompt, response, flags in zip(prompts, responses, trained, strict=True):
-            ones = [1] * len(response)
-            rows.append([0] * len(prompt) + (ones if flags is None else list(map(int, flags))))
+            flags = [True] * len(response) if flags is None else flags
+            rows.append([0] * len(prompt) + list(map(int, flags)))
         mask = counts = mask & pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()
 
     tensors = on_device(input_ids, device), on_device(mask, device)
-    changes = [0] * len(prompts)
-    for i in range(1, len(prompts)):
-        changes[i] = int(prompts[i] != prompts[i - 1])
+    changes = [0]
+    for before, prompt in itertools.pairwise(prompts):
+        changes.append(int(prompt != before))
     numbers = torch.tensor(changes).cumsum(0)
     places = tuple(where) or ("a row",) * len(prompts)
     return Batch(*tensors, places, numbers, lengths, response_lengths, counts=counts)

@@ -8,11 +8,14 @@ import difflib
 import functools
 import json
 import re
+from typing import TypeAlias
 
 from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import DataConfig, InputError
 
+Encoded: TypeAlias = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its response."""
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
 
@@ -83,7 +86,7 @@ class Encoder:
         with rows.at(i):
             return self._encode_prompt(messages, self._tools(rows.rows[i]))
 
-    def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> tuple[list[int], list[int]]:
+    def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> Encoded:
         """Return the token ids of row i's prompt and of its completion or last turn, with EOS at its end."""
         return self.pairs(rows, i, column, completion_column)[0]
 
@@ -96,7 +99,7 @@ class Encoder:
 
     def pairs(
         self, rows: Rows, i: int, column: str | None, completion_column: str, turns: str = "last"
-    ) -> list[tuple[list[int], list[int]]]:
+    ) -> list[Encoded]:
         """Return what `pair` returns, for every turn of the assistant that is trained.
 
         If the last message is the assistant's, it is the completion, with all that it says (`SAID`). With turns="all"
@@ -131,7 +134,7 @@ class Encoder:
             ends = _turns(messages) if turns == "all" else [len(messages) - 1]
             return [self._pair(messages[:end], messages[end], tools) for end in ends]
 
-    def _text(self, text: str) -> tuple[list[int], list[int]]:
+    def _text(self, text: str) -> Encoded:
         """Return the first token of a text and the others, which end in EOS."""
         if self.system_prompt is not None or self.template_kwargs:
             raise InputError("system_prompt and chat_template_kwargs have no meaning for a row of text")
@@ -158,7 +161,7 @@ class Encoder:
                 f"{cell!r:.80}; put conversations of several turns whole into a column messages"
             )
 
-    def _pair(self, messages: list[dict], turn: dict, tools: list | None) -> tuple[list[int], list[int]]:
+    def _pair(self, messages: list[dict], turn: dict, tools: list | None) -> Encoded:
         """Return the token ids of the messages, and of the assistant's turn after them."""
         # What follows the token that ends a response would never be trained on.
         eos_token = self.tokenizer.eos_token
@@ -230,6 +233,8 @@ class Encoder:
             bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
             if len(ids) > 1 and ids[-1] == eos != bos:  # a prompt has not ended
                 ids = ids[:-1]
+        if not ids:
+            raise InputError("the prompt is empty; mend or remove the row")
         return ids
 
     def _with_one_bos(self, text: str) -> list[int]:

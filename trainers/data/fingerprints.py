@@ -91,8 +91,9 @@ def _of_folder(name: str, revision: str | None, config_file: str) -> str:
         return str(extract_commit_hash(cached_file(name, config_file, revision=revision), None))
     files = sorted(set().union(*(folder.glob(pattern) for pattern in OF_A_MODEL)))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        sums = list(zip([file.name for file in files], pool.map(fingerprint, files), strict=True))
-    return of_text(str(sums))
+        sums = pool.map(fingerprint, files)
+        named = [(file.name, found) for file, found in zip(files, sums, strict=True)]
+    return of_text(str(named))
 
 
 def of_text(value: object) -> str:

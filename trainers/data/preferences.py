@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.encode import SAID
+from fused_rl.trainers.data.encode import SAID, Encoded
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import InputError
 
@@ -24,9 +24,9 @@ from fused_rl.trainers.options import InputError
 class Pair:
     """Token ids of one preference, and where it came from."""
 
-    chosen: tuple[list[int], list[int]]
+    chosen: Encoded
     """Prompt and response."""
-    rejected: tuple[list[int], list[int]]
+    rejected: Encoded
     """The same, of the worse response."""
     margin: float
     where: str
@@ -87,15 +87,18 @@ class PairEncoder:
 
     def _unusable(self, pair: Pair, row: dict) -> str | None:
         sides = (row[self.config.chosen_column], row[self.config.rejected_column])
-        if len({_opening(side, row.get(self.config.prompt_column)) for side in sides}) > 1:
+        prompt = row.get(self.config.prompt_column)
+        openings = {_opening(side, prompt) for side in sides}
+        if len(openings) > 1:
             return "whose two sides answer different prompts"
-        if max(len(pair.chosen[0]), len(pair.rejected[0])) > self.config.max_prompt_length:
-            return "with a prompt longer than max_prompt_length"
-        if max(len(pair.chosen[1]), len(pair.rejected[1])) > self.config.max_response_length:
-            return "with a response longer than max_response_length"
+        for ids, response in (pair.chosen, pair.rejected):
+            if len(ids) > self.config.max_prompt_length:
+                return "with a prompt longer than max_prompt_length"
+            if len(response) > self.config.max_response_length:
+                return "with a response longer than max_response_length"
         return "whose two sides are the same tokens" if pair.chosen == pair.rejected else None
 
-    def _side(self, rows: Rows, i: int, column: str) -> tuple[list[int], list[int]]:
+    def _side(self, rows: Rows, i: int, column: str) -> Encoded:
         option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
         prompt_column = self.config.prompt_column
         value = rows.get(i, column, option)

@@ -187,7 +187,9 @@ def _is_guessed(loaded, kind) -> bool:
     """Return True if a column's type is not the file's: all is text in CSV, and so are dates in JSON."""
     made_of = loaded.info.builder_name
     dtype = str(getattr(kind, "dtype", ""))
-    return (made_of == "csv" and not dtype.endswith("string")) or (made_of == "json" and dtype.startswith("timestamp"))
+    if made_of == "csv":
+        return not dtype.endswith("string")
+    return made_of == "json" and dtype.startswith("timestamp")
 
 
 def _only_configuration(name: str, known: list[str]) -> str:

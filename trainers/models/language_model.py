@@ -115,12 +115,15 @@ class LanguageModel(nn.Module):
         if token_loss is not None and support is None:
             per_token = [tensor.flatten()[places] for tensor in per_token]
             rows = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
-            scored = Scored(at_places(rows.logprobs, mask, places), at_places(rows.entropy, mask, places), rows.loss)
+            loss = rows.loss
         else:
             rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
-            scored = Scored(at_places(rows.logprobs, mask, places), at_places(rows.entropy, mask, places))
-            if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
-                scored = _summed(scored, token_loss, per_token, mask)
+            loss = None
+        logprobs = at_places(rows.logprobs, mask, places)
+        entropy = at_places(rows.entropy, mask, places)
+        scored = Scored(logprobs, entropy, loss)
+        if token_loss is not None and loss is None:  # over kept sets alone there is nothing to save by a fused loss
+            scored = _summed(scored, token_loss, per_token, mask)
 
         # What else was requested.
         logits = self.head(hidden) if want_logits else None
@@ -209,7 +212,10 @@ def _summed(scored: Scored, token_loss, per_token, mask) -> Scored:
 def _check_plain_head(lm) -> None:
     """Check that the head is a plain linear layer: the linear path multiplies by its weight and nothing more."""
     text = lm.config.get_text_config()
-    scales = [k for k in ("logit_scale", "logits_scaling") if getattr(text, k, None) not in (None, 1, 1.0)]
+    scales = []
+    for name in ("logit_scale", "logits_scaling"):
+        if getattr(text, name, None) not in (None, 1, 1.0):
+            scales.append(name)
     if scales or type(lm.get_output_embeddings()) not in (nn.Linear, WideHead):
         what = f"config.{scales[0]}" if scales else f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")

@@ -65,7 +65,10 @@ def costs_of(lm: nn.Module) -> Costs:
     """Return the costs of a transformers model without its head. Call before its weights are partitioned."""
     text = lm.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    inside = sum(weight.numel() * (2 if weight.dtype == torch.uint8 else 1) for weight in lm.parameters())  # 4 bits
+    inside = 0
+    for weight in lm.parameters():
+        per_element = 2 if weight.dtype == torch.uint8 else 1  # 4 bits
+        inside += weight.numel() * per_element
     head = lm.get_output_embeddings()  # a classifier has none
     outside = {lm.get_input_embeddings().weight} | ({head.weight} if head is not None else set())
     inside -= sum(weight.numel() for weight in outside)
@@ -103,7 +106,8 @@ def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: 
     # No token sees those after it.
     others = segments[:, None, :]
     seen = (segments[:, :, None] == others) | (others == 0)
-    before = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
+    width = shape[1]
+    before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return Packed(input_ids, positions, (seen & before)[:, None], on_device(states, device))
 
 
@@ -125,7 +129,8 @@ def pack(batch: Batch, in_row: int) -> Packed:
     prompts = torch.stack([of_prompt, at, row[of_prompt] * width + at, torch.zeros_like(at)])
     sequence, token = batch.predicted()  # (M,) each; `token` is the position that predicts
     step = token - (prompt - 1)[sequence]  # 0 for a response's first token
-    place = row[sequence] * width + torch.where(step == 0, prompt[sequence], start[sequence] + step) - 1
+    in_its_row = torch.where(step == 0, prompt[sequence], start[sequence] + step)
+    place = row[sequence] * width + in_its_row - 1
     later = step > 0
     responses = torch.stack([sequence, token, place, sequence + 1])[:, later]
     states = place if batch.counts is None else place[batch.counts[sequence, token]]
@@ -163,8 +168,10 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
 
 def _in_common(a: list[int], b: list[int]) -> int:
     """Return the number of tokens that two sequences have in common at the beginning."""
-    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
 
 
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
