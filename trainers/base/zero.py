@@ -47,7 +47,8 @@ class Step:
             for weight, trained in zip(self.weights, self.trained, strict=True):
                 weight.data = trained
             zero._link_all_hp_params()
-        self.buffer = torch.empty(min(SPAN, max(map(len, self.weights))))
+        longest = max(map(len, self.weights))
+        self.buffer = torch.empty(min(SPAN, longest))
         self.gradients: list[list[torch.Tensor]] = []
         engine.enable_backward_allreduce = False
         zero.optimizer.register_step_pre_hook(self._update)  # after those that change its options for this step
