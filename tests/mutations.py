@@ -468,8 +468,8 @@ MUTATIONS = {
     # Who draws.
     "what another said counts one id late": Mutation(
         "trainers/data/batch.py",
-        "return pad(rows, 0, width=width)[:, 1:].bool()",
-        "return pad(rows, 0, width=width)[:, :-1].bool()",
+        "pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()",
+        "pad(rows, 0, width=input_ids.shape[1])[:, :-1].bool()",
         "tests/trainers/test_turns.py -k 'in_between or longer_prompt'",
     ),
     "ids that another said count in the denominator": Mutation(

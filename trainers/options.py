@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import os
 import re
 import textwrap
@@ -33,7 +32,7 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a f
 
 
 def is_saved(name: str, *marks: str) -> bool:
-    """Whether `datasets` wrote this folder by `save_to_disk`: one table, or several splits."""
+    """Return True if `datasets` wrote this folder by `save_to_disk`: one table, or several splits."""
     return any((Path(name) / mark).is_file() for mark in marks or ("state.json", "dataset_dict.json"))
 
 
@@ -57,7 +56,6 @@ RANGES = checks.RANGES | {
     "a whole number, 0 or more": lambda x: x >= 0,
     "a whole number from 0 to 2^31 - 1": lambda x: 0 <= x < 2**31,
 }
-LARGEST = {int: 2**63 - 1, float: 3.4e38}  # of tensors' int64 and fp32
 WORDS = {
     (bool,): "true or false",
     (str,): "text",
@@ -74,31 +72,26 @@ class Needs(NamedTuple):
 
     option: str
     met: Callable[[Any], bool]
-    """Whether the config gives it a meaning."""
+    """Return True if the config gives the option a meaning."""
     unmet: str
-    """What is said after `option=value` where it does not: why, and how to mend it."""
+    """The message after `option=value` if it does not: why, and what to do."""
 
 
 def without(condition: str) -> str:
-    """The usual words."""
+    """Return the usual message of an unmet need."""
     return f"has no meaning without {condition}; give it, or leave the option out"
 
 
 class Options(pydantic.BaseModel):
-    """A group of options, which keep to their types and ranges whenever they are set."""
+    """A group of options; their types and ranges are checked whenever they are set."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        validate_assignment=True,
-        use_attribute_docstrings=True,
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
     command: ClassVar[str | None] = None
     """`fused-rl <command>`, of a config that is whole."""
     main: ClassVar[tuple[str, ...]] = ()
     """The options that --help lists; none is all of them."""
     needs: ClassVar[tuple[Needs, ...]] = ()
-    """What options of this group, and of those below it, need beside them."""
+    """The needs of this group's options."""
 
     if not typing.TYPE_CHECKING:  # a type checker has the fields
 
@@ -116,23 +109,21 @@ class Options(pydantic.BaseModel):
                 raise first_of(error, type(self), {name: value}) from None
 
     def check(self) -> None:
-        """Check the options together: an option that was given, and not left at its default, must mean something.
-
-        A config checks itself when it is made, and a run checks it again when it begins.
-        """
-        for need in (need for group in type(self).__mro__ for need in vars(group).get("needs", ())):
-            value = getattr(self, need.option)  # null, false and 0 ask for nothing
-            if value and need.option in self.model_fields_set and not need.met(self):
-                raise InputError(f"{need.option}={value} {need.unmet}")
+        """Check that each option that was given has a meaning; at construction, and again when a run begins."""
+        for group in type(self).__mro__:
+            for need in vars(group).get("needs", ()):
+                value = getattr(self, need.option)  # null, false and 0 request nothing
+                if value and need.option in self.model_fields_set and not need.met(self):
+                    raise InputError(f"{need.option}={value} {need.unmet}")
 
     def changed(self, **options: Any) -> Self:
-        """A copy with other values, which are not checked."""
+        """Return a copy with other values, which are not checked."""
         return self.model_copy(update=options)
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """A path is text; so is one of the home folder, which a shell sees neither in YAML nor in --option=~/..."""
+        """Turn a path into text, and expand ~/, which no shell expands in YAML or in --option=~/..."""
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         is_home = isinstance(value, str) and re.fullmatch(r"~/\S*", value)
         return os.path.expanduser(value) if is_home else value
@@ -140,30 +131,27 @@ class Options(pydantic.BaseModel):
     @pydantic.field_validator("*")
     @classmethod
     def _in_its_range(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        name = str(info.field_name)
-        if not _fits(kinds_of(cls)[name], value):
+        if not _fits(kinds_of(cls)[str(info.field_name)], value):
             raise ValueError("out of its range")
-        if type(value) in LARGEST and LARGEST[type(value)] < abs(value) < math.inf:
-            limit = f"the largest number that can be computed with is {LARGEST[type(value)]:g}"
-            raise InputError(f"{name}={value!r}: {limit}")
         return value
 
     def plain(self) -> dict[str, Any]:
-        """The options as YAML and metrics have them, a function by its name."""
+        """Return the options as YAML and metrics have them, a function by its name."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        named = {name: [*map(_plain, value)] if isinstance(value, list) else value for name, value in values.items()}
-        return {name: _plain(value) for name, value in named.items()}
+        for name, value in values.items():
+            values[name] = [*map(_plain, value)] if isinstance(value, list) else _plain(value)
+        return values
 
 
 @functools.cache
 def kinds_of(config_class: type[Options]) -> dict[str, Any]:
-    """The types of its options by name, with their ranges."""
+    """Return the types of a config's options by name, with their ranges."""
     hints = typing.get_type_hints(config_class, include_extras=True)
     return {name: hints[name] for name in config_class.model_fields}
 
 
 def names_of(config_class: type[Options]) -> list[str]:
-    """The names of its options."""
+    """Return the names of a config's options."""
     return [*config_class.model_fields]
 
 
@@ -172,13 +160,14 @@ def _plain(value: Any) -> Any:
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    """The types X and Y of X | Y | None."""
+    """Return the types X and Y of X | Y | None."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    return tuple(choice for choice in (typing.get_args(kind) if is_union else (kind,)) if choice is not type(None))
+    choices = typing.get_args(kind) if is_union else (kind,)
+    return tuple(choice for choice in choices if choice is not type(None))
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Whether a value of the type is in the type's range."""
+    """Return True if a value of the type is in the type's range."""
     for choice in _choices(kind):
         if typing.get_origin(choice) is Annotated and value is not None:
             return RANGES[choice.__metadata__[0]](value)
@@ -188,7 +177,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def in_words(kind: Any) -> str:
-    """What an option of this type takes."""
+    """Return the values that an option of this type takes, in words."""
     first, *others = _choices(kind)
     if typing.get_origin(first) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(first)))
@@ -196,7 +185,7 @@ def in_words(kind: Any) -> str:
 
 
 def first_of(error: pydantic.ValidationError, config_class: type[Options], given: dict[str, Any]) -> InputError:
-    """The first of the errors in a line: which option, what came, what was expected."""
+    """Return the first of the errors in one line: the option, its value, what was expected."""
     first = error.errors()[0]
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden" or first["type"] == "no_such_attribute":
@@ -210,22 +199,23 @@ def first_of(error: pydantic.ValidationError, config_class: type[Options], given
 
 
 def fields_of(source: type) -> dict[str, tuple[Any, str]]:
-    """(type, docstring) of each field of a dataclass, in their order."""
-    told = {}
+    """Return (type, docstring) of each field of a dataclass, in order."""
+    docs = {}
     kinds = typing.get_type_hints(source, include_extras=True)
     for group in reversed(source.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
         for field, under in itertools.pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
-                told[field.target.id] = inspect.cleandoc(under.value.value)
-    return {field.name: (kinds[field.name], told[field.name]) for field in dataclasses.fields(source)}
+                docs[field.target.id] = inspect.cleandoc(under.value.value)
+    names = [field.name for field in dataclasses.fields(source)]
+    return {name: (kinds[name], docs[name]) for name in names}
 
 
 def derived(source: type, **defaults: Any) -> type[Options]:
-    """A group of options that a dataclass declares, with their ranges and docstrings; None where no default is."""
+    """Return the group of options that a dataclass declares; without a default an option is None."""
     made = {}
-    for name, (kind, told) in fields_of(source).items():
-        described = pydantic.Field(default=defaults.get(name), description=told)
+    for name, (kind, doc) in fields_of(source).items():
+        described = pydantic.Field(default=defaults.get(name), description=doc)
         made[name] = (kind if name in defaults else kind | None, described)
     return pydantic.create_model(f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made)
 
@@ -244,8 +234,7 @@ class ModelConfig(Options):
     revision: str | None = None
     """Branch, tag or commit of `model` on the Hub: of its weights, its tokenizer and what else is read of it."""
     attn_implementation: str | None = None
-    """Of every model that is read, as transformers names them: eager, sdpa, flash_attention_2, …; None is the choice of
-    each."""
+    """Attention of every model, as transformers names it: eager, sdpa, flash_attention_2, …; None is its own choice."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
@@ -261,26 +250,24 @@ class ModelConfig(Options):
     loss_from: Literal["linear", "logits"] = "linear"
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
     head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the logits of bfloat16 weights, in sampling and in the loss (loss_from linear): float32, or rounded to
-    bfloat16, by which log-probabilities are off by about 0.01. auto is float32 on a GPU, bfloat16 on a CPU."""
+    """Dtype of the logits of bfloat16 weights: float32, or bfloat16, which changes log-probabilities by about 0.01.
+    auto is float32 on a GPU, bfloat16 on a CPU."""
 
     def check(self) -> None:
         super().check()
         check_revision(self.model, self.revision)
         if self.loss_from == "logits" and self.head_dtype != "auto":
-            raise InputError(
-                f"head_dtype={self.head_dtype} has no meaning with loss_from=logits, whose logits are the model's own, "
-                "rounded as its weights are; leave it out, or choose --loss_from linear"
-            )
+            what = f"head_dtype={self.head_dtype} has no meaning with loss_from=logits"
+            raise InputError(f"{what}: leave it out, or choose --loss_from linear")
 
 
 def on_hub(name: str | None) -> bool:
-    """Whether a dataset's name is not that of a file, or of a folder that holds one table."""
+    """Return True unless a dataset is a file, or a folder that holds one table."""
     return name is not None and Path(name).suffix not in FILES and not is_saved(name, "state.json")
 
 
 def of_hub(dataset: str, *options: str) -> list[Needs]:
-    """What options of a Hub dataset need."""
+    """Return the needs of a Hub dataset's options."""
     unmet = "has no meaning for a file, which has no configurations or splits; leave it out"
     unmet = unmet if dataset == "dataset" else without(f"an {dataset} of the Hub")
     return [Needs(option, lambda config: on_hub(getattr(config, dataset)), unmet) for option in options]
@@ -295,7 +282,7 @@ NO_EVALUATION = "has no meaning with eval_size=0, which evaluates nothing; leave
 
 
 def evaluates(config: Any) -> bool:
-    """Whether a run evaluates."""
+    """Return True if a run evaluates."""
     return config.eval_size > 0
 
 
@@ -321,7 +308,7 @@ class DataConfig(Options):
     system_prompt: str | None = None
     """System message before a text prompt; needs a chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """What the chat template is told besides the messages, as YAML or JSON: {enable_thinking: false}."""
+    """Further arguments of the chat template, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
 
@@ -343,7 +330,7 @@ class OptimConfig(Options):
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates with a rising learning rate."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of all weights but norms and biases."""
     adam_beta2: Decay = 0.999
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8
@@ -366,7 +353,7 @@ class EngineConfig(Options):
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
     """ZeRO 3 leaves weights with fewer elements whole on every rank."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU. bfloat16 keeps fp32 master weights."""
+    """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU; bfloat16 keeps fp32 masters."""
 
     needs: ClassVar = (
         Needs(
@@ -386,8 +373,7 @@ class OutputConfig(Options):
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep; older ones are deleted."""
     resume: bool = False
-    """Continue from the latest checkpoint in `output_dir`, as if the run had never stopped. Of the options those may
-    change that docs/training.md lists."""
+    """Continue from the latest checkpoint in `output_dir`; docs/training.md lists the options that may change."""
     resume_from: str | None = None
     """Continue from this checkpoint instead, such as step-4; later ones are moved to <output_dir>.1."""
     accept_changes: bool = False
@@ -399,9 +385,9 @@ class OutputConfig(Options):
     trackio_project: str | None = None
     """Also log to this trackio project, on this machine (needs `pip install trackio`)."""
     push_to_hub: bool = False
-    """Upload `model/` to the Hub when it is saved; the token is looked at when the run begins."""
+    """Upload `model/` to the Hub when it is saved; the token is checked when the run begins."""
     hub_model_id: str | None = None
-    """Where to: owner/name, or a name of yours; None is the name of `output_dir`."""
+    """Repository: owner/name, or a name of yours; None is the name of `output_dir`."""
     hub_private_repo: bool = False
     """Make that repository a private one; one that is public already is refused."""
 
@@ -436,7 +422,7 @@ class StepsConfig(Options):
 
     @property
     def splits_rows(self) -> bool:
-        """Whether a row may be trained on as several, so that their number is known only when they are tokens."""
+        """True if a row may be trained on as several, so that their number is known after encoding only."""
         return False
 
     def check(self) -> None:
@@ -457,11 +443,11 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
 
     seed: Seed = 1
-    """Of everything: weights, data order, sampling. The same seed is the same run, bit for bit, on a CPU."""
+    """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
     eval_every: PositiveInt = 50
     """Steps between evaluations; there is always one before and one after."""
     dry_run: bool = False
-    """Print the resolved configuration and the batch arithmetic, look whether model and rows are there, then stop."""
+    """Print the resolved configuration and the batch arithmetic, check that model and rows exist, then stop."""
 
     needs: ClassVar = (Needs("eval_every", evaluates, NO_EVALUATION),)
 
@@ -471,7 +457,7 @@ ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
 
 
 def to_yaml(config: Options) -> str:
-    """The complete config as YAML that `--config` reads back."""
+    """Return the complete config as YAML that `--config` reads back."""
     values = {name: value for name, value in config.plain().items() if name not in ACTIONS}
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option

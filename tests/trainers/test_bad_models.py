@@ -37,13 +37,6 @@ def test_an_added_token_that_the_data_uses_needs_an_embedding(good, folder, tmp_
         sft.train(sft_config((str(folder), rows), tmp_path / "run"))
 
 
-def test_more_tokens_than_positions_are_refused_with_their_row(good, tmp_path):
-    rows = tiny.jsonl(tmp_path / "long.jsonl", [*tiny.sums(9), {"question": "9" * 110, "answer": "#### 1"}])
-    files = (str(good / "model"), rows)
-    with pytest.raises(InputError, match=r"long.jsonl, line 10: up to \d+ tokens, but the model has 128"):
-        grpo.train(grpo_config(files, tmp_path / "run", max_new_tokens=20))
-
-
 def test_a_model_without_tokenizer_config_is_one_line(good, folder, tmp_path):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match=r"token '<\|endoftext\|>' has id 263.*is tokenizer_config.json missing"):

@@ -21,15 +21,6 @@ def test_an_empty_prompt_is_refused_and_an_empty_system_message_is_none(chat):
         assert encoder.prompt(Rows([{"prompt": [{"role": "system", "content": ""}, user]}], "x"), 0, "prompt")
 
 
-def test_an_empty_completion_is_refused_whatever_the_template_makes_of_it():
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "' ' + message['content']")
-    rows = Rows([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], "x.parquet")
-    config = sft.SFTConfig(model="m", dataset="d", output_dir="o")
-    with pytest.raises(InputError, match="x.parquet, row 2: a completion is empty"):
-        sft.encoded(config, rows, Encoder(tokenizer))
-
-
 def test_a_folder_of_several_configurations(tmp_path):
     """Configuration and split are honoured for both data sets, and a wrong one is a line."""
     folder = tmp_path / "many"
@@ -55,14 +46,6 @@ def test_a_folder_of_several_configurations(tmp_path):
         with pytest.raises(InputError, match=f"{list(wrong.values())[0]}") as refused:
             read(**wrong)
         assert "\n" not in str(refused.value)
-
-
-def test_line_numbers_survive_the_split_and_an_empty_training_set_is_refused():
-    rows = Rows([{"a": i} for i in range(5)], "x.parquet")
-    train, held_out = rows.split(2)
-    assert len(train) == 3 and held_out.where(0) == "x.parquet, row 4"
-    with pytest.raises(InputError, match="eval_size=5 leaves nothing"):
-        rows.split(5)
 
 
 def text_of(tokenizer, ids):
@@ -194,12 +177,6 @@ def test_what_the_chat_template_would_ignore_is_refused(told, message, thinking)
         Encoder(load_tokenizer(thinking[0]), chat_template_kwargs=told)
 
 
-def test_a_template_can_be_told_nothing_where_it_is_not_used(thinking):
-    for tokenizer, raw in ((load_tokenizer(thinking[0]), True), (tiny.tokenizer(chat=False), False)):
-        with pytest.raises(InputError, match="chat_template_kwargs needs a tokenizer with a chat template"):
-            Encoder(tokenizer, raw_prompt=raw, chat_template_kwargs={"enable_thinking": False})
-
-
 TOOL_TEMPLATE = (
     "{{ '<bos>' }}{% if tools %}{{ tools[0]['name'] }}{% endif %}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
     "{{ m['content'] or '' }}{% for c in m.tool_calls or [] %}{{ c['name'] }}!{% endfor %}<end>\n{% endfor %}"
@@ -234,11 +211,3 @@ def test_a_word_of_the_template_that_it_does_not_read_is_refused():
     for word in ("hint", "role", "m", "messages", "if"):
         with pytest.raises(InputError, match=f"chat_template_kwargs: .*{word}"):
             Encoder(tokenizer, chat_template_kwargs={word: 1})
-
-
-def test_a_column_of_nulls_is_not_called_missing():
-    for column in ("prompt", "messages", "question"):
-        with pytest.raises(InputError, match=f"d.jsonl, line 1: column '{column}' is null"):
-            Encoder(tiny.tokenizer()).prompt(Rows([{column: None}], "d.jsonl"), 0, None)
-    with pytest.raises(InputError, match="column 'prompt' is missing"):
-        Encoder(tiny.tokenizer()).prompt(Rows([{"q": "a"}], "d.jsonl"), 0, None)

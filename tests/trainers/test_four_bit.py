@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from fused_rl.trainers import grpo, reward, sft
-from fused_rl.trainers.data import adapters
+from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.data import fingerprints as adapters
 from fused_rl.trainers.options import InputError
-from tests.trainers import tiny
+from tests.trainers import runs, tiny
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
@@ -19,11 +19,8 @@ needs_bitsandbytes = pytest.mark.skipif(
 
 
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
-    defaults = {"completion_column": "answer", "eval_size": 4, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 4}
-    defaults |= {"save_every": 2, "lora_rank": 2, "load_in_4bit": True}
-    return sft.SFTConfig(
-        model=files[0], dataset=files[1], output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
+    defaults = {"lr": 1e-2, "save_every": 2, "lora_rank": 2, "load_in_4bit": True}
+    return runs.sft_config(files, output_dir, **defaults | options)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +36,6 @@ def test_what_cannot_be_in_4_bits_is_refused_in_a_line(options, message, files, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=message):
         tiny.load_lm(sft_config(files, tmp_path, **options))
-
-
-def test_a_reward_model_is_not_in_4_bits():
-    with pytest.raises(InputError, match="load_in_4bit=True has no meaning: a reward model is saved whole"):
-        reward.RewardConfig(model="m", dataset="d", output_dir="o", load_in_4bit=True, lora_rank=2)
 
 
 def gradients(lm) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ import pytest
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.base.names import NAMES, unknown
 from fused_rl.trainers.options import InputError, names_of
-from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
 COMMANDS = {module.__name__.rsplit(".", 1)[1]: module for module in (sft, reward, grpo, ppo)}
@@ -41,18 +40,6 @@ def test_the_table_and_the_page_name_options_that_exist():
         ours = re.findall(r"`(?:--)?(\w+)", row.split(" | ")[1]) if row.startswith("|") else []
         assert not row.startswith("|") or set(ours) & KNOWN, row
     assert len(PAGE.split()) <= 1500
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_line_file_and_python_say_the_same(command, tmp_path):
-    (tmp_path / "c.yaml").write_text("lr: 1.0\nlearning_rate: 4\n")
-    said = "unknown option --learning_rate; its name here is --lr$"
-    with pytest.raises(InputError, match=f"^{said}"):
-        parse(CONFIGS[command], ["--learning_rate", "4"])
-    with pytest.raises(InputError, match=f"c.yaml, line 2: {said}"):
-        parse(CONFIGS[command], ["--config", str(tmp_path / "c.yaml")])
-    with pytest.raises(InputError, match=f"^{said}"):
-        CONFIGS[command](**NEEDED, learning_rate=4)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

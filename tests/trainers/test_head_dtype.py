@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import grpo, reward, sft
+from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import InputError
@@ -84,31 +84,6 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
     embedded, head = wide.base.get_input_embeddings(), wide.base.get_output_embeddings()
     assert embedded.weight is head.weight
     assert type(load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings()) is torch.nn.Linear
-
-
-def test_gradients_reach_the_head(folder, batch):
-    config = grpo.GRPOConfig(model=folder, dataset="", output_dir="", dtype="bfloat16", head_dtype="float32")
-    lm = tiny.load_lm(config)
-    loss = lm(batch.input_ids, batch.response_mask, token_loss=lambda logprobs, _: -logprobs).loss
-    loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in lm.parameters())
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (grpo.GRPOConfig, {"loss_from": "logits", "head_dtype": "float32"}, "no meaning with loss_from=logits"),
-        (sft.SFTConfig, {"loss_from": "logits", "head_dtype": "bfloat16"}, "no meaning with loss_from=logits"),
-        (sft.SFTConfig, {"dtype": "float32", "head_dtype": "bfloat16"}, "would round the logits of float32 weights"),
-        (sft.SFTConfig, {"head_dtype": "bfloat16"}, r"float32 weights \(dtype=auto\); leave it out, or give --dtype"),
-        (reward.RewardConfig, {"head_dtype": "float32"}, "head_dtype=float32 has no meaning for a reward model"),
-    ],
-)
-def test_what_contradicts_it_is_refused(config, options, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=message):
-        made = config(model="m", dataset="d", output_dir="o", **options)
-        reward.arithmetic(made, 1) if config is reward.RewardConfig else language_model.head_dtype(made, made)
 
 
 @pytest.mark.slow

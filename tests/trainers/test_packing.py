@@ -128,15 +128,6 @@ def test_one_mask_is_kept_for_all_layers_and_has_the_bits_of_a_bool_one(kind, op
     assert inputs["attention_mask"].stride(2) % 8 == 0  # what attention on an accelerator needs not to copy it
 
 
-def test_parts_of_a_batch_are_packed_alone():
-    lm, given = model("Llama"), batch()
-    part = given.rows(torch.tensor([4, 5, 1, 2]))
-    alone, _ = scores_and_gradients(lm, "linear", None, part)
-    found, _ = scores_and_gradients(lm, "linear", packing.pack(part, 4), part)
-    torch.testing.assert_close(found, alone, atol=2e-5, rtol=0)
-    assert packing.pack(part, 4).input_ids.shape[0] == 2
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
@@ -233,11 +224,6 @@ def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
     assert packing.pack_pairs([[5, 1], [6, 1]], TOKENS_ALONE, "cpu") is None  # nothing saved
 
 
-def test_a_classifier_costs_what_its_backbone_costs_and_its_head():
-    found, expected = packing.costs_of(reward_model("Llama").classifier), packing.costs_of(model("Llama"))
-    assert found == Costs(token=expected.token + 2 * 32, pair=expected.pair)
-
-
 # Whole sequences in a row.
 
 
@@ -326,13 +312,6 @@ def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypat
     (metrics, gradients), (packed_metrics, packed_gradients) = found
     assert packed_metrics == pytest.approx(metrics, rel=1e-6)
     assert (packed_gradients - gradients).norm() <= 1e-6 * gradients.norm()
-
-
-def test_demonstrations_are_padded_where_packing_costs_as_much():
-    examples = [sft.Example([2, 3], [4, 1], "a row")] * 6
-    config = sft.SFTConfig(model="m", dataset="d", output_dir="o", micro_batch_size=4)
-    parts = sft.micro_batches(examples, config, 0, "cpu", Costs(token=0.0, pair=1.0))
-    assert [part.packed for part in parts] == [None, None]
 
 
 @pytest.mark.parametrize("wanted", [None, True, False])

@@ -1,7 +1,5 @@
 """Which revision and which attention: in every place where a model or tokenizer is read. The Hub is a folder here."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -73,24 +71,6 @@ def test_all_that_is_read_of_a_model_is_of_its_revision(revision, hub):
     assert f"{{# {revision} #}}" in encode.load_tokenizer(NAME, given.get("revision")).chat_template
 
 
-def test_a_reward_model_is_compared_with_the_revision_of_the_policy(hub, tmp_path):
-    smaller = tmp_path / "reward"
-    tiny.reward_folder(smaller, str(snapshot(hub, "v2")))
-    there = hub / "models--someone--model" / "snapshots" / ("c" * 40)
-    shutil.copytree(snapshot(hub, "main"), there)
-    (there.parents[1] / "refs" / "larger").write_text("c" * 40)
-    about = json.loads((there / "config.json").read_text())
-    (there / "config.json").write_text(json.dumps(about | {"vocab_size": about["vocab_size"] + 8}))
-    for revision, refused in ((None, False), ("larger", True)):
-        config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{smaller}", revision=revision)
-        tokenizer = encode.load_tokenizer(NAME, revision)
-        if refused:
-            with pytest.raises(InputError, match="token embeddings, the policy .* samples from"):
-                load.load_scorers(config, Reader.beside(config, config, tokenizer, CPU, 4))
-        else:
-            load.load_scorers(config, Reader.beside(config, config, tokenizer, CPU, 4))
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_path):
     for model in readers(attn_implementation=attention):
@@ -101,22 +81,9 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
     assert scorer.scorer.model.classifier.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("attention", ["sdpaa", "flash_attention_2", "someone/kernel"])
+@pytest.mark.parametrize("attention", ["sdpaa", "flash_attention_2"])
 def test_an_attention_that_cannot_be_used_is_one_line_that_names_the_option(attention):
     for read in (tiny.load_lm, tiny.load_reward_model):
         with pytest.raises(InputError, match=f"^attn_implementation={attention} cannot be used for .*model") as refused:
             read(config_of(sft.SFTConfig, attn_implementation=attention))
         assert "\n" not in str(refused.value)
-
-
-def test_a_revision_that_there_is_not_is_one_line():
-    for read in (tiny.load_lm, tiny.load_reward_model):
-        with pytest.raises(InputError, match="someone/model.* is neither a local folder with a model nor on the Hub"):
-            read(config_of(sft.SFTConfig, revision="v3"))
-    with pytest.raises(InputError, match="its tokenizer cannot be loaded"):
-        encode.load_tokenizer(NAME, "v3")
-
-
-def test_a_folder_has_no_revisions(hub):
-    with pytest.raises(InputError, match="revision=v2 is of a model on the Hub, and model=.* is a folder"):
-        config_of(sft.SFTConfig, model=str(hub), revision="v2")

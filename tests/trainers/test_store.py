@@ -256,7 +256,7 @@ def test_the_number_of_processes_is_named(files, run, monkeypatch):
 
 @pytest.mark.parametrize("stage", [0, slow(1), slow(2), slow(3)])
 def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_path, capsys, stage):
-    options = {"zero_stage": stage, "lr_schedule": "constant", "steps": 3, "max_grad_norm": 0.0}
+    options = {"zero_stage": stage, "lr_schedule": "constant", "steps": 3, "max_grad_norm": 0.0, "weight_decay": 0.1}
     sft.train(run_config(files, tmp_path / "base", **options))
     capsys.readouterr()
 
@@ -276,9 +276,13 @@ def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_
     assert "resume: lr 0.001 -> 0.0" in capsys.readouterr().out and metrics["lr"] == 0
 
     # Decoupled weight decay takes lr x decay of the weights before the step, which are those of lr = 0.
-    decayed, _, _ = last_step("decay", weight_decay=0.5)
+    decayed, _, _ = last_step("decay", weight_decay=0.6)
     for name in same:
-        torch.testing.assert_close(same[name] - decayed[name], 1e-3 * 0.5 * still[name], atol=3e-7, rtol=0)
+        decay = 0.5 if same[name].dim() > 1 else 0.0
+        torch.testing.assert_close(same[name] - decayed[name], 1e-3 * decay * still[name], atol=3e-7, rtol=0)
+    with pytest.raises(InputError, match="weight_decay cannot change from 0 or to 0"):
+        last_step("none", weight_decay=0.0)
+    store.release()
 
     # v' = beta2 v + (1 - beta2) g²: both runs saw the same gradient.
     _, moments, _ = last_step("beta2", adam_beta2=0.5)

@@ -58,10 +58,3 @@ def test_datasets_are_looked_for_as_well(hub, files):
         there.check(model, None, ["org/d"])
     with pytest.raises(InputError, match="dataset file none.jsonl does not exist"):
         there.check(model, None, ["none.jsonl"])
-
-
-def test_a_path_that_does_not_exist_is_no_name_on_the_hub(files):
-    with pytest.raises(
-        InputError, match="model=runs/sft/model does not exist here, and not on the Hub: HFValidationError"
-    ):
-        there.check("runs/sft/model", None, [])

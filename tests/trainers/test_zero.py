@@ -3,13 +3,18 @@
 import deepspeed
 import pytest
 import torch
+import transformers
 
+from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine, optim, zero
+from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig, OptimConfig
+from tests.trainers import tiny
 
 CELLS = ((1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16"))
-OPTIONS = (
+OPTIONS = (  # with weight decay there are two groups of parameters
     {"max_grad_norm": 0.0},
+    {"max_grad_norm": 0.1, "weight_decay": 0.0},
     {"max_grad_norm": 1e-2, "tf_adam": True},  # clipped at every step
     {"max_grad_norm": 1e9, "warmup_steps": 2},
 )
@@ -45,7 +50,7 @@ def steps(stage, dtype, options) -> tuple[list, list]:
     kept = [weight.detach().clone() for weight in model.module.parameters()]
     for state in model.last_step.optimizer.state.values():
         kept += [state[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")]
-    kept.append(model.optimizer.single_partition_of_fp32_groups[0].detach().clone())
+    kept += [weight.detach().clone() for weight in model.optimizer.single_partition_of_fp32_groups]
     return norms, kept
 
 
@@ -60,6 +65,21 @@ def test_a_step_has_the_bits_of_deepspeeds_own(stage, dtype, options, monkeypatc
     assert norms == theirs
     for mine, yours in zip(found, expected, strict=True):
         assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize("kind", ["lm", "reward"])
+def test_what_decays_is_what_decays_in_transformers_trainer(kind, folder):
+    """Norms and biases do not; without weight decay there is one group."""
+    config = sft.SFTConfig(model=folder, dataset="d", output_dir="o")
+    model = tiny.load_lm(config) if kind == "lm" else RewardModel.from_pretrained(folder)
+    parameters, names = list(model.parameters()), {id(p): name for name, p in model.named_parameters()}
+    decayed, spared = optim.adamw(parameters, OptimConfig(weight_decay=0.1)).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    expected = transformers.Trainer.get_decay_parameter_names(None, model)
+    assert {names[id(p)] for p in decayed["params"]} == {*expected} < {*names.values()}
+    assert len(spared["params"]) == len(parameters) - len(expected)
+    (group,) = optim.adamw(parameters, OptimConfig()).param_groups
+    assert group["params"] == parameters
 
 
 def test_an_unknown_version_of_deepspeed_takes_its_own_step_and_a_warning_says_so(monkeypatch):

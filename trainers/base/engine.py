@@ -24,13 +24,14 @@ from torch import nn
 
 from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)  # for all processes to start, and of a collective
 
 
 def quiet() -> None:
-    """Keep other libraries' progress bars and notices off the screen: a run shows its own."""
+    """Switch off other libraries' progress bars and notices."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     import transformers  # imports deepspeed
@@ -95,14 +96,14 @@ def _leave() -> None:
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
-    """bf16 on a GPU that computes in it, from sm_80 on; fp32 on an older one, which would emulate it, and on a CPU."""
+    """Return bf16 on a GPU that computes in it (from sm_80 on), else fp32: an older one would emulate bf16."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype of weights and activations that `config.dtype` stands for on this machine."""
+    """Return the dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return fastest_dtype(device) if config.zero_stage else torch.float32
@@ -118,8 +119,6 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     if config.offload:
-        if config.zero_stage < 2:
-            raise InputError(f"offload needs zero_stage 2 or 3, got zero_stage={config.zero_stage}")
         partition["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
             partition["offload_param"] = {"device": "cpu"}
@@ -138,13 +137,13 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
 
 
 def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig, updates: int):
-    """A DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
+    """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.adamw(parameters, optim_config)
     last_step = optim.LastStep(optimizer)
-    if not config.zero_stage:  # DeepSpeed neither clips nor tells the norm there
+    if not config.zero_stage:  # DeepSpeed neither clips nor measures the norm there
         last_step.clip(parameters, optim_config.max_grad_norm)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -170,15 +169,19 @@ def load_engine(engine, folder: Path, name: str) -> None:
     if engine.last_step is None:  # weights alone
         engine.load_checkpoint(str(folder), tag=name)
         return
-    with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
-        engine.load_checkpoint(str(folder), tag=name)
+    try:
+        with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
+            engine.load_checkpoint(str(folder), tag=name)
+    except (IndexError, RuntimeError, ValueError) as error:  # torch and DeepSpeed each find other groups their own way
+        what = f"resume: the optimizer's state in {folder / name} does not fit this run's"
+        remedy = "weight_decay cannot change from 0 or to 0"
+        raise InputError(f"{what} ({in_a_line(error)}); {remedy}") from error
 
 
 def optimizer_step(engine, step: int) -> dict[str, float]:
-    """One optimizer step of an engine; returns its learning rate and the norm of its gradient before clipping.
+    """Do one optimizer step; return its learning rate and the norm of its gradient before clipping.
 
-    A gradient that is not finite is an error in which no weight has changed: without ZeRO the step raises before it
-    begins, and ZeRO leaves it out.
+    A gradient that is not finite is an error, and no weight has changed.
     """
     engine.step()
     last = engine.last_step
@@ -192,7 +195,7 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
 
 
 def initialize_frozen(model: nn.Module, config: EngineConfig):
-    """`model` ready for forward passes alone; under ZeRO 3 its weights are partitioned too."""
+    """Return `model` for forward passes alone; ZeRO 3 partitions its weights too."""
     if config.zero_stage < 3:
         return model
     import deepspeed
@@ -202,11 +205,9 @@ def initialize_frozen(model: nn.Module, config: EngineConfig):
 
 @contextlib.contextmanager
 def whole(parameter: nn.Parameter, *, written: bool = False):
-    """Inside, a parameter is whole on every rank, also under ZeRO 3; for all ranks at once.
+    """Make a parameter whole on every rank inside the block, also under ZeRO 3. Call on all ranks.
 
-    Args:
-        parameter: of a model that is trained or frozen.
-        written: it is changed inside, by every rank alike.
+    `written` says that every rank changes it inside, in the same way.
     """
     import deepspeed
 

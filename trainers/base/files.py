@@ -1,4 +1,4 @@
-"""Files that are whole or not there: whoever reads them never sees half of one, and neither does a power cut."""
+"""Files and folders that are written whole or not at all, also after a power cut."""
 
 import json
 import math
@@ -17,7 +17,7 @@ REFUSED_WRITES = ("inline_container.cc", "os error", "iostream error")
 
 
 def unfinished(path: Path) -> Path:
-    """Where a file or folder is written before it gets its name."""
+    """Return the path that a file or folder is written to before it gets its name."""
     return path.with_name(UNFINISHED + path.name)
 
 
@@ -32,7 +32,7 @@ def fingerprint(path: Path) -> tuple[int, int]:
 
 
 def sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk before this returns."""
+    """Write a file's bytes, or a folder's names, to the disk before returning."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -41,7 +41,7 @@ def sync(path: Path) -> None:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files in a folder and its folders, sorted."""
+    """Return all files below a folder, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -61,7 +61,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def as_json(value, *, indent: int | None = None) -> str:
-    """As JSON that every reader takes: a number that is NaN or infinite is null, what JSON does not know is text."""
+    """Return strict JSON: NaN and infinite numbers are null, unknown objects are text."""
     return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
 
 
@@ -74,14 +74,14 @@ def _finite(value):
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:
-    """One JSON object per line, in a file whose folder need not exist; returns the path as text."""
+    """Write one JSON object per line, make the file's folder if needed, and return the path as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
     return str(path)
 
 
 def delete(path: Path) -> None:
-    """Delete a folder, which loses its name first: no half of it passes for the whole."""
+    """Delete a folder; it loses its name first, so that no half of it is taken for the whole."""
     shutil.rmtree(unfinished(path), ignore_errors=True)
     os.rename(path, unfinished(path))
     shutil.rmtree(unfinished(path))
@@ -89,7 +89,7 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into that gets its name when the block ends; if the block raises, nothing is left."""
+    """Yield a new folder to write into. It gets its name when the block ends; if the block raises, nothing is left."""
     new = unfinished(folder)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -107,7 +107,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def storing(what: str, folder: Path) -> Iterator[None]:
-    """A block that writes `what` into `folder`: a full disk, a missing permission and their like become one line."""
+    """Turn a full disk or a missing permission in a block that writes `what` into `folder` into one line."""
     try:
         yield
     except InputError:

@@ -1,4 +1,4 @@
-"""Functions of the user's: found by `module:name`. What they raise is theirs, with its traceback."""
+"""The user's functions, named as `module:name`. What they raise keeps its traceback."""
 
 import importlib
 import os
@@ -28,5 +28,5 @@ def load_function(option: str, name: str) -> Callable:
 
 
 def name_of(function: Callable) -> str:
-    """What it is called in metrics and in config.yaml."""
+    """Return the function's name in metrics and in config.yaml."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))

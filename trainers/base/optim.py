@@ -1,4 +1,4 @@
-"""AdamW, its schedule and clipping, for any model of a run: what an `OptimConfig` says."""
+"""AdamW, its schedule and clipping, as an `OptimConfig` describes them."""
 
 import math
 from collections.abc import Iterator
@@ -12,15 +12,20 @@ from fused_rl.trainers.options import OptimConfig
 
 
 def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) over `parameters`."""
+    """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
+    decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
+    spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
+    groups = [{"params": decayed}] if decayed else []
+    if spared:
+        groups.append({"params": spared, "weight_decay": 0.0})
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
     options["fused"] = True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, config.adam_beta2), **options)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):
-    """The learning rate over `updates` optimizer steps: a warm-up, then constant or annealed to zero."""
+    """Return the learning rate's schedule over `updates` steps: a warm-up, then constant or annealed to zero."""
     from transformers import get_scheduler
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
@@ -29,7 +34,7 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
 
 @contextmanager
 def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
-    """A block that loads the state of an optimizer and its schedule: what the config says of both stays as it is."""
+    """Keep the options of an optimizer and its schedule in a block that loads their state."""
     peaks = schedule.base_lrs
     options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     yield
@@ -40,7 +45,7 @@ def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
 
 
 class LastStep:
-    """What the last step of an optimizer was made with, noted before the schedule moves on."""
+    """The learning rate and gradient norm of an optimizer's last step, noted before the schedule moves on."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.lr: float | None = None

@@ -30,17 +30,17 @@ def divide_over(name: str, count: int, world: int) -> int:
 
 
 def rank() -> int:
-    """This process's rank; 0 outside a process group."""
+    """Return this process's rank; 0 outside a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together; 1 outside a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_ranks():
-    """The process group of all ranks; None where there is but one."""
+    """Return the process group of all ranks; None if there is one rank."""
     return dist.group.WORLD if world_size() > 1 else None
 
 
@@ -51,7 +51,7 @@ def barrier() -> None:
 
 
 def gather(part: Part) -> list[Part]:
-    """Every rank's `part`, by rank, on every rank."""
+    """Return every rank's `part`, by rank, on every rank."""
     parts = [part] * world_size()
     if world_size() > 1:
         dist.all_gather_object(parts, part)
@@ -59,7 +59,7 @@ def gather(part: Part) -> list[Part]:
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
-    """Have rank 0 do something while the others wait; an InputError that it raises is raised on every rank."""
+    """Run `work` on rank 0 while the others wait; an InputError that it raises is raised on every rank."""
     refusal = None
     if rank() == 0:
         try:
@@ -72,7 +72,7 @@ def on_first_rank(work: Callable[[], None]) -> None:
 
 
 def on_first_rank_at_length(work: Callable[[], None]) -> None:
-    """`on_first_rank` for work that takes longer than ranks wait for each other: they keep in touch meanwhile."""
+    """Run `work` as `on_first_rank` does, also if it takes longer than ranks wait for each other."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(work if rank() == 0 else lambda: None)
         ended = False
@@ -83,37 +83,36 @@ def on_first_rank_at_length(work: Callable[[], None]) -> None:
 
 
 def global_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of a tensor of any shape, in fp64 on the CPU."""
+    """Return the sum over ranks of a tensor of any shape, in fp64 on the CPU."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def global_max(value: torch.Tensor) -> float:
+    """Return the largest value of a scalar over ranks."""
+    return _reduced(value, dist.ReduceOp.MAX).item()
+
+
+def _reduced(values: torch.Tensor, op) -> torch.Tensor:
     values = values.detach().double().clone()
     if world_size() > 1:
         values = values.cuda() if dist.get_backend() == "nccl" else values
-        dist.all_reduce(values)
+        dist.all_reduce(values, op=op)
     return values.cpu()
 
 
 def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The sums over ranks of scalars by name, which every rank names alike."""
+    """Return the sums over ranks of scalars by name; every rank gives the same names."""
     totals = global_sum(arrived([value.double() for value in values.values()]))
     return dict(zip(values, totals.tolist(), strict=True))
 
 
 def counted(*counts: torch.Tensor) -> list[int]:
-    """The sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch, with which no split
-    of it changes the gradient. All ranks meet once."""
+    """Return the sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch."""
     return global_sum(arrived(counts)).clamp(min=1).tolist()
 
 
 def arrived(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Scalars of one dtype, on a device or on the CPU, as one tensor on the CPU; the device is waited for once."""
+    """Return scalars of one dtype, from any device, as one CPU tensor; the device is waited for once."""
     there = [x for x in scalars if x.device.type != "cpu"]
     found = iter(torch.stack(there).cpu()) if there else iter(())
     return torch.stack([x if x.device.type == "cpu" else next(found) for x in scalars])
-
-
-def global_max(value: torch.Tensor) -> float:
-    """The largest of a scalar over ranks."""
-    value = value.detach().double().clone()
-    if world_size() > 1:
-        value = value.cuda() if dist.get_backend() == "nccl" else value
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()

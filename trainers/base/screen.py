@@ -1,4 +1,4 @@
-"""Lines on the terminal. Text of a model or a dataset cannot steer it: control characters are escaped."""
+"""Lines on the terminal; control characters in the text of a model or a dataset are escaped."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Somebody else's text on one line, and on a terminal that obeys none of it."""
+"""Text from others: on one line, and without control characters on the terminal."""
 
 import unicodedata
 
@@ -8,25 +8,16 @@ class InputError(ValueError):
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, in one line of at most 300 characters, whatever its text does."""
-    try:
-        text = " ".join(str(error).split()) or "no reason given"
-    except BaseException:  # of the class's own __str__
-        text = "its message cannot be read"
+    """Return an exception's type and message in one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or "no reason given"
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def shown(text: object, keep: str = "") -> str:
-    """The text with everything that a terminal would obey written out: ESC as \\x1b, a change of direction as \\u202e.
-
-    Args:
-        text: of anybody; what is none is converted.
-        keep: characters to leave as they are, such as line ends.
-    """
-    text = str(text)
-    return text if text.isprintable() else "".join(_shown(character, keep) for character in text)
-
-
-def _shown(character: str, keep: str) -> str:
-    harmless = character.isprintable() or character in keep or unicodedata.category(character) == "Zs"
-    return character if harmless else character.encode("unicode_escape").decode()
+    """Return the text with control characters escaped, ESC as \\x1b, but for those in `keep`."""
+    characters = []
+    for character in str(text):
+        is_space = unicodedata.category(character) == "Zs"
+        harmless = is_space or character.isprintable() or character in keep
+        characters.append(character if harmless else character.encode("unicode_escape").decode())
+    return "".join(characters)

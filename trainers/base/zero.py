@@ -37,17 +37,19 @@ def _compared() -> bool:
 
 
 class Step:
-    """Replaces the step of a DeepSpeedZeroOptimizer with one group of weights."""
+    """Replaces the step of a DeepSpeedZeroOptimizer."""
 
     def __init__(self, engine):
         self.zero = zero = engine.optimizer
-        self.weight = zero.single_partition_of_fp32_groups[0]
-        self.trained = zero.parallel_partitioned_bit16_groups[0][0]  # what the model computes with
-        if self.trained.dtype == torch.float32:  # one copy of the weights serves both
-            self.weight.data = self.trained
+        self.weights = zero.single_partition_of_fp32_groups
+        self.trained = [parts[0] for parts in zero.parallel_partitioned_bit16_groups]  # what the model computes with
+        if self.trained[0].dtype == torch.float32:  # one copy of the weights serves both
+            for weight, trained in zip(self.weights, self.trained, strict=True):
+                weight.data = trained
             zero._link_all_hp_params()
-        self.buffer = torch.empty(min(SPAN, len(self.weight)))
-        self.gradients: list[torch.Tensor] = []
+        longest = max(map(len, self.weights))
+        self.buffer = torch.empty(min(SPAN, longest))
+        self.gradients: list[list[torch.Tensor]] = []
         engine.enable_backward_allreduce = False
         zero.optimizer.register_step_pre_hook(self._update)  # after those that change its options for this step
         zero.step = self
@@ -58,47 +60,59 @@ class Step:
         zero = self.zero
         zero.micro_step_id = -1
         nothing = torch.zeros(1)  # expanded, it takes no memory
-        found = [nothing.expand(w.numel()) if w.grad is None else w.grad.reshape(-1) for w in zero.bit16_groups[0]]
-        padding = nothing.expand(len(self.weight) - sum(map(len, found)))
-        self.gradients = [*found, padding] if len(padding) else found
-        norm = sum(map(sum_of_squares, self.gradients), torch.zeros((), dtype=torch.float64)).float().sqrt()
+        norms = []
+        for weight, parameters in zip(self.weights, zero.bit16_groups, strict=True):
+            found = []
+            for p in parameters:
+                found.append(nothing.expand(p.numel()) if p.grad is None else p.grad.reshape(-1))
+            padding = len(weight) - sum(map(len, found))
+            self.gradients.append([*found, nothing.expand(padding)])
+            squares = sum(map(sum_of_squares, found), torch.zeros((), dtype=torch.float64))
+            norms.append(squares.float().sqrt())
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         zero.overflow = not norm.isfinite()
         zero._global_grad_norm = float("inf") if zero.overflow else norm
 
         # Adam, inside of its hooks.
         if not zero.overflow:
-            self.excess = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0) if zero.clip_grad else torch.ones(())
+            self.excess = torch.ones(())
+            if zero.clip_grad:
+                self.excess = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
             zero.optimizer.step()
             zero._lazy_init_hp_params_optimizer_state()
-        self.gradients = []
+        self.gradients.clear()
         zero.averaged_gradients.clear()
         zero.all_grad_tensors.clear()
 
     def _update(self, optimizer, *_) -> None:
-        """AdamW over the spans; `optimizer.step` itself sees no gradient and does nothing."""
-        weight, group = self.weight, optimizer.param_groups[0]
+        """Do AdamW over the spans; `optimizer.step` itself sees no gradient and does nothing."""
+        for group, *tensors in zip(optimizer.param_groups, self.weights, self.trained, self.gradients, strict=True):
+            self._update_group(optimizer, group, *tensors)
+
+    def _update_group(self, optimizer, group: dict, weight, trained, gradients: list[torch.Tensor]) -> None:
         state = optimizer.state[weight]
         if not state:
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             state.update(step=torch.zeros((), dtype=torch.float32), **moments)
         state["step"] += 1
-        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+        options = {name: group[name] for name in names}
         options["beta1"], options["beta2"] = group["betas"]
 
         # A span's gradient, weights and moments are touched once.
-        tensors = weight.detach(), state["exp_avg"], state["exp_avg_sq"], self.trained
+        tensors = weight.detach(), state["exp_avg"], state["exp_avg_sq"], trained
         spans = zip(*(x.split(SPAN) for x in tensors), strict=True)
-        for gradient, (master, first, second, trained) in zip(self._spans(), spans, strict=True):
+        for gradient, (master, first, second, rounded) in zip(self._spans(gradients), spans, strict=True):
             if self.excess > 1:
                 gradient.mul_(1.0 / self.excess)
             torch._fused_adamw_([master], [gradient], [first], [second], [], [state["step"]], **options)
-            if trained.dtype != master.dtype:
-                trained.copy_(master)
+            if rounded.dtype != master.dtype:
+                rounded.copy_(master)
 
-    def _spans(self) -> Iterator[torch.Tensor]:
-        """The gradient in fp32, copied into the buffer a span at a time."""
+    def _spans(self, gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the gradient in fp32, copied into the buffer a span at a time."""
         filled = 0
-        for gradient in self.gradients:
+        for gradient in gradients:
             while len(gradient):
                 part, gradient = gradient[: len(self.buffer) - filled], gradient[len(self.buffer) - filled :]
                 self.buffer[filled : filled + len(part)].copy_(part)

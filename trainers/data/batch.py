@@ -3,6 +3,7 @@
 Lengths stay on the CPU, and with them what follows from them: to make a part of a batch, the host waits for no device.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,17 +13,17 @@ from fused_rl import TokenSupport
 
 
 def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: int = 0) -> torch.Tensor:
-    """Ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
+    """Return ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
     width = max(width, max(map(len, sequences)))
-    fill = [[value] * (width - len(s)) for s in sequences]
     rows = []
-    for sequence, padding in zip(sequences, fill, strict=True):
+    for sequence in sequences:
+        padding = [value] * (width - len(sequence))
         rows.append(padding + sequence if left else sequence + padding)
     return torch.tensor(rows)
 
 
 def on_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """A tensor of the CPU on a device; the host does not wait for what the device is still computing."""
+    """Move a CPU tensor to a device; the host does not wait for what the device is still computing."""
     return tensor.to(device, non_blocking=True)
 
 
@@ -38,7 +39,7 @@ class Batch:
     response_mask: torch.Tensor
     """(B, T - 1) bool, True where token t + 1 counts: it is of the response, its EOS included, and of no other turn."""
     where: tuple[str, ...]
-    """Of each sequence the file and line, or the like, that it came from: for errors."""
+    """The file and line, or the like, that each sequence came from: for errors."""
     prompts: torch.Tensor
     """(B,) int64 on the CPU: a number for each prompt; neighbours of one number have the same prompt."""
     prompt_lengths: torch.Tensor
@@ -46,18 +47,18 @@ class Batch:
     response_lengths: torch.Tensor
     """(B,) int64 on the CPU: tokens of the response that are predicted, whether they count or not."""
     support: TokenSupport | None = None
-    """What each token that counts was drawn from, in the order of the mask; None for the whole vocabulary. On the CPU,
-    and of `rows` on the device."""
+    """The set that each token that counts was sampled from, in the order of the mask; None for the whole vocabulary.
+    It is on the CPU; that of `rows` is on the device."""
     counts: torch.Tensor | None = None
     """`response_mask` on the CPU where some token of a response does not count; None where all do."""
 
     @property
     def token_counts(self) -> torch.Tensor:
-        """(B,) int64 on the CPU: how many tokens of each response count."""
+        """(B,) int64 on the CPU: the number of tokens of each response that count."""
         return self.response_lengths if self.counts is None else self.counts.sum(1)
 
     def rows(self, index: torch.Tensor) -> "Batch":
-        """The sequences at `index` (b,), padded no wider than they need."""
+        """Return the sequences at `index` (b,), padded no wider than they need."""
         # How wide that is, on the CPU, where the indices should be too.
         index = index.cpu()
         device = self.input_ids.device
@@ -81,22 +82,22 @@ class Batch:
         return Batch(*tensors, where, self.prompts[index], prompts, responses, support, counts)
 
     def predicted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(M,) int64 each, on the CPU: of the tokens of responses, in order, the row and the column in a mask."""
+        """Return the rows and columns in a mask, (M,) int64 each on the CPU, of the tokens of responses in order."""
         end = self.prompt_lengths.clamp(min=1) + self.response_lengths
         return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
 
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) int64 each, on the CPU: of the True places of `response_mask` the row and the column, in its order."""
+        """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""
         return self.predicted() if self.counts is None else self.counts.nonzero(as_tuple=True)
 
     def places(self) -> torch.Tensor:
-        """(N,) int64: where in the flattened mask its True places are."""
+        """Return the True places of the flattened mask, (N,) int64."""
         row, column = self.response_tokens()
         return on_device(row * self.response_mask.shape[1] + column, self.input_ids.device)
 
 
 def mask_of(start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
-    """(B,) int64 each -> (B, width - 1) bool: True from the token at `start` to the one before `end`."""
+    """Return (B, width - 1) bool, True from the token at `start` (B,) to the one before `end` (B,)."""
     position = torch.arange(1, width)
     start = start[:, None]
     return (position >= start) & (position < end[:, None])
@@ -112,9 +113,9 @@ def make_batch(
     width: int = 0,
     trained: Sequence[list[bool] | None] = (),
 ) -> Batch:
-    """Prompts and responses as one `Batch`; what a response is follows from lengths alone, never from token ids.
+    """Return prompts and responses as one `Batch`; lengths alone say what a response is, never token ids.
 
-    `trained` says of each response which of its tokens count; None, and nothing at all, is every one.
+    `trained` says for each response which of its tokens count; None, like an empty list, means all.
     """
     # Tokens, and which of them are of a response.
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
@@ -126,23 +127,16 @@ def make_batch(
     # Which of these count.
     counts = None
     if any(flags is not None for flags in trained):
-        mask = counts = mask & _flagged(lengths.tolist(), responses, trained, input_ids.shape[1])
+        rows = []
+        for prompt, response, flags in zip(prompts, responses, trained, strict=True):
+            flags = [True] * len(response) if flags is None else flags
+            rows.append([0] * len(prompt) + list(map(int, flags)))
+        mask = counts = mask & pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()
 
     tensors = on_device(input_ids, device), on_device(mask, device)
-    changes = [0] * len(prompts)
-    for i in range(1, len(prompts)):
-        changes[i] = int(prompts[i] != prompts[i - 1])
+    changes = [0]
+    for before, prompt in itertools.pairwise(prompts):
+        changes.append(int(prompt != before))
     numbers = torch.tensor(changes).cumsum(0)
     places = tuple(where) or ("a row",) * len(prompts)
     return Batch(*tensors, places, numbers, lengths, response_lengths, counts=counts)
-
-
-def _flagged(
-    prompts: list[int], responses: list[list[int]], trained: Sequence[list[bool] | None], width: int
-) -> torch.Tensor:
-    """(B, width - 1) bool: the flags of each response after a prompt of so many tokens."""
-    rows = []
-    for prompt, response, flags in zip(prompts, responses, trained, strict=True):
-        counts = [1] * len(response) if flags is None else list(map(int, flags))
-        rows.append([0] * prompt + counts)
-    return pad(rows, 0, width=width)[:, 1:].bool()

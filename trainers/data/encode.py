@@ -8,16 +8,19 @@ import difflib
 import functools
 import json
 import re
+from typing import TypeAlias
 
 from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import DataConfig, InputError
 
+Encoded: TypeAlias = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its response."""
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
 
 def load_tokenizer(name: str, revision: str | None = None):
-    """The tokenizer of a model, with some pad token: what it is does not matter, pads are never read."""
+    """Return the tokenizer of a model; without a pad token EOS is one, because pads are never read."""
     from transformers import AutoTokenizer
 
     try:
@@ -34,7 +37,7 @@ def load_tokenizer(name: str, revision: str | None = None):
 
 
 def stop_ids(tokenizer, generation_config) -> list[int]:
-    """Every token id that ends a response: the tokenizer's EOS and those of the model's generation config."""
+    """Return the token ids that end a response: the tokenizer's EOS and those of the model's generation config."""
     eos = generation_config.eos_token_id
     if not isinstance(eos, list):
         eos = [] if eos is None else [eos]
@@ -60,12 +63,14 @@ class Encoder:
         self.system_prompt = system_prompt
         self.template_kwargs = chat_template_kwargs or {}
         self.chat = tokenizer.chat_template is not None and not raw_prompt
-        self.heard = {"assistant"}
         for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
             if value is not None and not self.chat:
                 raise InputError(f"{name} needs a tokenizer with a chat template and raw_prompt=false")
-        if self.template_kwargs:
-            check_template_kwargs(tokenizer, self.template_kwargs)
+        if self.template_kwargs:  # the template would ignore a misspelt name
+            known = variables(tokenizer.get_chat_template(tools=self.template_kwargs.get("tools")))
+            for name in self.template_kwargs.keys() - (known - {"messages", "add_generation_prompt"}):
+                near = "".join(f"; did you mean {word}?" for word in difflib.get_close_matches(name, known, n=1))
+                raise InputError(f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}{near}")
 
     @classmethod
     def of(cls, config: DataConfig, tokenizer) -> "Encoder":
@@ -81,8 +86,8 @@ class Encoder:
         with rows.at(i):
             return self._encode_prompt(messages, self._tools(rows.rows[i]))
 
-    def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of row i's prompt and of its completion or last turn, which ends in EOS."""
+    def pair(self, rows: Rows, i: int, column: str | None, completion_column: str) -> Encoded:
+        """Return the token ids of row i's prompt and of its completion or last turn, with EOS at its end."""
         return self.pairs(rows, i, column, completion_column)[0]
 
     def turns(self, rows: Rows, i: int, column: str | None) -> int:
@@ -94,13 +99,14 @@ class Encoder:
 
     def pairs(
         self, rows: Rows, i: int, column: str | None, completion_column: str, turns: str = "last"
-    ) -> list[tuple[list[int], list[int]]]:
+    ) -> list[Encoded]:
         """Return what `pair` returns, for every turn of the assistant that is trained.
 
         If the last message is the assistant's, it is the completion, with all that it says (`SAID`). With turns="all"
         every assistant turn after the first message is one, each with what came before it. Otherwise the completion is
         a column. A row of `text` alone is trained after its first token, as it stands.
         """
+        # Text alone.
         row = rows.rows[i]
         given = row.get(completion_column) is not None
         if column is None and _is_text(row):
@@ -109,6 +115,8 @@ class Encoder:
                     what = f"the row has text and {completion_column!r}, but no prompt"
                     raise InputError(f"{what}; name it with --prompt_column text, or remove a column")
                 return [self._text(row["text"])]
+
+        # A prompt and its completion, or a conversation.
         messages = self._messages(rows, i, column)
         completion = None
         if messages[-1]["role"] != "assistant" and (given or len(messages) == 1):
@@ -126,7 +134,7 @@ class Encoder:
             ends = _turns(messages) if turns == "all" else [len(messages) - 1]
             return [self._pair(messages[:end], messages[end], tools) for end in ends]
 
-    def _text(self, text: str) -> tuple[list[int], list[int]]:
+    def _text(self, text: str) -> Encoded:
         """Return the first token of a text and the others, which end in EOS."""
         if self.system_prompt is not None or self.template_kwargs:
             raise InputError("system_prompt and chat_template_kwargs have no meaning for a row of text")
@@ -153,7 +161,7 @@ class Encoder:
                 f"{cell!r:.80}; put conversations of several turns whole into a column messages"
             )
 
-    def _pair(self, messages: list[dict], turn: dict, tools: list | None) -> tuple[list[int], list[int]]:
+    def _pair(self, messages: list[dict], turn: dict, tools: list | None) -> Encoded:
         """Return the token ids of the messages, and of the assistant's turn after them."""
         # What follows the token that ends a response would never be trained on.
         eos_token = self.tokenizer.eos_token
@@ -167,12 +175,11 @@ class Encoder:
         if not self.chat:
             return prompt, [*self.tokenizer(turn["content"], add_special_tokens=False).input_ids, eos]
         whole = self._template([*messages, turn], tools, add_generation_prompt=False)
-        for name in SAID:
-            if turn.get(name):
-                without = {key: value for key, value in turn.items() if key != name}
-                if self._template([*messages, without], tools, add_generation_prompt=False) == whole:
-                    what = f"the assistant's turn has {name}, but the chat template leaves it out"
-                    raise InputError(f"{what}; use a template that writes it, or remove the row")
+        for name in [name for name in SAID if turn.get(name)]:
+            without = {key: value for key, value in turn.items() if key != name}
+            if self._template([*messages, without], tools, add_generation_prompt=False) == whole:
+                what = f"the assistant's turn has {name}, but the chat template leaves it out"
+                raise InputError(f"{what}; use a template that writes it, or remove the row")
         if whole[: len(prompt)] != prompt:
             raise InputError("the chat template does not continue its own generation prompt")
         completion = whole[len(prompt) :]
@@ -182,7 +189,7 @@ class Encoder:
     def _tools(self, row: dict) -> list | None:
         """Return the row's tools for the template, which must read them."""
         tools = row.get("tools") if self.chat else None
-        if tools and "tools" not in variables(self.tokenizer, tools):
+        if tools and "tools" not in variables(self.tokenizer.get_chat_template(tools=tools)):
             raise InputError("the row has tools, but the chat template does not read them; remove the column")
         return tools or None
 
@@ -194,9 +201,8 @@ class Encoder:
             column = (filled or there or PROMPT_COLUMNS)[0]
         prompt = rows.get(i, column, "prompt_column")
         with rows.at(i):
-            for name, remedy in NOT_READ.items():
-                if row.get(name):
-                    raise InputError(f"column {name!r} is not read: {remedy}")
+            for name in [name for name in NOT_READ if row.get(name)]:
+                raise InputError(f"column {name!r} is not read; remove it (for the template: --chat_template_kwargs)")
             if isinstance(prompt, str):
                 check_text_alone(prompt, column)
                 system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
@@ -211,13 +217,8 @@ class Encoder:
             raise InputError(f"{what}; got {str(prompt)[:80]!r}")
         if not self.chat:
             raise InputError(f"column {column!r} holds messages, but there is no chat template to use")
-        roles = [message["role"] for message in prompt]
-        if set(roles) == {"assistant"}:
+        if {message["role"] for message in prompt} == {"assistant"}:
             raise InputError(f"column {column!r} holds the assistant's messages alone, and no prompt")
-        for role in roles:  # a template would take these as they are
-            meant = OTHERS_ROLES.get(role.lower(), role.lower())
-            if meant != role and meant in ("system", "user", "assistant"):
-                raise InputError(f"column {column!r} has a message of role {role!r}; rename it to {meant!r}")
         if self.system_prompt is not None:
             what = f"system_prompt has no meaning for column {column!r}, which holds messages"
             raise InputError(f"{what}; put a first one of role system into them, or leave it out")
@@ -227,31 +228,14 @@ class Encoder:
             raise InputError("the prompt is empty; mend or remove the row")
         if self.chat:
             ids = self._template(messages, tools, add_generation_prompt=True)
-            self._check_heard(messages, tools, ids)
         else:
-            ids = self._raw(messages[-1]["content"])
+            ids = self._with_one_bos(messages[-1]["content"])
+            bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+            if len(ids) > 1 and ids[-1] == eos != bos:  # a prompt has not ended
+                ids = ids[:-1]
         if not ids:
-            raise InputError("the prompt is empty, and a model needs a token to begin with")
+            raise InputError("the prompt is empty; mend or remove the row")
         return ids
-
-    def _check_heard(self, messages: list[dict], tools: list | None, ids: list[int]) -> None:
-        """Refuse a template that leaves out what a role says; each role is tried once."""
-        for at, message in enumerate(messages):
-            if message["role"] in self.heard or not message["content"]:
-                continue
-            self.heard.add(message["role"])
-            other = list(messages)
-            other[at] = message | {"content": message["content"] + " 0"}
-            if self._template(other, tools, add_generation_prompt=True) == ids:
-                what = f"the chat template leaves out what role {message['role']!r} says"
-                raise InputError(f"{what}; use a template that writes it, or remove the message")
-
-    def _raw(self, text: str) -> list[int]:
-        """Return a prompt's tokens without a chat template."""
-        ids = self._with_one_bos(text)
-        bos = self.tokenizer.bos_token_id
-        eos = self.tokenizer.eos_token_id
-        return ids[:-1] if len(ids) > 1 and ids[-1] == eos and bos != eos else ids  # a prompt has not ended
 
     def _with_one_bos(self, text: str) -> list[int]:
         """Return the tokens of a text that may spell out the token that the tokenizer also adds."""
@@ -286,24 +270,20 @@ def _without_nulls(message: dict) -> dict:
 
 
 def _are_messages(value) -> bool:
+    """Return True for a list of messages with a role and a text; an assistant's may call tools in place of a text."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and _is_message(message) for message in value)
-
-
-def _is_message(message: dict) -> bool:
-    """Return True for a message with a role and a text; an assistant's may call tools in place of a text."""
-    content = message.get("content")
-    role = message.get("role")
-    says_nothing = content is None and role == "assistant" and bool(message.get("tool_calls"))
-    return isinstance(role, str) and (isinstance(content, str) or says_nothing)
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return False
+        calls = message["role"] == "assistant" and message.get("tool_calls")
+        if not isinstance(message.get("content"), str) and not (calls and message.get("content") is None):
+            return False
+    return True
 
 
 SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
-OTHERS_ROLES = {"human": "user", "gpt": "assistant"}
-# Columns that mean something to other trainers, and nothing here.
-NOT_READ = {"chat_template_kwargs": "give --chat_template_kwargs, for all rows"}
-NOT_READ |= dict.fromkeys(("image", "images", "videos"), "text alone is trained on; remove the column")
+NOT_READ = ("chat_template_kwargs", "image", "images", "videos")  # columns that mean something to other trainers
 # What an assistant has to say in a turn besides the content.
 SAID = ("tool_calls", "function_call", "reasoning_content", "thinking")
 GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own tag, around what is generated
@@ -312,29 +292,14 @@ GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transfor
 def check_text_alone(text: str, column: str) -> None:
     """Refuse messages that became text on their way, as in a CSV."""
     if SPELLED.fullmatch(text):
-        what = f"column {column!r} is a text that spells messages"
-        raise InputError(f"{what}; write them as a list, in .jsonl or .parquet")
-
-
-def variables(tokenizer, tools: list | None = None) -> frozenset[str]:
-    """Return the names that the tokenizer's chat template reads."""
-    return _undeclared(tokenizer.get_chat_template(tools=tools))
+        raise InputError(f"column {column!r} is a text that spells messages; write a list, in .jsonl or .parquet")
 
 
 @functools.lru_cache(maxsize=8)
-def _undeclared(template: str) -> frozenset[str]:
+def variables(template: str) -> frozenset[str]:
+    """Return the names that a chat template reads."""
     import jinja2
     from jinja2 import meta
 
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     return frozenset(meta.find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
-
-
-def check_template_kwargs(tokenizer, given: dict) -> None:
-    """Refuse names that the chat template does not read: it would ignore them, and a misspelt one changes nothing."""
-    known = variables(tokenizer, given.get("tools")) - {"messages", "add_generation_prompt"}
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InputError(f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}{hint}")

@@ -6,7 +6,6 @@ every row to have been trained on `num_train_epochs` times.
 
 import copy
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +22,6 @@ class RowOrder:
     """Endless batches of row indices: a fresh permutation per epoch, the same on every rank, resumable anywhere."""
 
     def __init__(self, size: int, batch_size: int, seed: int):
-        if size < 1:
-            raise InputError("no rows to train on")
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
@@ -36,7 +33,7 @@ class RowOrder:
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list[int]:
-        """The next so many indices, beside those of the batches."""
+        """Return the next `count` indices."""
         batch = []
         while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
@@ -46,18 +43,15 @@ class RowOrder:
         return batch
 
     def after(self, batches: int) -> list[int]:
-        """The batch that comes so many after the one taken last, which stays that; 0 is itself."""
+        """Return the batch that comes `batches` after the last one, without taking it; 0 is the last one."""
         position = self.position
         self.position += (batches - 1) * self.batch_size
         ahead = next(self)
         self.position = position
         return ahead
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
-
     def _permutation_of(self, epoch: int) -> torch.Tensor:
-        if epoch != self.epoch:  # drawn once per epoch: of a million rows it takes 80 ms
+        if epoch != self.epoch:  # a permutation of a million rows takes 80 ms
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)
         return self.permutation
@@ -68,12 +62,12 @@ Config = TypeVar("Config", bound=StepsConfig)
 
 
 def in_run(config: StepsConfig, per_step: int) -> int | str:
-    """How many of something a run has, of which a step has `per_step`; in words before the rows are read."""
+    """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
     return UNKNOWN if config.steps is None else config.steps * per_step
 
 
 def in_steps(config: Config, rows: int) -> Config:
-    """The config with the steps that its passes over `rows` rows come to; itself where it names steps.
+    """Return the config with the steps that its passes over `rows` rows come to; itself if it names steps.
 
     Raises:
         InputError: a step of more rows than there are, some of which it would take twice.
@@ -84,16 +78,16 @@ def in_steps(config: Config, rows: int) -> Config:
         raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
-    resolved = _resolved(config, rows)
+    resolved, line = _resolved(config, rows)
     if rank() == 0:
-        tell(_told(resolved, rows))
+        tell(line)
     return resolved
 
 
 def foresee(config: Config, data: DataConfig) -> tuple[Config, dict[str, str]]:
-    """What `in_steps` will say, before anything is tokenised, and that as a line of the batch arithmetic.
+    """Return what `in_steps` will return before anything is tokenised, and a line of the batch arithmetic.
 
-    Rows that are too long are not known yet, and no Hub dataset is read. A file that is not there `there.check` tells.
+    Rows that are too long are not known yet, and no Hub dataset is read.
     """
     if data.dataset is None:
         raise InputError("dataset is missing; give --dataset")
@@ -103,20 +97,15 @@ def foresee(config: Config, data: DataConfig) -> tuple[Config, dict[str, str]]:
     rows = load_rows(data.dataset)
     if data.eval_size and data.eval_dataset is None:
         rows, _ = rows.split(data.eval_size)
-    resolved = _resolved(config, len(rows))
-    return resolved, {"steps": f"at most {resolved.steps}, fewer where rows are dropped: {_told(resolved, len(rows))}"}
+    resolved, line = _resolved(config, len(rows))
+    return resolved, {"steps": f"at most {resolved.steps}, fewer where rows are dropped: {line}"}
 
 
-def _resolved(config: Config, rows: int) -> Config:
+def _resolved(config: Config, rows: int) -> tuple[Config, str]:
+    """Return the config with its steps, and a line that says how they come about."""
     resolved = copy.copy(config)
+    per_step = getattr(config, config.batch_option)
     passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
-    resolved.steps = math.ceil(passes * rows / getattr(config, config.batch_option))
-    return resolved
-
-
-def _told(resolved: StepsConfig, rows: int) -> str:
-    per_step = getattr(resolved, resolved.batch_option)
-    return (
-        f"num_train_epochs={resolved.num_train_epochs:g} of {rows} rows, {resolved.batch_option}={per_step}: "
-        f"{resolved.steps} steps"
-    )
+    resolved.steps = math.ceil(passes * rows / per_step)
+    what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
+    return resolved, f"{what}: {resolved.steps} steps"

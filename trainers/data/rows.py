@@ -1,7 +1,13 @@
-"""Rows as dictionaries, from a file, a folder or a Hub dataset, each knowing where it came from."""
+"""Rows as dictionaries, from a file (.jsonl, .json, .csv, .parquet), a folder or a Hub dataset.
+
+Each row knows where it came from. An error names the file, and the line or row that cannot be read.
+"""
 
 import contextlib
+import csv
 import dataclasses
+import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.data.formats import read_csv, read_json, read_jsonl, read_parquet
 from fused_rl.trainers.options import FILES, DataConfig, InputError, is_saved
 
 if TYPE_CHECKING:
@@ -18,78 +23,6 @@ if TYPE_CHECKING:
 
 Given: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
 """Rows in Python: a name, or the rows themselves."""
-# Each returns the rows, and the line that each stands on, where that is not its number.
-READERS = {
-    ".jsonl": read_jsonl,
-    ".json": lambda path: (read_json(path), None),
-    ".csv": lambda path: (read_csv(path), None),
-    ".parquet": lambda path: (read_parquet(path), None),
-}
-
-
-def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
-    """Of a Hub dataset, or of a folder that `datasets` reads, or wrote by `save_to_disk`."""
-    import datasets
-
-    try:
-        if is_saved(name):
-            saved = datasets.load_from_disk(name)
-            if isinstance(saved, datasets.DatasetDict) and split not in saved:
-                raise InputError(f"dataset={name!r} has no split {split!r}; it has {', '.join(saved)}")
-            return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved).to_list()
-        config_name = config_name or _only_configuration(name, datasets.get_dataset_config_names(name))
-        builder = datasets.load_dataset_builder(name, config_name) if Path(name).is_dir() else None
-        if builder is not None and builder.name in ("csv", "json"):
-            return _read_text(builder, split)
-        loaded = datasets.load_dataset(name, config_name, split=split)
-        guessed = [column for column, kind in loaded.features.items() if _is_guessed(loaded, kind)]
-        if guessed and rank() == 0:
-            what = f"`datasets` made {', '.join(guessed)} of its text, such as 7 of 007"
-            tell(f"{name}: {what}; to keep the text download the file, and name that")
-        return loaded.to_list()
-    except InputError:
-        raise
-    except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
-        what = f"dataset={name!r} (configuration {config_name}, split {split})"
-        raise InputError(
-            f"{what} is neither a file ({', '.join(FILES)}), nor a folder or a Hub dataset that can be read: "
-            f"{in_a_line(error)}"
-        ) from error
-
-
-def _read_text(builder, split: str) -> list[dict]:
-    """A folder's CSV and JSON as the files alone are read: `datasets` makes numbers, dates and nulls of text."""
-    import datasets
-
-    unpack = datasets.DownloadManager()
-    rows = {}
-    for part, paths in builder.config.data_files.items():
-        rows[str(part)] = []
-        for path in map(Path, unpack.iter_files(unpack.extract(list(paths))) if str(part) in split else []):
-            if builder.name == "csv":
-                rows[str(part)] += read_csv(path, builder.config.sep)
-            else:
-                rows[str(part)] += read_jsonl(path)[0] if path.suffix == ".jsonl" else read_json(path)
-    wanted = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(of) for part, of in rows.items()})
-    return [row for one in wanted for row in rows[one.splitname][one.from_ : one.to]]
-
-
-def _is_guessed(loaded, kind) -> bool:
-    """Whether a column's type was no type of the file: of CSV everything is text, of JSON dates are."""
-    made_of = loaded.info.builder_name
-    dtype = str(getattr(kind, "dtype", ""))
-    return (made_of == "csv" and not dtype.endswith("string")) or (made_of == "json" and dtype.startswith("timestamp"))
-
-
-def _only_configuration(name: str, known: list[str]) -> str:
-    """The configuration to take where none is named."""
-    usual = [config for config in ("default", "main") if config in known]
-    if not usual and len(known) > 1:
-        raise InputError(
-            f"dataset {name} has several configurations; name one of {known} with --dataset_config "
-            "(--eval_dataset_config for the held-out rows)"
-        )
-    return (usual or known)[0]
 
 
 @dataclass
@@ -99,18 +32,18 @@ class Rows:
     rows: list[dict]
     source: str
     numbers: Sequence[int] | None = None
-    """Of each the line or row that it is there, counted from 1; None where none is left out."""
+    """The line or row number of each in the source, counted from 1; None if they are 1, 2, 3, …"""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def where(self, i: int) -> str:
-        """`file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
+        """Return `file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
         unit = "line" if self.source.endswith(".jsonl") else "row"
         return f"{self.source}, {unit} {i + 1 if self.numbers is None else self.numbers[i]}"
 
     def get(self, i: int, column: str, option: str | None = None):
-        """One cell; an error names file, line, column, and the option that names another column."""
+        """Return one cell; an error names file, line, column, and the option that names another column."""
         row = self.rows[i]
         if row.get(column) is None:
             remedy = f"; name the right column with --{option}" if option else ""
@@ -121,14 +54,14 @@ class Rows:
 
     @contextlib.contextmanager
     def at(self, i: int) -> Iterator[None]:
-        """Inside, a refusal is one of row i, and says so."""
+        """Prefix an InputError of the block with the place of row i."""
         try:
             yield
         except InputError as error:
             raise InputError(f"{self.where(i)}: {error}") from error
 
     def split(self, last: int) -> tuple["Rows", "Rows"]:
-        """All but the last rows, and the last ones."""
+        """Return all but the last rows, and the last ones."""
         cut = len(self) - last
         if cut <= 0:
             raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
@@ -137,32 +70,149 @@ class Rows:
         return before, Rows(self.rows[cut:], self.source, numbers[cut:])
 
 
-def given_rows(option: str, given: Given) -> Rows:
-    """Rows that Python gave."""
+# Files.
+
+
+def _decoded(content: bytes, where: str) -> str:
+    """Return bytes as UTF-8 text, without a byte order mark."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
+
+
+def _parsed(text: str, where: str):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = f"character {error.colno}" if "\n" not in text else f"line {error.lineno}, character {error.colno}"
+        raise InputError(f"{where}, {at}: not JSON: {error.msg}") from error
+
+
+def _checked(row, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def read_jsonl(path: Path) -> tuple[list[dict], list[int]]:
+    """Return the rows of a JSON Lines file, and the line that each stands on."""
+    rows, lines = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        where = f"{path}, line {number}"
+        text = _decoded(line, where)
+        if text.strip():
+            rows.append(_checked(_parsed(text, where), where))
+            lines.append(number)
+    return rows, lines
+
+
+def read_json(path: Path) -> list[dict]:
+    """Return the rows of a file that holds one list of objects, or an object in each line as a .jsonl file does."""
+    text = _decoded(path.read_bytes(), str(path))
+    if not text.lstrip().startswith("["):
+        return read_jsonl(path)[0]
+    rows = _parsed(text, str(path))
+    return [_checked(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+
+
+def read_csv(path: Path) -> list[dict]:
+    """Return the rows of a CSV file. Every cell is text as it stands ("007", "NA"), and an empty cell is None."""
+    text = _decoded(path.read_bytes(), str(path))
+    csv.field_size_limit(2**31 - 1)  # its own limit is shorter than documents are
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows = []
+    try:
+        header = next(reader, [])
+        for cells in reader:
+            if cells and len(cells) != len(header):
+                what = f"line {reader.line_num}: {len(cells)} cells below {len(header)} names of columns"
+                raise InputError(f"{path}, {what}; put text with commas in quotes")
+            if any(cells):  # spreadsheets end in rows of commas
+                rows.append({name: cell or None for name, cell in zip(header, cells, strict=True)})
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}: not CSV: {in_a_line(error)}") from error
+    return rows
+
+
+def read_parquet(path: Path) -> list[dict]:
+    """Return the rows of a Parquet file."""
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise InputError(f"dataset file {path} cannot be read as Parquet: {in_a_line(error)}") from error
+
+
+# Each returns the rows, and the line that each stands on if that is not its number.
+READERS = {
+    ".jsonl": read_jsonl,
+    ".json": lambda path: (read_json(path), None),
+    ".csv": lambda path: (read_csv(path), None),
+    ".parquet": lambda path: (read_parquet(path), None),
+}
+
+
+# Folders and the Hub.
+
+
+def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
+    """Return the rows of a Hub dataset, or of a folder that `datasets` reads, or wrote by `save_to_disk`."""
     import datasets
 
-    if isinstance(given, datasets.DatasetDict):
+    try:
+        if is_saved(name):
+            saved = datasets.load_from_disk(name)
+            return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved).to_list()
+        if config_name is None:
+            config_name = _only_configuration(name, datasets.get_dataset_config_names(name))
+        loaded = datasets.load_dataset(name, config_name, split=split)
+    except InputError:
+        raise
+    except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
+        what = f"dataset={name!r} (configuration {config_name}, split {split})"
         raise InputError(
-            f"{option} has several splits ({', '.join(map(str, given))}); give one of them, {option}[name]"
+            f"{what} is neither a file ({', '.join(FILES)}), nor a folder or a Hub dataset that can be read: "
+            f"{in_a_line(error)}"
+        ) from error
+    guessed = [column for column, kind in loaded.features.items() if _is_guessed(loaded, kind)]
+    if guessed and rank() == 0:
+        what = f"`datasets` made {', '.join(guessed)} of its text, such as 7 of 007"
+        tell(f"{name}: {what}; to keep the text give the file itself")
+    return loaded.to_list()
+
+
+def _is_guessed(loaded, kind) -> bool:
+    """Return True if a column's type is not the file's: all is text in CSV, and so are dates in JSON."""
+    made_of = loaded.info.builder_name
+    dtype = str(getattr(kind, "dtype", ""))
+    if made_of == "csv":
+        return not dtype.endswith("string")
+    return made_of == "json" and dtype.startswith("timestamp")
+
+
+def _only_configuration(name: str, known: list[str]) -> str:
+    """Return the configuration to take if none is named."""
+    usual = [config for config in ("default", "main") if config in known]
+    if not usual and len(known) > 1:
+        raise InputError(
+            f"dataset {name} has several configurations; name one of {known} with --dataset_config "
+            "(--eval_dataset_config for the held-out rows)"
         )
-    rows = given.to_list() if isinstance(given, datasets.Dataset) else given
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        expected = "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
-        raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
-    return _some(Rows([dict(row) for row in rows], option))
+    return (usual or known)[0]
+
+
+# A run's rows.
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
+    """Return the rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
     path = Path(name)
     numbers = None
     if path.suffix in FILES:
         if not path.is_file():
             raise InputError(f"dataset file {name} does not exist, or is a folder")
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise InputError(f"dataset file {path} cannot be read: {error.strerror}") from error
         rows, numbers = READERS[path.suffix](path)
     elif path.is_file():
         raise InputError(f"dataset file {name}: only {', '.join(FILES)} files are read; unpack, rename or convert it")
@@ -178,16 +228,22 @@ def _some(rows: Rows) -> Rows:
 
 
 def chosen_rows(option: str, given: Given, named: str | None, config_name: str | None, split: str) -> Rows:
-    """The rows that Python gave for an option, or that the config names."""
-    if given is not None and not isinstance(given, str):
-        return given_rows(option, given)
+    """Return the rows that Python gave for an option, or that the config names."""
+    import datasets
+
     if given is None and named is None:
         raise InputError(f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)")
-    return load_rows(given or named, config_name, split)
+    if given is None or isinstance(given, str):
+        return load_rows(given or named, config_name, split)
+    rows = given.to_list() if isinstance(given, datasets.Dataset) else given
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        expected = "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
+        raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
+    return _some(Rows([dict(row) for row in rows], option))
 
 
 def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Given = None) -> tuple[Rows, Rows]:
-    """The rows to train on and the held-out rows: those given, or those that a run config names."""
+    """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
     train = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
     if not config.eval_size:
         return train, Rows([], train.source)
@@ -205,7 +261,7 @@ def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Giv
 
 
 def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
-    """Say how many rows are left out, and why; refuse to leave out all of them."""
+    """Print how many rows are left out, and why; refuse to leave out all of them."""
     if len(rows) and not kept:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
     if kept < len(rows) and rank() == 0:

@@ -18,20 +18,15 @@ def check(options: ModelConfig, held: EngineConfig, *, adapters: bool) -> None:
     if not adapters:
         raise InputError("load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank")
     if held.zero_stage == 3:
-        raise InputError(
-            "load_in_4bit: ZeRO 3 would split the weights, and those of 4 bits cannot be; use zero_stage 2"
-        )
+        raise InputError("load_in_4bit: ZeRO 3 would split the weights, and 4 bits cannot be split; use zero_stage 2")
     if options.save_merged:
-        raise InputError(
-            "save_merged: weights of 4 bits are not what the adapters were made for; save the adapters, and merge "
-            "them into the model as it was read"
-        )
+        raise InputError("save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError("load_in_4bit needs bitsandbytes: pip install 'fused-rl[bnb]'")
 
 
 def reading_options(options: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """What `from_pretrained` must be told; nothing where the weights stay as they are."""
+    """Return the arguments of `from_pretrained` for 4 bits; none if the weights stay as they are."""
     if not options.load_in_4bit:
         return {}
     from transformers import BitsAndBytesConfig
@@ -46,10 +41,10 @@ def reading_options(options: ModelConfig, dtype: torch.dtype, device: torch.devi
 
 
 def keep_trainable(lm: nn.Module) -> None:
-    """Have bitsandbytes leave the weights of a model as they are on a CPU, and a checkpoint restore them.
+    """Keep the layout of 4-bit weights on a CPU, and make checkpoints restore them.
 
-    With AVX512-BF16 it lays them out anew at the first forward pass in evaluation mode, for a kernel that has no
-    gradient; whatever is trained afterwards gets none through them, and no error.
+    With AVX512-BF16 bitsandbytes lays them out anew at the first forward pass in evaluation mode, for a kernel without
+    a gradient: what is trained afterwards would get none through them, without an error.
     """
     import bitsandbytes
 
@@ -60,7 +55,7 @@ def keep_trainable(lm: nn.Module) -> None:
 
 
 def _restore(module, state: dict, prefix: str, *_) -> None:
-    """Take the scales out of a state that bitsandbytes wrote them into beside the weight: it does not read them."""
+    """Restore the scales from a state: bitsandbytes writes them there, and does not read them."""
     from bitsandbytes.functional import QuantState
 
     names = [name for name in state if name.startswith(f"{prefix}weight.")]

@@ -9,7 +9,7 @@ from torch import nn
 import fused_rl
 from fused_rl import tiles
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.adapters import find_adapters
+from fused_rl.trainers.data.fingerprints import find_adapters
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.pretrained import (
     check_causal,
@@ -23,7 +23,7 @@ from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 class Scored(NamedTuple):
-    """What a model makes of tokens: (B, T - 1) fp32 in nats, 0 where masked; None is what nobody asked for.
+    """The scores of tokens: (B, T - 1) fp32 in nats, 0 where masked; None if not requested.
 
     Logits and hidden states are of the N = mask.sum() tokens that count, in the order of the mask.
     """
@@ -55,22 +55,22 @@ class LanguageModel(nn.Module):
         if loss_from == "linear":
             _check_plain_head(self.base)
             of_logits = head_dtype or tiles.default_logits_dtype(self.head.weight.dtype, self.head.weight.device)
-            if of_logits != self.head.weight.dtype:  # what is drawn, and measured from whole logits, is what is trained
+            if of_logits != self.head.weight.dtype:  # sampling and measuring use the distribution that is trained
                 self.base.set_output_embeddings(WideHead(self.head))
 
     @property
     def base(self) -> nn.Module:
-        """The transformers model, without the wrapper that LoRA puts around it."""
+        """The transformers model without LoRA's wrapper."""
         return self.lm.get_base_model() if self.lora else self.lm
 
     @property
     def head(self) -> nn.Linear:
-        """From hidden states to logits."""
+        """The linear layer from hidden states to logits."""
         return self.base.get_output_embeddings()
 
     @property
     def head_options(self) -> dict[str, object]:
-        """How the head's logits are formed, as the linear ops take it."""
+        """The options of the linear ops that form the head's logits."""
         return {"softcap": self.softcap, "logits_dtype": self.head_dtype}
 
     def forward(
@@ -94,12 +94,11 @@ class LanguageModel(nn.Module):
             mask: (B, T - 1) bool, True where token t + 1 counts.
             temperature: of the softmax.
             packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
-            places: (N,) int64, where the tokens that count stand in the flattened mask. Who knows them spares the host
-                a wait for the device, which counts them otherwise.
-            support: what each of the mask.sum() tokens was drawn from: the distribution is one over these sets.
-            token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it: asks for `loss`.
+            places: (N,) int64, the tokens that count in the flattened mask; giving them spares a wait for the device.
+            support: the set that each of the mask.sum() tokens was sampled from; the softmax is over these sets.
+            token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
-            want_logits, want_hidden: ask for `logits`, for `hidden`.
+            want_logits, want_hidden: request `logits` and `hidden`.
         """
         if self.loss_from == "logits":
             if want_hidden:
@@ -116,24 +115,24 @@ class LanguageModel(nn.Module):
         if token_loss is not None and support is None:
             per_token = [tensor.flatten()[places] for tensor in per_token]
             rows = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
-            scored = Scored(at_places(rows.logprobs, mask, places), at_places(rows.entropy, mask, places), rows.loss)
+            loss = rows.loss
         else:
             rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
-            scored = Scored(at_places(rows.logprobs, mask, places), at_places(rows.entropy, mask, places))
-            if token_loss is not None:  # over the kept rows of the head alone, with nothing to save in the forward pass
-                scored = _summed(scored, token_loss, per_token, mask)
+            loss = None
+        logprobs = at_places(rows.logprobs, mask, places)
+        entropy = at_places(rows.entropy, mask, places)
+        scored = Scored(logprobs, entropy, loss)
+        if token_loss is not None and loss is None:  # over kept sets alone there is nothing to save by a fused loss
+            scored = _summed(scored, token_loss, per_token, mask)
 
-        # What else was asked for.
-        logits = self._logits(hidden) if want_logits else None
+        # What else was requested.
+        logits = self.head(hidden) if want_logits else None
+        if want_logits and self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         return scored._replace(logits=logits, hidden=hidden if want_hidden else None)
 
-    def _logits(self, hidden):
-        """(N, H) -> (N, V), soft-capped, where the model is so."""
-        logits = self.head(hidden)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
     def _from_logits(self, input_ids, mask, temperature, packed, places, support, want_logits) -> Scored:
-        """From the model's own logits, whole, or with shared prompts those of the rows that count."""
+        """Score by the model's own logits: all of them, or with shared prompts those of the rows that count."""
         if packed is None:
             logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
             options = {"temperature": temperature, "mask": mask}
@@ -144,6 +143,8 @@ class LanguageModel(nn.Module):
                 return Scored(rows.logprobs, rows.entropy)
             places = places_of(mask) if places is None else places
             return Scored(rows.logprobs, rows.entropy, logits=_predicting(logits, places))
+
+        # With shared prompts.
         places = places_of(mask) if places is None else places
         logits = self._states(self.base, "logits", input_ids, places, packed)
         targets = input_ids[:, 1:]
@@ -152,7 +153,7 @@ class LanguageModel(nn.Module):
         return Scored(logprobs, entropy, logits=logits if want_logits else None)
 
     def _states(self, module, output: str, input_ids, places, packed):
-        """(N, ·): what `module` puts out at the positions that predict the tokens that count."""
+        """Return the module's output (N, ·) at the positions that predict the tokens that count."""
         if packed is None:
             return _predicting(module(input_ids=input_ids, use_cache=False)[output], places)
         return packed.states_of(self.base, module, output)
@@ -177,17 +178,17 @@ class WideHead(nn.Linear):
 
 
 def places_of(mask):
-    """(N,) int64: where a mask is True once it is flattened; waits for its device."""
+    """Return the True places of the flattened mask, (N,) int64; waits for its device."""
     return mask.flatten().nonzero()[:, 0]
 
 
 def _predicting(states, places):
-    """(B, T, ·) -> (N, ·): of the positions before the tokens at `places` of (B, T - 1)."""
+    """Return the states (N, ·) of the positions before the tokens at `places` of (B, T - 1)."""
     return states.flatten(0, 1)[places + places // max(1, states.shape[1] - 1)]
 
 
 def at_places(values, mask, places):
-    """(N,) values at `places` of (B, T - 1), the shape of the mask, 0 elsewhere; differentiable."""
+    """Return (B, T - 1) with values (N,) at `places` and 0 elsewhere; differentiable."""
     return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
 
 
@@ -203,25 +204,25 @@ def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> No
 
 
 def _summed(scored: Scored, token_loss, per_token, mask) -> Scored:
-    """With the sum of `token_loss`, from log-probabilities (B, T - 1) that carry a gradient."""
+    """Return `scored` with the sum of `token_loss` over its log-probabilities, which lose their gradient."""
     loss = fused_rl.masked_sum(token_loss(scored.logprobs, scored.entropy, *per_token), mask)
     return scored._replace(loss=loss, logprobs=scored.logprobs.detach(), entropy=scored.entropy.detach())
 
 
 def _check_plain_head(lm) -> None:
-    """The linear path multiplies by the head's weight itself, so the head must be that, apart, and nothing more."""
-    if lm.base_model is lm:
-        what = f"its backbone is not under base_model_prefix={lm.base_model_prefix!r}"
-        raise InputError(f"{type(lm).__name__}: {what}, so that the linear loss cannot read it; use --loss_from logits")
+    """Check that the head is a plain linear layer: the linear path multiplies by its weight and nothing more."""
     text = lm.config.get_text_config()
-    scales = [k for k in ("logit_scale", "logits_scaling") if getattr(text, k, None) not in (None, 1, 1.0)]
+    scales = []
+    for name in ("logit_scale", "logits_scaling"):
+        if getattr(text, name, None) not in (None, 1, 1.0):
+            scales.append(name)
     if scales or type(lm.get_output_embeddings()) not in (nn.Linear, WideHead):
         what = f"config.{scales[0]}" if scales else f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
         raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
 
 
 def _read_lm(name: str, revision: str | None, what: str, device: torch.device, **options) -> nn.Module:
-    """A causal LM on its device, without its own sampling defaults; refuses what transformers would draw at random."""
+    """Return a causal LM on its device, without its own sampling defaults; refuse weights that are missing."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     # All of its weights.
@@ -246,7 +247,7 @@ def _read_lm(name: str, revision: str | None, what: str, device: torch.device, *
 
 
 def head_dtype(options: ModelConfig, held: EngineConfig) -> torch.dtype | None:
-    """The dtype of logits that the option stands for; None is what the weights and the device make best."""
+    """Return the dtype of logits that the option stands for; None is the best for weights and device."""
     if options.head_dtype == "bfloat16" and engine.torch_dtype(held) == torch.float32:
         raise InputError(
             f"head_dtype=bfloat16 would round the logits of float32 weights (dtype={held.dtype}); leave it out, or "
@@ -265,10 +266,9 @@ def load_lm(
     option: str = "model",
     trainable: bool = True,
 ) -> LanguageModel:
-    """A causal LM without dropout; frozen, and without its adapters, unless trainable.
+    """Return a causal LM without dropout; frozen, and without its adapters, unless trainable.
 
-    The name and revision need not be those in `options`, which say how it is read and what of it is trained; `option`
-    named it, for errors.
+    `options` says how it is read and trained; errors name it by `option`.
     """
     # Its weights: where `name` holds adapters, those that they belong to.
     of_logits = head_dtype(options, held)
@@ -302,10 +302,9 @@ def load_to_sample(
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
 ) -> nn.Module:
-    """A transformers causal LM to sample from and score with, without its own sampling defaults; adapters merged in.
+    """Return a transformers causal LM to sample from and score with, adapters merged in, without sampling defaults.
 
-    Where none is named, the device is the GPU where there is one, and the dtype bf16 where that computes in it, else
-    fp32; `option` is what named it, for errors.
+    By default the device is the GPU if there is one, and the dtype its fastest one; errors name the model by `option`.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or engine.fastest_dtype(device)
@@ -318,10 +317,7 @@ def load_to_sample(
 
 
 def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
-    """`save` a `LanguageModel` and its generation config in the Hub format.
-
-    Where there are adapters, these alone are written, or `merged` the whole weights.
-    """
+    """Save a `LanguageModel` and its generation config in the Hub format: of adapters these alone, unless merged."""
     model = trained.module
 
     def write(unfinished: Path, state: dict | None) -> None:

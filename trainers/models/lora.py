@@ -3,7 +3,7 @@
 from torch import nn
 
 from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.data.adapters import Adapters
+from fused_rl.trainers.data.fingerprints import Adapters
 from fused_rl.trainers.options import InputError, ModelConfig
 
 ALL_LINEAR = "all-linear"
@@ -12,26 +12,24 @@ ALL_LINEAR = "all-linear"
 def check_options(options: ModelConfig, adapters: Adapters | None) -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
     trained = adapters is not None or options.lora_rank > 0
-    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR}
-    needing = {name: getattr(options, name) != default[name] for name in ("lora_alpha", "lora_targets")}
-    needing["save_merged"] = options.save_merged
-    idle = [name for name, given in needing.items() if given and not trained]
-    if idle:
-        raise InputError(f"{', '.join(idle)} says how adapters are made or saved, but there are none: give --lora_rank")
+    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR, "save_merged": False}
+    given = {name: getattr(options, name) for name in default if getattr(options, name) != default[name]}
+    if given and not trained:
+        names = ", ".join(given)
+        raise InputError(f"{names} says how adapters are made or saved, but there are none: give --lora_rank")
     if adapters is None:
         return
-    there = {"lora_rank": adapters.config.r, "lora_alpha": adapters.config.lora_alpha, "lora_targets": None}
-    for option, value in there.items():
-        given = getattr(options, option)
-        if given not in (value, default[option]):
+    there = {"lora_rank": adapters.config.r, "lora_alpha": adapters.config.lora_alpha, "save_merged": True}
+    for option, value in given.items():
+        if there.get(option) != value:
             raise InputError(
                 f"model={adapters.name!r} holds adapters of rank {adapters.config.r} and alpha "
-                f"{adapters.config.lora_alpha}, which the run trains on: leave out {option}={given}"
+                f"{adapters.config.lora_alpha}, which the run trains on: leave out {option}={value}"
             )
 
 
 def continued(lm: nn.Module, adapters: Adapters) -> nn.Module:
-    """`lm` with the adapters that were saved, to be trained on."""
+    """Return `lm` with the adapters that were saved, trainable."""
     import peft
 
     try:
@@ -42,7 +40,7 @@ def continued(lm: nn.Module, adapters: Adapters) -> nn.Module:
 
 
 def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:
-    """`lm` with new adapters, which change nothing at first."""
+    """Return `lm` with new adapters, which change nothing at first."""
     import peft
 
     chosen = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
@@ -60,12 +58,15 @@ def adapt_in_place(classifier: nn.Module, **chosen) -> None:
 def _new(model: nn.Module, head: nn.Module, task: str, *, rank: int, alpha: float, targets: str):
     import peft
 
-    widest = max(min(_features(layer)) for layer in _linear_layers(model).values())
-    if rank > widest:
-        raise InputError(f"lora_rank={rank} is more than any layer of {type(model).__name__} has: at most {widest}")
     if targets != ALL_LINEAR:
         targets = [part.strip() for part in targets.split(",")]
-        _check_targets(model, targets, head)
+        # peft would skip a name that no layer has if another one is found.
+        inside = [name for name, module in _linear_layers(model).items() if module is not head]
+        for target in targets:
+            if not any(name == target or name.endswith(f".{target}") for name in inside):
+                there = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
+                what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
+                raise InputError(f"lora_targets: {what}; there are {there} (or {ALL_LINEAR}, which is all of them)")
     return peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type=task)
 
 
@@ -75,25 +76,8 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
 
 
-def _features(layer: nn.Module) -> tuple[int, int]:
-    """In and out; the shape of a weight may be that of packed bits."""
-    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (layer.nx, layer.nf)
-
-
-def _check_targets(model: nn.Module, targets: list[str], head: nn.Module) -> None:
-    """Refuse a name that no linear layer but the head has: peft would leave it out where another name is found."""
-    inside = [name for name, module in _linear_layers(model).items() if module is not head]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in inside):
-            there = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
-            raise InputError(
-                f"lora_targets: {type(model).__name__} has no linear layer {target!r} that can be adapted; there are "
-                f"{there} (or {ALL_LINEAR}, which is all of them)"
-            )
-
-
 def merged(state: dict, model: nn.Module) -> dict:
-    """Of the whole `state` of a model with adapters that of the plain one: each weight W becomes W + scale * B A."""
+    """Return the plain model's state from the whole `state` of one with adapters: W becomes W + scale * B A."""
     plain = {}
     for key, value in state.items():
         if ".lora_" in key:

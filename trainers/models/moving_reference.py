@@ -11,13 +11,7 @@ from fused_rl.trainers.options import InputError
 
 @torch.no_grad()
 def sync(reference, policy, alpha: float) -> None:
-    """reference = alpha * policy + (1 - alpha) * reference, weight by weight, in fp32; for all ranks at once.
-
-    Args:
-        reference: a `LanguageModel`, or the engine around it.
-        policy: the engine around the other.
-        alpha: 1 is a copy, bit for bit.
-    """
+    """Set reference = alpha * policy + (1 - alpha) * reference, in fp32; alpha=1 copies. Call on all ranks."""
     weights = dict(_language_model(policy).named_parameters())
     for name, mixed in _language_model(reference).named_parameters():
         with engine.whole(weights[name]), engine.whole(mixed, written=True):
@@ -25,26 +19,24 @@ def sync(reference, policy, alpha: float) -> None:
 
 
 def _language_model(model):
-    """Without the engine around it, which a frozen model has under ZeRO 3 alone."""
+    """Return the model without the engine around it, which a frozen model has under ZeRO 3 alone."""
     return model if isinstance(model, language_model.LanguageModel) else model.module
 
 
 class SavedReference:
-    """A reference as a part of checkpoints, beside the engines, with the two methods of theirs."""
+    """A reference as a part of checkpoints: it saves and loads as an engine does."""
 
     last_step = None  # nothing optimises it
 
     def __init__(self, model):
         if model is None:
-            raise InputError(
-                "ref_sync_every needs a reference of its own, but model holds adapters, and the reference is the model "
-                "without them; merge them first, or drop --ref_sync_every"
-            )
+            what = "ref_sync_every needs a reference of its own, but model holds adapters"
+            raise InputError(f"{what}; merge them first, or drop --ref_sync_every")
         self.model = _language_model(model)
 
     @torch.no_grad()
     def save_checkpoint(self, folder: str, *, tag: str, save_latest: bool) -> None:
-        """Write `folder/tag/reference.safetensors`, whatever the ZeRO stage; for all ranks at once."""
+        """Write `folder/tag/reference.safetensors`, whatever the ZeRO stage. Call on all ranks."""
         from safetensors.torch import save_file
 
         weights = {}
@@ -59,7 +51,7 @@ class SavedReference:
 
     @torch.no_grad()
     def load_checkpoint(self, folder: str, *, tag: str) -> None:
-        """Restore what was written; for all ranks at once."""
+        """Restore what was written. Call on all ranks."""
         from safetensors import safe_open
 
         with safe_open(Path(folder) / tag / "reference.safetensors", framework="pt") as weights:

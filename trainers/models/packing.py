@@ -45,27 +45,30 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What a forward pass of a model costs, in FLOP."""
+    """The costs of a model's forward pass, in FLOP."""
 
     token: float
-    """Of each token: the matrix products with the weights."""
+    """The matrix products with the weights, per token."""
     pair: float
-    """Of each token for each token in its row: attention."""
+    """Attention, per pair of tokens in a row."""
 
     def of(self, rows: int, width: int) -> float:
-        """Of rows of that many tokens. Attention over a row is counted whole, because a mask saves none of it."""
+        """Return the cost of rows of `width` tokens, with attention over whole rows: a mask saves none of it."""
         return rows * width * (self.token + self.pair * width)
 
     def of_causal(self, rows: int, width: int) -> float:
-        """The same without a mask: what follows a token is not computed."""
+        """Return the cost without a mask: what follows a token is not computed."""
         return rows * width * (self.token + self.pair * width / 2)
 
 
 def costs_of(lm: nn.Module) -> Costs:
-    """Of a transformers model without its head, from its config; before its weights are partitioned."""
+    """Return the costs of a transformers model without its head. Call before its weights are partitioned."""
     text = lm.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    inside = sum(weight.numel() * (2 if weight.dtype == torch.uint8 else 1) for weight in lm.parameters())  # 4 bits
+    inside = 0
+    for weight in lm.parameters():
+        per_element = 2 if weight.dtype == torch.uint8 else 1  # 4 bits
+        inside += weight.numel() * per_element
     head = lm.get_output_embeddings()  # a classifier has none
     outside = {lm.get_input_embeddings().weight} | ({head.weight} if head is not None else set())
     inside -= sum(weight.numel() for weight in outside)
@@ -73,7 +76,7 @@ def costs_of(lm: nn.Module) -> Costs:
 
 
 def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> int:
-    """How many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
+    """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
 
     def cost(in_row: int) -> float:
         return costs.of(-(-copies // in_row), prompt + in_row * response)
@@ -82,7 +85,7 @@ def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> 
 
 
 def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: torch.Tensor) -> Packed:
-    """Rows of that shape with tokens of `batch` in them.
+    """Return rows of that shape with tokens of `batch` in them.
 
     `placed` is (4, n) int64: of each token its sequence, its position there, its place in the flattened rows, and its
     segment. A token sees those of its own segment and of segment 0, the row's prompt; padding is of segment -1. It and
@@ -103,12 +106,13 @@ def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: 
     # No token sees those after it.
     others = segments[:, None, :]
     seen = (segments[:, :, None] == others) | (others == 0)
-    before = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()
+    width = shape[1]
+    before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return Packed(input_ids, positions, (seen & before)[:, None], on_device(states, device))
 
 
 def pack(batch: Batch, in_row: int) -> Packed:
-    """The sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
+    """Return the sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
     # What is put where: row of each sequence, and where in the row its response begins.
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])  # `rows` cuts prompts that have no response
     fed = (batch.response_lengths - 1).clamp(min=0)  # the last token predicts nothing that counts
@@ -125,7 +129,8 @@ def pack(batch: Batch, in_row: int) -> Packed:
     prompts = torch.stack([of_prompt, at, row[of_prompt] * width + at, torch.zeros_like(at)])
     sequence, token = batch.predicted()  # (M,) each; `token` is the position that predicts
     step = token - (prompt - 1)[sequence]  # 0 for a response's first token
-    place = row[sequence] * width + torch.where(step == 0, prompt[sequence], start[sequence] + step) - 1
+    in_its_row = torch.where(step == 0, prompt[sequence], start[sequence] + step)
+    place = row[sequence] * width + in_its_row - 1
     later = step > 0
     responses = torch.stack([sequence, token, place, sequence + 1])[:, later]
     states = place if batch.counts is None else place[batch.counts[sequence, token]]
@@ -134,9 +139,9 @@ def pack(batch: Batch, in_row: int) -> Packed:
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
-    """Each two of 2 b neighbours in a row, what they begin with once; the last token of each is read.
+    """Return each pair of neighbours in a row, with its common beginning once; the last token of each is read.
 
-    None where a row for each sequence costs no more.
+    None if a row for each sequence costs no more.
     """
     # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
@@ -162,7 +167,7 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
 
 
 def _in_common(a: list[int], b: list[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the number of tokens that two sequences have in common at the beginning."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -170,25 +175,23 @@ def _in_common(a: list[int], b: list[int]) -> int:
 
 
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
-    """Sequences of so many tokens in rows, the cheapest of a few ways: indices, row by row.
+    """Return the indices of sequences of these lengths, row by row, in the cheapest of a few ways.
 
-    A row of each sequence's own is one of the ways. The others fill rows of one length, the longest sequences first and
-    each into the row with the least room that is enough.
+    Each sequence in a row of its own is one way; the others `fill` rows of one length.
     """
     ways = [[[i] for i in range(len(lengths))]]
     ways += [fill(lengths, int(max(lengths) * longer)) for longer in LONGER]
-
     return min(ways, key=lambda rows: price(lengths, rows, costs))
 
 
 def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
-    """What sequences of so many tokens cost in these rows."""
+    """Return the cost of sequences of these lengths in rows of these indices."""
     widths = [sum(lengths[i] for i in row) for row in rows]
     return costs.of(len(rows), max(widths))
 
 
 def fill(lengths: list[int], room: int) -> list[list[int]]:
-    """Sequences of so many tokens in rows that take `room` tokens: indices, row by row."""
+    """Return the indices of sequences row by row, the longest first, each in the fullest row that has room."""
     rows, left = [], []  # `left` in rising order, and `rows` beside it
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect.bisect_left(left, lengths[i])
@@ -202,7 +205,7 @@ def fill(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
-    """The sequences of `batch` in rows, one after the other: `rows` holds their indices, as `arrange` returns them."""
+    """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `arrange`."""
     # What is put where: row of each sequence, and where in the row it begins. The last token predicts nothing.
     lengths = fed_tokens(batch)
     row = torch.zeros_like(lengths)
@@ -220,15 +223,15 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
 
 
 def fed_tokens(batch: Batch) -> torch.Tensor:
-    """(B,) int64 on the CPU: tokens of each sequence without its last one, which predicts nothing."""
+    """Return the lengths without each last token, which predicts nothing: (B,) int64 on the CPU."""
     return (batch.prompt_lengths + batch.response_lengths - 1).clamp(min=1)
 
 
 def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
-    """`packed` as the keyword arguments of a transformers model.
+    """Return `packed` as the keyword arguments of a transformers model.
 
-    The mask is what is added to the scores, in the model's dtype: of one that is bool every layer would make and keep
-    its own. Its rows begin at multiples of 8 elements, else an accelerator's attention would copy it for that.
+    The mask has the model's dtype and is added to the scores: every layer would convert and keep a bool one. Its rows
+    begin at multiples of 8 elements, else an accelerator's attention would copy it.
     """
     seen = packed.attention_mask
     rows, _, length, _ = seen.shape
@@ -239,7 +242,7 @@ def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
 
 
 def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
-    """(b,) int64 on the CPU: the row of each sequence: neighbours of one prompt, `in_row` at most."""
+    """Return the row of each sequence, (b,) int64 on the CPU: at most `in_row` neighbours of one prompt."""
     _, group, sizes = torch.unique_consecutive(prompts, return_inverse=True, return_counts=True)
     ends = sizes.cumsum(0)
     place = torch.arange(len(prompts)) - (ends - sizes)[group]  # in its group
@@ -249,10 +252,7 @@ def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
 
 @torch.no_grad()
 def why_not(lm: nn.Module, longest: int) -> str | None:
-    """Why rows of a causal LM, or of a classifier on one, cannot hold several responses: a reason to print, or None.
-
-    The longest sequence has `longest` tokens.
-    """
+    """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
     # What its config says.
     text = lm.config.get_text_config()
     if lm.config._attn_implementation not in MASKED:
@@ -286,9 +286,9 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
 
 
 def agreed_costs(lm: nn.Module, longest: int, wanted: bool | None, *, option: str, otherwise: str) -> Costs | None:
-    """The costs by which sequences are put in rows; None, and a line that says why, where a row holds but one.
+    """Return the costs by which sequences are put in rows, or print why each has its own and return None.
 
-    The option says whether that is `wanted` (None: wherever the model can); `otherwise` is what happens if not.
+    `wanted` is the value of the option (None: if the model can); `otherwise` is what happens if it cannot.
     """
     if wanted is False:
         return None

@@ -1,6 +1,7 @@
-"""Models in transformers' format: read whole, refused where they cannot be trained, saved beside a tokenizer."""
+"""Models in transformers' format: reading them whole, checking that they can be trained, saving them."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,16 +16,16 @@ from fused_rl.trainers.options import InputError
 
 @contextlib.contextmanager
 def readable(what: str, attention: str | None = None):
-    """Around transformers reading `what`: its errors in one line. It checks the attention asked for as well."""
+    """Turn errors of transformers reading `what` into one line."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
-        told = f"{what} is neither a local folder with a model nor on the Hub, or it is damaged"
+        problem = f"{what} is neither a local folder with a model nor on the Hub, or it is damaged"
         if attention is not None and (isinstance(error, ImportError) or "attn_implementation" in str(error)):
-            told = f"attn_implementation={attention} cannot be used for {what}"
-        raise InputError(f"{told}: {in_a_line(error)}") from error
+            problem = f"attn_implementation={attention} cannot be used for {what}"
+        raise InputError(f"{problem}: {in_a_line(error)}") from error
 
 
 def check_dtypes(name: str, what: str) -> None:
@@ -69,31 +70,22 @@ def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], 
     `rows` are the token ids of all that a run reads, and where they are from; `more` tokens may follow each, and the
     options in `remedy` make them fewer.
     """
-    # The tokenizer as a whole.
     embedded = lm.get_input_embeddings().num_embeddings
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     if tokenizer.vocab_size > embedded:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds {embedded}"
         raise InputError(f"{what}: they do not belong together, or model.resize_token_embeddings was forgotten")
-    largest = max(tokenizer.eos_token_id, tokenizer.pad_token_id)
-    if largest >= embedded:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        raise InputError(
-            f"the tokenizer's token {token!r} has id {largest}, but the model embeds ids 0 to {embedded - 1}: is "
-            "tokenizer_config.json missing, or model.resize_token_embeddings forgotten?"
-        )
-
-    # What it has made.
-    for ids, where in rows:
+    special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    for ids, where in itertools.chain([(special, "the tokenizer")], rows):
         largest = max(ids)
         length = len(ids) + more
         if largest >= embedded:
             token = tokenizer.convert_ids_to_tokens(largest)
             raise InputError(
-                f"{where}: token {token!r} has id {largest}, but the model embeds ids 0 to {embedded - 1}; after "
-                "adding tokens use model.resize_token_embeddings"
+                f"{where}: token {token!r} has id {largest}, but the model embeds ids 0 to {embedded - 1}: is "
+                "tokenizer_config.json missing, or model.resize_token_embeddings forgotten?"
             )
-        if limit is not None and length > limit:
+        if limit is not None and length > limit and ids is not special:
             tokens = f"up to {length}" if more else length
             raise InputError(f"{where}: {tokens} tokens, but the model has {limit} positions; lower {remedy}")
 
@@ -107,7 +99,7 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
-    """Have rank 0 write the model in an engine, and its tokenizer, complete or not at all; for all ranks at once.
+    """Have rank 0 write the model in an engine, and its tokenizer, complete or not at all. Call on all ranks.
 
     `write` takes a folder and, where ZeRO 3 has partitioned the model's own state, the whole one.
     """

@@ -1,9 +1,7 @@
 """A scalar reward model: a causal language model's backbone and one linear head, read at the last attended token.
 
-Attended tokens are moved to the front of their row before the forward pass. For a causal model that is what position
-ids `cumsum(mask) - mask` and an attention mask mean, and it holds for every kind of position and attention: nothing
-that follows a token reaches it, so padding on any side, in the middle, or with a token that the text also uses cannot
-change a score.
+Attended tokens are moved to the front of their row before the forward pass. In a causal model nothing that follows a
+token reaches it, so padding on any side, or with a token that the text also uses, cannot change a score.
 
 Left out: encoders, bidirectional models, heads of more than one layer or label.
 """
@@ -15,8 +13,9 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.adapters import base_of, find_adapters
 from fused_rl.trainers.data.batch import pad
+from fused_rl.trainers.data.encode import load_tokenizer
+from fused_rl.trainers.data.fingerprints import base_of, find_adapters
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.models.pretrained import check_dtypes, check_weights, readable, save, switch_off_dropout
@@ -52,7 +51,7 @@ class RewardModel(nn.Module):
         lora_targets: str = lora.ALL_LINEAR,
         **options,
     ):
-        """A reward model from a causal LM (its head new) or from a saved reward model (its head as saved).
+        """Return a reward model from a causal LM (with a new head) or from a saved reward model.
 
         Args:
             name: a Hub name or a local folder.
@@ -63,16 +62,14 @@ class RewardModel(nn.Module):
         Raises:
             InputError (a ValueError): several labels, weights that are missing, no causal LM, or adapters alone.
         """
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoModelForSequenceClassification
 
         # What it is, and the class that holds its weights.
         name = str(name)
         revision = options.get("revision")
         if find_adapters(name, revision) is not None:
-            raise InputError(
-                f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights: save them "
-                "merged (--save_merged), or name another model (of PPO's critic: --critic FOLDER)"
-            )
+            what = f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights"
+            raise InputError(f"{what}: save them with --save_merged, or name another model (PPO: --critic FOLDER)")
         with readable(repr(name)):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         trained = has_score_head(config)
@@ -84,12 +81,14 @@ class RewardModel(nn.Module):
         reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False, **options}
         with readable(repr(name), options.get("attn_implementation")):
             check_dtypes(name, repr(name))
-            classifier, report = _classifier_class(config).from_pretrained(name, config=config, dtype=dtype, **reading)
+            classifier, report = AutoModelForSequenceClassification.from_pretrained(
+                name, config=config, dtype=dtype, **reading
+            )
         check_weights(classifier, f"model={name!r}")
         model = cls(classifier)
         lacking = set(report["missing_keys"])
-        if report["mismatched_keys"]:  # a head of several labels whose config does not say so
-            raise InputError(_several_labels(name, f"weights of other shapes: {sorted(report['mismatched_keys'])}"))
+        if report["mismatched_keys"]:
+            raise InputError(f"{name!r} has weights of other shapes: {sorted(report['mismatched_keys'])[:5]}")
         if lacking - {"score.weight"} or (trained and lacking):
             raise InputError(f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(lacking)[:5]}")
         if lacking:
@@ -154,12 +153,12 @@ class RewardModel(nn.Module):
 
     @property
     def score_mean(self) -> float:
-        """What is subtracted from a raw score."""
+        """The mean that is subtracted from a raw score."""
         return getattr(self.classifier.config, "score_mean", 0.0)
 
     @property
     def score_std(self) -> float:
-        """What a raw score is divided by, after the mean is subtracted."""
+        """The deviation that a raw score is divided by."""
         return getattr(self.classifier.config, "score_std", 1.0)
 
     def normalize(self, scores: torch.Tensor) -> None:
@@ -188,7 +187,7 @@ class RewardModel(nn.Module):
 
 
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
+    """Return token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     attended = [[1] * len(sequence) for sequence in sequences]
     input_ids, mask = pad(sequences, 0), pad(attended, 0)
     return input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
@@ -203,7 +202,7 @@ def load_reward_model(
     *,
     kind: type[RewardModel] = RewardModel,
 ) -> RewardModel:
-    """A reward model, or another of its kind, that is trained as `options` says and held as `held` does."""
+    """Return a reward model, or a critic, on its device."""
     model = kind.from_pretrained(
         name,
         dtype=engine.torch_dtype(held),
@@ -219,7 +218,7 @@ def load_reward_model(
 
 
 def save_reward_model(trained, tokenizer, folder: Path) -> None:
-    """Write the reward model in an engine and its tokenizer, complete or not at all; for all ranks at once."""
+    """Write the reward model in an engine and its tokenizer, complete or not at all. Call on all ranks."""
     config = trained.module.classifier.config
     if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
         config.pad_token_id = tokenizer.pad_token_id
@@ -235,7 +234,7 @@ def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
 
 
 def has_score_head(config) -> bool:
-    """Whether a saved model's config is that of a sequence classifier: reward models and critics are saved as such."""
+    """Return True for the config of a sequence classifier: reward models and critics are saved as such."""
     return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
@@ -246,17 +245,11 @@ def check_reads_policy(
 
     Its tokenizer lies beside its weights, in `name`; `tokenizer` and `revision` are the policy's.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     # Its words.
     it, remedy = f"{what} {name!r}", f"fused-rl reward --model {policy}"
-    try:
-        theirs = AutoTokenizer.from_pretrained(name).get_vocab()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{it} has no tokenizer to compare with that of the policy {policy!r}: save the one it was trained with "
-            f"beside its weights ({type(error).__name__}: {error})"
-        ) from error
+    theirs = load_tokenizer(name).get_vocab()
     differing = tokenizer.get_vocab().items() ^ theirs.items()
     differing = sorted(differing, key=lambda pair: (pair[1], pair[0]))
     if differing:
@@ -280,37 +273,7 @@ def check_reads_policy(
 
 def _check_scalar(config, name: str) -> None:
     if config.num_labels != 1:
-        raise InputError(_several_labels(name, f"num_labels={config.num_labels}"))
-
-
-def _several_labels(name: str, found: str) -> str:
-    return (
-        f"{name!r} has {found}; a reward is one number, so num_labels must be 1 (the default of "
-        "AutoModelForSequenceClassification is 2). Start from the causal language model, or give it a new head: "
-        f"AutoModelForSequenceClassification.from_pretrained({name!r}, num_labels=1, ignore_mismatched_sizes=True)"
-        ".save_pretrained(folder), and train that"
-    )
-
-
-def _classifier_class(config):
-    """The stock sequence classifier of the architecture, or one made the stock way where transformers has none."""
-    from transformers import AutoModelForSequenceClassification
-    from transformers.modeling_layers import GenericForSequenceClassification
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    )
-
-    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        raise InputError(f"{config.model_type!r} is not a causal language model that transformers knows")
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    base = next(c for c in causal.__mro__ if c.__name__.endswith("PreTrainedModel"))
-    classifier = type(
-        causal.__name__.removesuffix("ForCausalLM") + "ForSequenceClassification",
-        (GenericForSequenceClassification, base),
-        {"base_model_prefix": base.base_model_prefix},
-    )
-    AutoModelForSequenceClassification.register(type(config), classifier, exist_ok=True)  # else it skips stock configs
-    return classifier
+        raise InputError(
+            f"{name!r} has num_labels={config.num_labels}; a reward is one number, so num_labels must be 1: start from "
+            "the causal language model, or save the classifier with a new head of one label"
+        )

@@ -6,7 +6,7 @@ from fused_rl.trainers.models.reward_model import RewardModel
 
 
 class Critic(RewardModel):
-    """A reward model that is read before every token; a new head is zero, so that nothing is expected at first."""
+    """A reward model that is read before every token; a new head is zero, so that its values are 0 at first."""
 
     @torch.no_grad()
     def reset_head(self) -> None:
@@ -14,7 +14,7 @@ class Critic(RewardModel):
         self.classifier.score.weight.zero_()
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """What is expected before each token.
+        """Return the expected return before each token.
 
         Args:
             input_ids: (B, T) int64, padded on the right.

@@ -27,11 +27,7 @@ _Values.add_implicit_resolver(
 
 
 def parse(config_class: type[Config], argv: list[str]) -> Config:
-    """The config from `--config file.yaml` and `--key value`, later ones first.
-
-    Raises:
-        InputError: in a line, what is wrong with an option or a file.
-    """
+    """Return the config that `--config file.yaml` and `--key value` describe; later ones win."""
     words = _joined(argv)
     if words and words[0] in ("-h", "--help"):
         print(help_text(config_class, everything=words[1:] == ["all"]))
@@ -52,15 +48,15 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
             given[name] = _value(config_class, name, value)
     # A file may spell out every default, as a run's own config.yaml does: those were not given.
     fields = config_class.model_fields
-    asked = {name: came for name, came in from_files.items() if came != fields[name].default}
-    for name, value in (asked | given).items():
+    given = {name: came for name, came in from_files.items() if came != fields[name].default} | given
+    for name, value in given.items():
         if value == "" and name != "system_prompt":  # a message may have no text
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
-    return config_class(**asked | given)
+    return config_class(**given)
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """After `--server` there may be several words."""
+    """Join the words after `--server`, which may be several, with commas."""
     words = []
     for word in argv:
         if words[-2:-1] == ["--server"] and not word.startswith("--"):
@@ -71,7 +67,7 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:
-    """What a word means for an option: as YAML, but what may be text and does not begin a list stays text."""
+    """Return the value of a word for an option: YAML, but an option that may be text takes text that is no list."""
     if name not in config_class.model_fields:
         raise InputError(unknown(name, names_of(config_class), config_class.command))
     kind = kinds_of(config_class)[name]
@@ -92,33 +88,23 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
 
 
 def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
-    """A file of `option: value` lines."""
+    """Return what a file of `option: value` lines says."""
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, _Values)
-        values = yaml.load(text, _Values)
+        values = yaml.load(path.read_text(encoding="utf-8"), _Values) or {}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if node is not None and not isinstance(node, yaml.MappingNode):
+    if not isinstance(values, dict):
         raise InputError(f"{path}: expected lines of `option: value`")
-    seen = {}
     known = names_of(config_class)
-    for key, _ in [] if node is None else node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise InputError(f"{path}, line {line}: expected the name of an option before the colon")
-        if key.value in seen:
-            raise InputError(f"{path}, line {line}: key {key.value!r} stands on line {seen[key.value]} too")
-        seen[key.value] = line
-        if key.value not in known:
-            raise InputError(f"{path}, line {line}: {unknown(key.value, known, config_class.command)}")
-    return values or {}
+    for name in values.keys() - known:
+        raise InputError(f"{path}: {unknown(str(name), known, config_class.command)}")
+    return values
 
 
 def help_text(config_class: type[Options], *, everything: bool) -> str:
-    """What `--help` prints: the options that matter, or `everything` in groups."""
+    """Return what `--help` prints: the main options, or `everything` in groups."""
     doc = (config_class.__doc__ or "").strip().splitlines()[0]
     lines = [f"usage: fused-rl {config_class.command} [--config FILE] [--key value ...]", "", doc, ""]
     if config_class.main and not everything:
@@ -140,11 +126,11 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
 
 
 def _described(config_class: type[Options], name: str, *, in_short: bool) -> list[str]:
-    """An option in lines of 110 characters."""
+    """Return an option's help in lines of 110 characters."""
     field = config_class.model_fields[name]
     default = "required" if field.is_required() else f"default {yaml.safe_dump(field.default).splitlines()[0]}"
-    told = " ".join((field.description or "").split())
+    text = " ".join((field.description or "").split())
     if in_short:
-        told = told.partition(". ")[0].removesuffix(".") + "."
-    text = f"--{name}  {told} ({in_words(kinds_of(config_class)[name])}; {default})"
+        text = text.partition(". ")[0].removesuffix(".") + "."
+    text = f"--{name}  {text} ({in_words(kinds_of(config_class)[name])}; {default})"
     return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ")

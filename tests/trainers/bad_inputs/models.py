@@ -32,19 +32,6 @@ def is_not_there(folder):
     shutil.rmtree(folder)
 
 
-def is_an_empty_folder(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def without_config(folder):
-    (folder / "config.json").unlink()
-
-
-def with_a_config_that_is_no_json(folder):
-    (folder / "config.json").write_text("{")
-
-
 def of_no_known_type(folder):
     change_config(folder, model_type="qwen99")
 
@@ -79,14 +66,6 @@ def whose_weights_are_cut(folder):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def whose_weights_are_text(folder):
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
-
-
-def without_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
 def whose_weights_are_a_pickle(folder):
     import pickle
 
@@ -103,10 +82,6 @@ def without_tokenizer(folder):
         (folder / name).unlink(missing_ok=True)
 
 
-def whose_tokenizer_is_no_json(folder):
-    (folder / "tokenizer.json").write_text("{")
-
-
 def whose_tokenizer_is_too_large(folder):
     change_config(folder, vocab_size=100)
     cut = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -116,10 +91,6 @@ def whose_tokenizer_is_too_large(folder):
 def without_end_of_sequence(folder):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
-
-
-def whose_chat_template_is_broken(folder):
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
 
 
 def whose_chat_template_raises(folder):
@@ -172,9 +143,6 @@ def run(folder):
 MODELS = [
     *of(TRAINERS, "a run", "its is the folder of a run: give its/model", "--model", "its", spoil=run),
     *model(ALL, is_not_there, "model"),
-    *model(ALL, is_an_empty_folder, "model"),
-    *model(ALL, without_config, "model.* neither a local folder|comes without a tokenizer|cannot be loaded"),
-    *model(ALL, with_a_config_that_is_no_json, "model.*(neither|cannot be loaded)"),
     *model(ALL, of_no_known_type, "qwen99"),
     *model(ALL, of_other_shapes, "model.*(damaged|mismatched|other shapes)"),
     *model(ALL, that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
@@ -183,14 +151,10 @@ MODELS = [
     *model(READERS, with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
     *model(ALL, with_nan, "1 weights hold NaN or infinite values, among them model.layers.0.mlp.up_proj.weight"),
     *model(ALL, whose_weights_are_cut, "model.*damaged"),
-    *model("sft", whose_weights_are_text, "model.*damaged"),
-    *model("sft reward", without_weights, "model.*(neither|damaged)"),
     *model(ALL, whose_weights_are_a_pickle, "model.*(neither|damaged)"),
     *model(ALL, without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
-    *model("sft", whose_tokenizer_is_no_json, "tokenizer cannot be loaded"),
     *model(ALL, whose_tokenizer_is_too_large, r"the tokenizer has \d+ tokens, but the model embeds 100"),
     *model(ALL, without_end_of_sequence, "has no EOS token"),
-    *model(ALL, whose_chat_template_is_broken, "template"),
     *model(ALL, whose_chat_template_raises, "template|no such role"),
     *model(READERS, whose_chat_template_is_empty, "line 1: (the prompt is empty|.*template)"),
     *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
@@ -203,8 +167,5 @@ MODELS = [
         "--model Qwen/Qwen2.5-0.5B-Instrukt",
         "0.5B-Instrukt does not exist here, and not on the Hub",
     ),
-    *words("sft", "--model ./nobody/here", "nobody/here"),
-    *words("sft", "--model a/b/c/d", "a/b/c/d"),
-    *words("grpo", "--revision nowhere --model nobody/nothing", "nobody/nothing"),
     *of("sft", "a model whose name is empty", "model", "--model", ""),
 ]
