@@ -211,6 +211,8 @@ def _summed(scored: Scored, token_loss, per_token, mask) -> Scored:
 
 def _check_plain_head(lm) -> None:
     """Check that the head is a plain linear layer: the linear path multiplies by its weight and nothing more."""
+    if lm.base_model is lm:
+        raise InputError(f"{type(lm).__name__} has no backbone apart from its head; use --loss_from logits")
     text = lm.config.get_text_config()
     scales = []
     for name in ("logit_scale", "logits_scaling"):
