@@ -1,6 +1,8 @@
 """Without a GPU the Triton kernels run in the interpreter, which must be chosen before triton is first imported."""
 
 import os
+import time
+from pathlib import Path
 
 import torch
 
@@ -14,6 +16,14 @@ from tests.paths import DEVICE
 
 interpreter.fix_numerics()
 torch.set_num_threads(1)  # test tensors are tiny, and the interpreter is one thread
+
+
+def pytest_configure():
+    """Remove locks of torch's compiled extensions that a killed process has left: whoever loads one waits for ever."""
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in cache.glob("**/lock"):
+        if time.time() - lock.stat().st_mtime > 120:
+            lock.unlink(missing_ok=True)
 
 
 def pytest_addoption(parser):

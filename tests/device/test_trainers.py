@@ -32,7 +32,7 @@ STEPS = {
     "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}, 9),
     "gspo": (steps.grpo_step, {"preset": "gspo"}, 8),
     "dapo": (steps.grpo_step, {"preset": "dapo", "mask_truncated": True, "zero_variance": "drop"}, 8),
-    "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}, 8),
+    "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}, 10),
 }
 
 

@@ -15,7 +15,7 @@ NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
-    return sft_config(files, output_dir, steps=options.pop("steps", None), **options)
+    return sft_config(files, output_dir, **{"steps": None, "save_every": 100} | options)
 
 
 def parsed(config_class, *argv):

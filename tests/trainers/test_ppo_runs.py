@@ -340,7 +340,7 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ({"critic": small}, f"critic '{small}' has 100 token embeddings, the policy '{model}' samples"),
         ({"critic": str(tmp_path / "bare")}, "comes without a tokenizer"),
         ({"verifiers": f"reward_model:{model}", **ONE}, "without a head for scores; train it first"),
-        ({"verifiers": [f"reward_model:{reward}"] * 2}, "reward_model:.* .* twice"),
+        ({"verifiers": [f"reward_model:{reward}"] * 2}, "verifiers names .reward_model:.* twice"),
         ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, reasoning_gym"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
     ):

@@ -201,7 +201,8 @@ def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torc
     """
     if options.top_entropy is None:
         return options
-    entropies = torch.cat(ranks.gather(entropy[mask].cpu())).sort(descending=True).values
+    own = torch.where(mask, entropy, -1).cpu()  # from the device at once
+    entropies = torch.cat(ranks.gather(own[own >= 0])).sort(descending=True).values
     dropped = math.ceil((1 - options.top_entropy) * (len(entropies) - 1))
     kept = len(entropies) - dropped  # as many as are not below the quantile
     # Between the last one that is kept and the next, so that rounding moves neither across it.
