@@ -66,7 +66,7 @@ class Batch:
         responses = self.response_lengths[index]
         ends = prompts.clamp(min=1) + responses
         width = max(2, int(torch.where(responses > 0, ends, 0).max()))
-        where = tuple(self.where[i] for i in index.tolist())
+        where = tuple(map(self.where.__getitem__, index.tolist()))
         counts = None if self.counts is None else self.counts[index, : width - 1]
 
         # The tensors, and the sets of their tokens.

@@ -50,6 +50,7 @@ class TransformersSampler(Sampler):
     records_support = True
     tells_logprobs = False  # the trainer would compute the same
     has_versions = False  # they are always those of now
+    is_checked = False
 
     def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False, look_every: int | None = None):
         self.lm = lm

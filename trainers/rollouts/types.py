@@ -83,6 +83,8 @@ class Sampler:
     """Every response has its kept sets, where the sampling truncates."""
     has_versions: bool = False
     """Every response has the step whose weights it was sampled with."""
+    is_checked: bool = True
+    """Every response is compared with what `Response` promises; the policy's own need no check."""
 
     def __init__(self, built: "Sampler | None" = None, tokenizer: Any = None):
         self.built: Any = built
@@ -154,7 +156,7 @@ class Rollout:
     def lengths(self) -> torch.Tensor:
         """(B,) int64: tokens of each response that the policy sampled."""
         responses = [sample.response for sample in self.samples]
-        return torch.tensor([len(response.drawn(response.ids)) for response in responses])
+        return torch.tensor([len(r.ids) if r.trained is None else sum(r.trained) for r in responses])
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:

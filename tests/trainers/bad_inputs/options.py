@@ -80,7 +80,6 @@ OPTIONS = [
     *words("grpo", "--dtype float32 --head_dtype bfloat16", "head_dtype=bfloat16 would round .* of float32 weights"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
     *words("sft", "--resume", "resume continues the run .* and overwrite moves it away: give one of them"),
-    *words("grpo", "--verifier_weights [0]", "verifier_weights: every weight is 0"),
     *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
     *words(
         "sft",
@@ -127,9 +126,6 @@ OPTIONS = [
     *words("ppo", "--kl_horizon 50", "kl_horizon=50.0 has no meaning without --kl_target"),
     *words("ppo", "--kl_target 1 --kl_horizon 0.5", "kl_horizon=0.5: 4 responses per step .* turns its sign"),
     *words("grpo", "--beta 0.1", "unknown option --beta; its name here is --kl_coef$"),
-    *words("grpo", "--surrogate judges:Called", "the surrogate Called .* it is a class"),
-    *words("grpo", "--surrogate judges:even", "the surrogate even .* too many positional"),
-    *words("grpo", "--surrogate judges:loss_none", "the surrogate loss_none must return the loss of each token"),
     *words("grpo", "--sampler judges:none_such", "has no function 'none_such'"),
     *words("grpo", "--sampler judges.py", "sampler 'judges.py': expected module:function"),
     *words("grpo", "--server ,", SERVER),

@@ -11,7 +11,6 @@ def words(response, row): return "1"
 def nan(response, row): return float("nan")
 def large(response, row): return 1e39
 def trl(completions, answers, **columns): return [1.0]
-def loss_none(log_ratio, advantages, logprobs, sequences, options): return None
 def loss_sum(log_ratio, advantages, logprobs, sequences, options): return (-log_ratio * advantages).sum()
 def many(responses, rows): return [1.0] * len(responses)
 def other_text(text, row): return 1.0
