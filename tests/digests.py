@@ -106,10 +106,10 @@ def words_of(command: str, options: dict, folder: Path, output_dir: Path) -> lis
 
 
 def run(command: str, options: dict, world: int, words: list[str]) -> None:
-    """Train a case; with ZeRO 3 in a process of its own, because DeepSpeed keeps gigabytes of address space of each."""
+    """Train a case; ZeRO 3 in a process of its own, whose gigabytes of address space DeepSpeed keeps, and bf16 too."""
     if world > 1:
         run_distributed(train, world, command, words, timeout=500)
-    elif options.get("zero_stage") == 3:
+    elif options.get("zero_stage") == 3 or options.get("dtype") == "bfloat16":
         process = PROCESSES.Process(target=train_alone, args=(dict(os.environ), command, words))
         process.start()
         process.join()

@@ -12,7 +12,13 @@ import torch
 from fused_rl import TokenSupport
 
 
-def pad(sequences: list[list[int]], value: int, *, left: bool = False, width: int = 0) -> torch.Tensor:
+def pad(
+    sequences: list[list[int]],
+    value: int,
+    *,
+    left: bool = False,
+    width: int = 0,
+) -> torch.Tensor:
     """Return ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
     width = max(width, max(map(len, sequences)))
     rows = []

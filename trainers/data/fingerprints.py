@@ -112,7 +112,12 @@ def check_ranks(facts: Mapping[str, object]) -> None:
             )
 
 
-def check_resumed(found: Mapping[str, str], recorded: Mapping[str, str], accepted: bool, where: Path) -> list[str]:
+def check_resumed(
+    found: Mapping[str, str],
+    recorded: Mapping[str, str],
+    accepted: bool,
+    where: Path,
+) -> list[str]:
     """Return the inputs that are not those of the checkpoint `where`; refuse them unless they are accepted."""
     changed = [name for name in {**recorded, **found} if recorded.get(name) != found.get(name)]
     if changed and not accepted:

@@ -45,7 +45,14 @@ class LanguageModel(nn.Module):
     Outside of it (`head`, for the hidden states of two models) `engine.whole` does.
     """
 
-    def __init__(self, lm: nn.Module, loss_from: str, *, lora: bool = False, head_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        lm: nn.Module,
+        loss_from: str,
+        *,
+        lora: bool = False,
+        head_dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.lm = lm
         self.loss_from = loss_from

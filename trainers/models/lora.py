@@ -55,7 +55,15 @@ def adapt_in_place(classifier: nn.Module, **chosen) -> None:
     classifier.score.requires_grad_(True)  # injecting froze all but the adapters
 
 
-def _new(model: nn.Module, head: nn.Module, task: str, *, rank: int, alpha: float, targets: str):
+def _new(
+    model: nn.Module,
+    head: nn.Module,
+    task: str,
+    *,
+    rank: int,
+    alpha: float,
+    targets: str,
+):
     import peft
 
     if targets != ALL_LINEAR:

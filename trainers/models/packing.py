@@ -285,7 +285,14 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
     return None
 
 
-def agreed_costs(lm: nn.Module, longest: int, wanted: bool | None, *, option: str, otherwise: str) -> Costs | None:
+def agreed_costs(
+    lm: nn.Module,
+    longest: int,
+    wanted: bool | None,
+    *,
+    option: str,
+    otherwise: str,
+) -> Costs | None:
     """Return the costs by which sequences are put in rows, or print why each has its own and return None.
 
     `wanted` is the value of the option (None: if the model can); `otherwise` is what happens if it cannot.

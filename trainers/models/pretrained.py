@@ -64,7 +64,13 @@ def check_causal(lm: nn.Module, what: str) -> None:
         raise InputError(f"{what} {kind}: a token's logits change with the tokens after it")
 
 
-def check_fits(lm: nn.Module, tokenizer, rows: Iterable[tuple[list[int], str]], more: int, remedy: str) -> None:
+def check_fits(
+    lm: nn.Module,
+    tokenizer,
+    rows: Iterable[tuple[list[int], str]],
+    more: int,
+    remedy: str,
+) -> None:
     """Refuse token ids that have no embedding, and sequences longer than the model has positions.
 
     `rows` are the token ids of all that a run reads, and where they are from; `more` tokens may follow each, and the

@@ -177,7 +177,12 @@ class Drawn:
         return self.counts & self.rollout.stopped if mask_truncated else self.counts
 
 
-def draw(policy: Policy, prompts: list[Prompt], more: Callable[[int], list[Prompt]] | None, step: int) -> Drawn:
+def draw(
+    policy: Policy,
+    prompts: list[Prompt],
+    more: Callable[[int], list[Prompt]] | None,
+    step: int,
+) -> Drawn:
     """The groups of a step.
 
     Args:
