@@ -35,10 +35,6 @@ class st:  # noqa: N801 - as hypothesis calls its strategies
         return Strategy(lambda source: source.choice(values))
 
     @staticmethod
-    def one_of(*strategies):
-        return Strategy(lambda source: source.choice(strategies).draw(source))
-
-    @staticmethod
     def tuples(*strategies):
         return Strategy(lambda source: tuple(one.draw(source) for one in strategies))
 

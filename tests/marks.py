@@ -16,12 +16,6 @@ def slow(*values):
 cpu_fast = pytest.mark.parametrize("backend", [slow("kernel"), "cpu"], indirect=True)
 
 
-def first_fast(cases: Iterable) -> list:
-    """The cases, all but the first marked slow."""
-    first, *others = cases
-    return [first, *map(slow, others)]
-
-
 def diagonal(*axes: Iterable, most: int | None = None) -> list:
     """Every combination of the axes; in the fast suite only a diagonal: each value of the longest axis once.
 

@@ -85,7 +85,7 @@ def measure_first(policy: Policy, drawn: Drawn, updates: list[list[torch.Tensor]
     """What ratios and KL are taken against, before the first update.
 
     The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
-    own and need no pass, unless the rewards wait for them.
+    own and need no pass. Rewards that pay for the KL, and a threshold of `top_entropy`, need the pass first.
     """
     config = policy.config
     rollout = drawn.rollout

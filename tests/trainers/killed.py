@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
@@ -84,13 +83,6 @@ def words_of(config, **others) -> list[str]:
         if value is not None:
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words
-
-
-def wait_for_steps(process, folder: Path, count: int) -> None:
-    """Until a run's metrics have so many lines, or it has ended."""
-    file = folder / "metrics.jsonl"
-    while process.is_alive() and not (file.exists() and len(file.read_text().splitlines()) >= count):
-        time.sleep(0.05)
 
 
 def run(*args, **options) -> list[int]:
