@@ -160,7 +160,7 @@ repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table a
 
 # A GPU machine brings its own torch, and often no network: nothing is installed.
 .PHONY: gpu
-gpu:  ## what a GPU is asked first, in 10 minutes: facts, every kernel test compiled, groups of the benchmark
+gpu:  ## what a GPU is asked first, in 10 minutes: every kernel test compiled, groups of the benchmark
 	@for python in $(PYTHON) $(BIN)/python; do \
 	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	    exec $$python -m bench gpu; fi; done; \

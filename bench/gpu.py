@@ -2,10 +2,10 @@
 
     python -m bench gpu --out folder
 
-It needs torch, triton, numpy, transformers and pytest alone. First facts (`bench/gpu_facts.py`), the first of them
-within seconds; then every test of the kernels, on the device; then groups of the suite. Each has a limit of its own,
-and what breaks or runs out of time ends nothing else. What is known is written at once: gpu-facts.jsonl (a line per
-fact, per failed test and per file of tests), tests.txt, groups.txt, and a JSON file per group.
+It needs torch, triton, numpy, transformers and pytest alone. First every test of the kernels runs on the device, graphs
+and torch.compile among them; then groups of the suite. Each step has a limit of its own, and what breaks or runs out of
+time ends nothing else. What is known is written at once: gpu-facts.jsonl (the machine, then a line per failed test, per
+file of tests and per step), tests.txt, groups.txt, and a JSON file per group.
 """
 
 import argparse
@@ -20,23 +20,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from bench.worker import ROOT, Worker
+from bench import machine
 
 
 class Step(NamedTuple):
     name: str
-    limit: int  # seconds after which it is stopped; 585 in all, of 10 minutes
+    limit: int  # seconds after which it is stopped; 565 in all, of 10 minutes
     budget: int | None = None  # seconds that a group of the suite is asked to keep to
 
 
 STEPS = [
-    Step("facts", 260),
-    Step("tests", 110),
-    Step("kernels", 75, 60),
-    Step("linear", 50, 38),
-    Step("kl", 30, 18),
-    Step("support", 35, 24),
-    Step("topk", 25, 14),
+    Step("tests", 250),
+    Step("kernels", 120, 100),
+    Step("linear", 75, 60),
+    Step("kl", 45, 30),
+    Step("support", 45, 30),
+    Step("topk", 30, 18),
 ]
 FACTS_FILE = "gpu-facts.jsonl"
 AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 2))  # files of tests: to compile takes a core each
@@ -71,12 +70,12 @@ def command(name: str, words: list[str]) -> int:
         (out / path).unlink(missing_ok=True)
     os.environ["BENCH_COMMAND"] = "python -m bench gpu"
     os.environ.pop("TRITON_INTERPRET", None)
+    tell(out, machine.environment("cuda"))
     outcome = {}
     for step in steps:
         print(f"\n== {step.name} (at most {step.limit} s) ==", flush=True)
         started = time.perf_counter()
-        does = {"facts": facts, "tests": tests}.get(step.name, group)
-        status = does(step, out)
+        status = (tests if step.name == "tests" else group)(step, out)
         outcome[step.name] = f"{status}, {time.perf_counter() - started:.0f} s"
         tell(out, {"step": step.name, "ended": outcome[step.name]})
     return int(not all(status.startswith("ok,") for status in outcome.values()))
@@ -88,32 +87,6 @@ def tell(out: Path, fact: dict) -> None:
     with (out / FACTS_FILE).open("a") as file:
         file.write(line + "\n")
     print(line, flush=True)
-
-
-# ------------------------------------------------------------------ facts
-
-
-def facts(step: Step, out: Path, device: str = "cuda") -> str:
-    """Each by a worker, which is started again after one that breaks."""
-    end = time.monotonic() + step.limit
-    lost = wrong = 0
-    with Worker() as worker:
-        worker.start()  # while this process imports, too
-        from bench.gpu_facts import FACTS
-
-        for name, fact in FACTS.items():
-            left = min(fact.limit, end - time.monotonic())
-            if left < 2:
-                tell(out, {"fact": name, "left out": "no time"})
-                lost += 1
-                continue
-            path = str((out / FACTS_FILE).resolve())
-            answer = worker.ask("bench.gpu_facts:tell", name, device, path, limit=left)
-            if answer.status:
-                tell(out, {"fact": name, "ended": answer.reason})
-            lost += answer.status is not None
-            wrong += answer.value or 0
-    return f"{lost} broken or left out, {wrong} wrong" if lost or wrong else "ok"
 
 
 # ------------------------------------------------------------------ tests
@@ -167,7 +140,7 @@ def run(words: list[str], limit: int, log: TextIO, see) -> str:
     """Runs Python with these words; each line it prints is written, and handed to `see`. "ok", or what went wrong."""
     command = ["timeout", "-k", "5", str(limit), sys.executable, "-u", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+    with subprocess.Popen(command, cwd=machine.ROOT, **pipes) as process:
         for line in process.stdout:
             log.write(line)
             log.flush()

@@ -22,14 +22,16 @@ import statistics
 import textwrap
 from pathlib import Path
 
+import torch
+
 from bench import machine
-from bench.worker import FAILED, OUT_OF_MEMORY
-from bench.worker import failure as failure
 
 RESULTS = machine.ROOT / "bench" / "results"
 OK = "ok"
 WRONG = "wrong"
 FAILED_CHECK = "failed check"
+FAILED = "failed"
+OUT_OF_MEMORY = "out of memory"
 NOT_INSTALLED = "not installed"
 CANNOT_RUN = "cannot run"
 NO_TIME = "skipped: budget"
@@ -47,6 +49,13 @@ def not_run(
 ) -> dict:
     """The row of an implementation that was not measured; `where`: at which case, empty for all of them."""
     return {"op": op, "implementation": implementation, "where": where, "status": status, "reason": reason}
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    """Status and reason of what raised."""
+    text = str(error).strip() or "no message"
+    status = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
+    return status, f"{type(error).__name__}: {text}".splitlines()[0][:160]
 
 
 def ours(row: dict) -> bool:

@@ -18,7 +18,9 @@ import sys
 import time
 from typing import NamedTuple
 
-from bench import machine, peers, results, timing
+import torch
+
+from bench import machine, options, peers, results, timing
 from bench.cases.case import Case
 from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
@@ -82,19 +84,14 @@ def judged(case: Case, peer: peers.Peer, errors: dict) -> dict:
     return {"status": status, "reason": ", ".join(over)}
 
 
-def attempt(case: Case, peer: peers.Peer, raising: bool = False) -> tuple[dict, Once | None]:
-    """The row of one implementation, with its errors; how the run went, where it may be timed.
-
-    What it raises is its row, unless it is to be raised.
-    """
+def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
+    """The row of one implementation, with its errors or what it raised; how the run went, where it may be timed."""
     try:
         if peer.role == "ours" or peer.compiles:
             run_once(case, peer)  # ours compiles, too
         once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
-    except Exception as reason:  # each fails in its own way; ours makes the group fail
-        if raising:
-            raise
+    except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
         status, told = results.failure(reason)
         return results.not_run(peer.name, status, told, case.op, case.label()), None
     moved, text = case.bytes()
@@ -128,21 +125,28 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         if once is None:
             continue
         repeats = case.backward_repeats and not peer.overwrites
-        backward = case.backward_of(peer)
-        inputs = case.inputs(peer)
-        runs[peer.name] = timing.phases_cpu(timing.Run(peer.call, backward, inputs, repeats))
+        runs[peer.name] = timing.Run(peer.call, case.backward_of(peer), case.inputs(peer), repeats)
         first[peer.name] = once.seconds
         memory[peer.name] = once.extra_bytes
         if peer.role != "peer":
             kept.append(peer.name)
 
-    # Then in turns.
+    # Then in turns; on a GPU, whose clock needs no turns, one after the other.
     left = seconds - (time.perf_counter() - started)
-    samples = timing.interleaved(runs, left, first, kept)
+    on_cpu = case.device == "cpu"
+    if on_cpu:
+        turns = {name: timing.phases_cpu(run) for name, run in runs.items()}
+        samples = timing.interleaved(turns, left, first, kept)
+    else:
+        ms = min(200.0, max(20.0, 1e3 * left / max(1, len(runs)) / 4))
+        samples = {}
+        for name, run in runs.items():
+            with contextlib.suppress(torch.OutOfMemoryError):  # its row says how right it is, without a time
+                samples[name] = timing.alone(run, ms)
     for row in rows:
         if row["implementation"] in samples:
             row["extra_bytes"] = memory[row["implementation"]]
-    describe(rows, samples, copy_bytes_per_s, case.baselines, side_by_side=True)
+    describe(rows, samples, copy_bytes_per_s, case.baselines, side_by_side=on_cpu)
     return rows
 
 
@@ -208,16 +212,17 @@ def warm_up(kinds: dict, args):
                         run_once(case, peer)
 
 
-def main(args) -> int:
-    """Run the group `args.group`; 1 where an answer of ours is wrong or missing."""
-    seconds = args.budget or GROUPS[args.group].seconds
+def command(group: str, words: list[str] | None = None) -> int:
+    """Run a group by its command line; 1 where an answer of ours is wrong or missing."""
+    args = options.arguments(__doc__, group, words)
+    seconds = args.budget or GROUPS[group].seconds
     budget = timing.Budget(max(1.0, seconds - IMPORTS), weights=0, least=min(OF_A_CASE, seconds))
 
     copy = machine.copy_bandwidth(args.device)
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
 
     # Case by case, each with its part of what is left.
-    kinds = {kind: kind.specs(args) for kind in CASES[args.group]}
+    kinds = {kind: kind.specs(args) for kind in CASES[group]}
     for kind, specs in kinds.items():
         budget.weights += sum(map(kind.weight, specs))
     warm_up(kinds, args)

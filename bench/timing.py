@@ -23,13 +23,9 @@ class Budget:
         self.weights = weights
         self.least = least
 
-    def left(self) -> float:
-        """Seconds until the end; negative beyond it."""
-        return self.end - time.perf_counter()
-
     def share(self, weight: float = 1.0) -> float:
         """Seconds for the next part."""
-        seconds = self.left() * weight / max(weight, self.weights)
+        seconds = (self.end - time.perf_counter()) * weight / max(weight, self.weights)
         self.weights -= weight
         return max(self.least, seconds)
 
@@ -105,11 +101,8 @@ def whole(phases: dict) -> float:
     return phases.get("both", phases["forward"])
 
 
-def alone(run: Run, device: str, ms: float) -> dict:
-    """{phase: [ms, ...]} of one run, about `ms` ms of each phase."""
-    if device == "cpu":  # what is asked of a GPU's worker, where there is none
-        once = phases_cpu(run)
-        return {phase: [1e3 * seconds] for phase, seconds in once().items()}
+def alone(run: Run, ms: float) -> dict:
+    """{phase: [ms, ...]} of one run on a GPU, about `ms` ms of each phase."""
     try:
         return phases_gpu(run, int(ms))
     except torch.OutOfMemoryError:  # several input sets, each with its graph, are more than one

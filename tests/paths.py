@@ -27,5 +27,6 @@ ON_DEVICE = [
     "tests/test_outputs.py",
     "tests/test_extremes.py",
     "tests/test_hostile.py",
+    "tests/test_graphs.py",
 ]
 NOT_ON_DEVICE = {"tests/test_occupancy.py"}  # which launches nothing

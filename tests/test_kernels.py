@@ -82,6 +82,14 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
 
 
+@pytest.mark.parametrize("name", list(launch.VARIANTS)[1:])
+def test_every_variant_of_the_stream_returns_the_same_bits(name):
+    row, target = one_row(4100, torch.bfloat16)
+    expected = logprob.logprob_fwd(row, target, None, 0.8, None)
+    with launch.variant(name):
+        assert_same_bits(logprob.logprob_fwd(row, target, None, 0.8, None), expected)
+
+
 @pytest.mark.parametrize("vocab", [17, 2305, 4100])
 def test_split_and_in_place_touch_no_element_twice(vocab, monkeypatch):
     """Several programs per row, odd strides, a softcap: nothing out of bounds, no program in another's elements."""

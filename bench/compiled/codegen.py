@@ -21,7 +21,7 @@ import subprocess
 import sys
 
 from bench import machine, results
-from bench.compiled import machine_code, occupancy
+from bench.compiled import machine_code
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -255,9 +255,6 @@ VARIANTS = {
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, JENSEN_SHANNON | {"wants": (True, True)}),
 }
 
-# The forward pass as `launch.VARIANTS` streams it, on the devices that `occupancy.py` models.
-STREAMS = {"sm_90": occupancy.H200, "sm_100": occupancy.B200}
-
 # ------------------------------------------------------------------------------------------------- the subprocess
 
 
@@ -321,23 +318,6 @@ def _inspect_all(cases, targets):
                 print(json.dumps(row | figures), flush=True)
 
 
-def _inspect_streams():
-    """Print the figures of every variant of the forward pass, and what of a copy they reach by the model."""
-    from fused_rl.kernels import launch
-
-    for name, (target, device) in itertools.product(launch.VARIANTS, STREAMS.items()):
-        with launch.variant(name):
-            [(_, _, kernel)] = launches(logprob_fwd, {}, target)
-        row = {"variant": name, "target": target, "status": "ok"}
-        row |= machine_code.inspect_kernel(kernel, "cuda", 2)
-        loop = row["loops"][0]
-        row["programs"] = device.programs(row["registers"])
-        # through shared memory only the first tile of a segment is waited for
-        ahead = loop["ahead"] or (1 - 1 / launch.SEGMENT) * occupancy.LATENCY * device.clock
-        row["share"] = round(occupancy.share_of_copy(loop, ahead, row["programs"], device), 3)
-        print(json.dumps(row), flush=True)
-
-
 def _launch_both(rows, temperature, vocab):
     """A forward and a backward pass of these sizes."""
     from fused_rl.kernels import logprob
@@ -389,34 +369,19 @@ COLUMNS = ["case", "kernel", "target", "triton", "registers", "spills", "shared 
 COLUMNS += ["barriers", "instructions", "ALU", "special", "headroom"]
 
 
-def cells(row: dict, release: str) -> list[str]:
-    """A row as COLUMNS; `release` of Triton where it names none. A pair is of the first and the last loop."""
-    found = [row["case"], row["kernel"], row["target"], row.get("triton", release)]
-    found += [str(row[name]) for name in ("registers", "spills", "shared")]
-    ends = row["loops"][:1] + row["loops"][-1:]
-    for name in ("load", "store", "barriers", "instructions", "alu", "special"):
-        texts = [f"{loop[name]:.3g}" for loop in ends]
-        found.append(" / ".join(dict.fromkeys(texts)))
-    headroom = row["headroom"] if row["target"] == "sm_90" else []
-    found.append(" / ".join(f"{value:.2f}" for value in headroom))
-    return found
-
-
-STREAM_COLUMNS = ["variant", "target", "registers", "spills", "shared bytes", "barriers", "instructions", "special"]
-STREAM_COLUMNS += ["instructions ahead", "programs", "of a copy"]
-
-
-def stream_cells(row: dict) -> list[str]:
-    """A variant's row as STREAM_COLUMNS, of rows that begin at 16 bytes."""
-    found = [row["variant"], row["target"], *(str(row[name]) for name in ("registers", "spills", "shared"))]
-    found += [f"{row['loops'][0][name]:.3g}" for name in ("barriers", "instructions", "special", "ahead")]
-    return [*found, str(row["programs"]), f"{row['share']:.0%}"]
-
-
 def table(rows: list[dict]) -> str:
-    if rows and "variant" in rows[0]:
-        return results.table(STREAM_COLUMNS, [stream_cells(row) for row in rows])
-    return results.table(COLUMNS, [cells(row, "") for row in rows])
+    """A line per kernel and target; a pair is of the first and the last loop."""
+    lines = []
+    for row in rows:
+        found = [row["case"], row["kernel"], row["target"], row["triton"]]
+        found += [str(row[name]) for name in ("registers", "spills", "shared")]
+        ends = row["loops"][:1] + row["loops"][-1:]
+        for name in ("load", "store", "barriers", "instructions", "alu", "special"):
+            texts = [f"{loop[name]:.3g}" for loop in ends]
+            found.append(" / ".join(dict.fromkeys(texts)))
+        headroom = row["headroom"] if row["target"] == "sm_90" else []
+        lines.append([*found, " / ".join(f"{value:.2f}" for value in headroom)])
+    return results.table(COLUMNS, lines)
 
 
 def command(name: str, words: list[str]) -> int:
@@ -425,9 +390,9 @@ def command(name: str, words: list[str]) -> int:
 
     args = options.arguments(__doc__, name, words)
     args.device = "cpu"
-    rows, streams = subprocess_lines(), subprocess_lines("--streams")
-    print(table(rows), table(streams), sep="\n")
-    results.save(args, rows + streams)
+    rows = subprocess_lines()
+    print(table(rows))
+    results.save(args, rows)
     return 0
 
 
@@ -436,7 +401,6 @@ def main():
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated, of " + ", ".join(TARGETS))
     parser.add_argument("--variants", action="store_true", help="compile every other way in which kernels are launched")
-    parser.add_argument("--streams", action="store_true", help="the variants of the forward pass, and a model of them")
     parser.add_argument("--count", action="store_true", help="count compiled variants over lengths and temperatures")
     parser.add_argument("--json", action="store_true", help="print JSON, in this process")
     args = parser.parse_args()
@@ -444,8 +408,6 @@ def main():
         return print(table(subprocess_lines(*sys.argv[1:])))
     if args.count:
         return _count_variants()
-    if args.streams:
-        return _inspect_streams()
     listed = VARIANTS if args.variants else CASES
     cases = {name: case for name, case in listed.items() if args.only in name}
     return _inspect_all(cases, args.targets.split(","))

@@ -51,7 +51,7 @@ def inspect_kernel(kernel, vendor: str, element_bytes: int = 4) -> dict:
     for loop in _innermost_loops(listing):
         opcodes = _opcodes(loop)
         if any(_width(opcode)[0] for opcode in opcodes):
-            loops.append(_figures(opcodes, element_bytes) | {"ahead": _ahead(loop)})
+            loops.append(_figures(opcodes, element_bytes))
     most = max((loop["bytes"] for loop in loops), default=0)
     main = [loop for loop in loops if loop["bytes"] == most]
     main.sort(key=lambda loop: loop["instructions"])
@@ -135,30 +135,6 @@ def _width(opcode):
         return 0, 0
     width = 2 if found[3] else 4 * int(found[2] or 1)
     return (width, 0) if found[1] == "load" else (0, width)
-
-
-def _ahead(loop) -> int:
-    """Of an NVIDIA loop: instructions from a load until one takes what it brought, where that is soonest.
-
-    0 where the loop loads into shared memory: how many rounds ahead is nowhere in its code.
-    """
-    issued = [(opcode, operands) for _, opcode, operands in loop if opcode and not opcode.startswith(IDLE)]
-    found = []
-    for at, (opcode, operands) in enumerate(issued):
-        if not opcode.startswith("LDG."):
-            continue
-        first = int(re.search(r"R(\d+)", operands)[1])
-        brought = {f"R{first + i}" for i in range(max(1, _width(opcode)[0] // 4))}
-        after = issued[at + 1 :] + issued[: at + 1]
-        takes = [bool(brought & set(_taken(*instruction))) for instruction in after]
-        found.append(takes.index(True) + 1 if True in takes else len(issued))
-    return min(found, default=0)
-
-
-def _taken(opcode, operands):
-    """The registers that an instruction reads: all but the first operand, which it writes."""
-    read = operands if opcode.startswith("ST") else operands.partition(",")[2]
-    return re.findall(r"\bR\d+\b", read)
 
 
 def _figures(opcodes, element_bytes):

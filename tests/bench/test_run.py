@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import apart, machine, peers, results, run, timing
+from bench import machine, peers, results, run, timing
 from bench.cases import linear
 from bench.cases.case import Spec
 from bench.cases.gae import GAECase
@@ -109,7 +109,7 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)
     words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
-    assert apart.command("kernels", words) == status
+    assert run.command("kernels", words) == status
     rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
     of_peer = [row["op"] for row in rows if row["implementation"] == "a peer"]
     assert of_peer == ["token_logprobs"], "what cannot run at any case is told once"
