@@ -633,7 +633,7 @@ MUTATIONS = {
         "tests/trainers/test_solved.py",
     ),
     "a mean over sequences counts micro-batches": Mutation(
-        "trainers/run/sums.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
+        "trainers/run/metrics.py", "global_sum(sum(columns))", "global_sum(columns[-1])", DEFINITIONS
     ),
     "a gradient below its limit is scaled up": Mutation(
         "trainers/base/zero.py", "clamp(min=1.0)", "clamp(min=0.5)", "tests/trainers/test_zero.py -k bits"
@@ -646,8 +646,8 @@ MUTATIONS = {
     ),
     "a resumed run forgets what it has told": Mutation(
         "trainers/run/logger.py",
-        "            self.watch.see(entry)\n        self.file",
-        "            pass\n        self.file",
+        "            self.watch.see(entry)\n        self.board",
+        "            pass\n        self.board",
         "tests/trainers/test_doctor.py -k resumed",
     ),
     "the first ratio of a step is that of its last update": Mutation(

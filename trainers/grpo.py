@@ -24,8 +24,8 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.batch import on_device
-from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Given
 from fused_rl.trainers.models import moving_reference
 from fused_rl.trainers.options import InputError
@@ -44,11 +44,9 @@ from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
 from fused_rl.trainers.policy.policy import Measured, Policy, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.policy.reference import ReferenceConfig
 from fused_rl.trainers.rollouts.types import Prompt
-from fused_rl.trainers.run import beginning, command
-from fused_rl.trainers.run.keys import POLICY, keyed
-from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.sums import Sums
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.run.metrics import POLICY, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
@@ -77,7 +75,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
             f"{config.prompts_per_step // world} prompts of each process; choose another number, or drop "
             "--share_prompts"
         )
-    reward = check_scorers(config, imports=config.dry_run)
+    reward = check_scorers(config)
     return {"processes": world, "reward": reward, "advantage": advantage} | divided
 
 
@@ -252,8 +250,9 @@ def train(
     Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
     """
     # What is read: tokenizer, scorers, rows, models.
-    run = beginning.begin(with_scorers(config, scorers), arithmetic)
-    read = prepare.read(run.config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler)
+    config = with_scorers(config, scorers)
+    run = Run(config, arithmetic)
+    read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler)
     config = read.config
     with phase("loaded the models"):
         shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
@@ -261,31 +260,30 @@ def train(
     held_out = share_of_rank(read.held_out)  # each rank samples its own problems
 
     # Where the run begins, or goes on.
-    order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
         engines["reference"] = moving_reference.SavedReference(policy.reference)
-    loop = Loop(config, run, engines, order, own=policy.own)
-    policy.publish(loop.step)
-    if loop.begins and held_out.prompts:
-        loop.log(*evaluate(policy, held_out))
+    run.start(engines, own=policy.own)
+    policy.publish(run.step)
+    if run.begins and held_out.prompts:
+        run.log(*evaluate(policy, held_out))
 
     def more(count: int) -> list[Prompt]:
-        return read.mine(order.take(math.ceil(count / ranks.world_size()) * ranks.world_size()))
+        return read.mine(run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size()))
 
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
-    for step, indices in loop:
-        policy.begin(step, lambda later: read.mine(order.after(later)))
+    for step, indices in run:
+        policy.begin(step, lambda later: read.mine(run.order.after(later)))
         metrics = train_step(policy, read.mine(indices), step, more)
         samples = []
-        metrics["episode"] = order.position * config.group_size
-        if loop.evaluates and held_out.prompts:
+        metrics["episode"] = run.order.position * config.group_size
+        if run.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)
             metrics |= found
-        loop.log(metrics, samples)
+        run.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             moving_reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
-    return loop.finish(lambda folder: policy.save(folder, merged=config.save_merged))
+    return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -382,8 +382,6 @@ class OutputConfig(Options):
     """Start again in an `output_dir` that is not empty: what is in it is moved to <output_dir>.1."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
-    trackio_project: str | None = None
-    """Also log to this trackio project, on this machine (needs `pip install trackio`)."""
     push_to_hub: bool = False
     """Upload `model/` to the Hub when it is saved; the token is checked when the run begins."""
     hub_model_id: str | None = None
@@ -409,6 +407,9 @@ class OutputConfig(Options):
             self.resume = True
 
 
+UNKNOWN = "known when the rows are read (num_train_epochs)"
+
+
 class StepsConfig(Options):
     """How long a run is."""
 
@@ -424,6 +425,10 @@ class StepsConfig(Options):
     def splits_rows(self) -> bool:
         """True if a row may be trained on as several, so that their number is known after encoding only."""
         return False
+
+    def in_run(self, per_step: int) -> int | str:
+        """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
+        return UNKNOWN if self.steps is None else self.steps * per_step
 
     def check(self) -> None:
         if self.num_train_epochs is None:

@@ -25,8 +25,8 @@ import torch
 import fused_rl
 from fused_rl.presets import PresetName
 from fused_rl.trainers.base.ranks import counted
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.batch import on_device
-from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Given
 from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy import credit, prepare
@@ -39,11 +39,8 @@ from fused_rl.trainers.policy.policy import Policy, in_this_update, measure, pla
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.keys import PPO, keyed
-from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.sums import Sums
+from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.run.metrics import PPO, Sums, keyed
 from fused_rl.trainers.scorers.load import check_scorers, load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
@@ -89,7 +86,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     divided = prepare.divided(planned(config), world)
     updates = "optimizer updates per step"
     divided[updates] = f"{divided[updates]} (at most, with target_kl)"
-    return {"processes": world, "reward": check_scorers(config, imports=config.dry_run)} | divided
+    return {"processes": world, "reward": check_scorers(config)} | divided
 
 
 @torch.no_grad()
@@ -241,7 +238,7 @@ def train(
     """
     # What is read: tokenizer, scorers, rows, models.
     config = with_scorers(planned(config), scorers)
-    run = begin(config, arithmetic)
+    run = Run(config, arithmetic)
     read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler, config.critic)
     config = read.config
     with phase("loaded the models"):
@@ -252,33 +249,31 @@ def train(
     held_out = share_of_rank(read.held_out)
 
     # Where the run begins, or goes on.
-    order = RowOrder(len(read.prompts), config.prompts_per_step, config.seed)
     kl_coef = config.kl_coef
     engines = {"policy": policy.model, "critic": critic.engine}  # what checkpoints hold
-    loop = Loop(config, run, engines, order, lambda: {"kl_coef": kl_coef}, policy.own)
-    kl_coef = loop.restored.get("kl_coef", kl_coef)
-    policy.publish(loop.step)
-    if loop.begins and held_out.prompts:
-        loop.log(*evaluate(policy, held_out))
+    kl_coef = run.start(engines, lambda: {"kl_coef": kl_coef}, policy.own).get("kl_coef", kl_coef)
+    policy.publish(run.step)
+    if run.begins and held_out.prompts:
+        run.log(*evaluate(policy, held_out))
 
     # Step by step; the weight of the KL may follow it: https://arxiv.org/abs/1909.08593, section 2.2.
-    for step, indices in loop:
-        policy.begin(step, lambda later: read.mine(order.after(later)))
+    for step, indices in run:
+        policy.begin(step, lambda later: read.mine(run.order.after(later)))
         metrics = train_step(policy, critic, read.mine(indices), step, kl_coef)
         samples = []
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
             kl_coef = credit.adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
-        if loop.evaluates and held_out.prompts:
+        if run.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)
             metrics |= found
-        loop.log(metrics, samples)
+        run.log(metrics, samples)
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)
         critic.save(model_folder.with_name("critic"))
 
-    return loop.finish(save)
+    return run.finish(save)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,10 +15,9 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, storing, write_atomically
 from fused_rl.trainers.base.ranks import divide_over
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
@@ -41,9 +40,7 @@ from fused_rl.trainers.options import (
     without,
 )
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.run.loop import Loop
+from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
@@ -105,8 +102,8 @@ def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
-        "pairs in the run": in_run(config, config.batch_size),
-        "optimizer steps": in_run(config, 1),
+        "pairs in the run": config.in_run(config.batch_size),
+        "optimizer steps": config.in_run(1),
     }
 
 
@@ -211,7 +208,7 @@ def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
 
 def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
-    run = begin(config, arithmetic)
+    run = Run(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
     with phase("read tokenizer and pairs"):
@@ -221,8 +218,7 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
         elsewhere = config.reference_dataset
         reference = pairs if elsewhere is None else encoder.pairs(load_rows(elsewhere))
         reference = reference[: config.normalize_pairs]
-    run.has_read(tokenizer, Pair.asked, {}, rows=pairs, held_out=held_out, reference_rows=reference)
-    config = in_steps(config, len(pairs))
+    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference)
     with phase("loaded the model"):
         model = load_reward_model(config.model, config.revision, config, config, run.device)
         rows = sides_of([*pairs, *held_out, *reference])
@@ -235,39 +231,37 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
         model = engine.initialize(model, config, config, config.steps)
 
     # The run: `constants` normalise the scores, before training and again after it.
-    order = RowOrder(len(pairs), config.batch_size, config.seed)
     constants = {}
-    loop = Loop(config, run, {"reward": model}, order, lambda: {"normalization": constants})
-    if config.resume:
-        constants |= loop.restored["normalization"]
+    restored = run.start({"reward": model}, lambda: {"normalization": constants})
+    if restored:
+        constants |= restored["normalization"]
         model.module.set_normalization(*constants["before"])
     else:
         constants["before"] = normalize(model, reference, config.micro_batch_size)
 
     found = {}
-    if loop.begins and held_out:
-        loop.log(evaluate(model, held_out, config)[1])
-    for step, indices in loop:
+    if run.begins and held_out:
+        run.log(evaluate(model, held_out, config)[1])
+    for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
         metrics = train_step(model, batch, config, step, costs)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
         samples = []
-        if loop.evaluates and held_out:
+        if run.evaluates and held_out:
             scores, found = evaluate(model, held_out, config)
             metrics |= found
             samples = sample_table(tokenizer, held_out, scores)
-        loop.log(metrics, samples)
+        run.log(metrics, samples)
 
     # The evaluation of the last step is in the scale of the training loss.
     if held_out and not found:  # resumed when nothing was left to do
         found = evaluate(model, held_out, config)[1]
     constants["after"] = normalize(model, reference, config.micro_batch_size)
-    if held_out and ranks.rank() == 0:
-        with storing("evaluation.json", run.folder):
-            write_atomically(run.folder / "evaluation.json", as_json(found | {"normalization": constants}, indent=2))
-    return loop.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
+    if held_out:
+        run.write("evaluation.json", found | {"normalization": constants})
+    return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,21 +15,17 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.order import RowOrder, in_run, in_steps
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, tell_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.beginning import begin
-from fused_rl.trainers.run.keys import SFT, keyed
-from fused_rl.trainers.run.logger import phase
-from fused_rl.trainers.run.loop import Loop
-from fused_rl.trainers.run.sums import Sums
+from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.run.metrics import Sums
 
 
 class SFTConfig(RunConfig):
@@ -68,8 +64,8 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
         "micro-batches per process and step": f"{math.ceil(local / size)} of at most {size}",
-        "rows in the run": in_run(config, config.batch_size),
-        "optimizer steps": in_run(config, 1),
+        "rows in the run": config.in_run(config.batch_size),
+        "optimizer steps": config.in_run(1),
     }
 
 
@@ -81,12 +77,8 @@ class Example(NamedTuple):
     where: str
 
     def tokens(self) -> int:
-        """Of both."""
+        """Return the length of both."""
         return len(self.prompt) + len(self.completion)
-
-    def asked(self) -> list[int]:
-        """The prompt; all of a row of text, which has none but its first token."""
-        return self.prompt if len(self.prompt) > 1 else self.prompt + self.completion
 
 
 def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
@@ -164,7 +156,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
         model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
         sums.add(shares, part.batch.where)
-    metrics = keyed(SFT, sums.over_ranks())
+    metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
@@ -188,15 +180,14 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
 
 def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
-    run = begin(config, arithmetic)
+    run = Run(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config, dataset, eval_dataset))
-    run.has_read(tokenizer, Example.asked, {}, rows=pairs, held_out=held_out)
-    config = in_steps(config, len(pairs))
+    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
@@ -208,20 +199,19 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
     held_out = micro_batches(held_out, config, pad_id, run.device, costs)
 
     # The run.
-    order = RowOrder(len(pairs), config.batch_size, config.seed)
-    loop = Loop(config, run, {"policy": model}, order)
-    if loop.begins and held_out:
-        loop.log(evaluate(model, held_out))
-    for step, indices in loop:
+    run.start({"policy": model})
+    if run.begins and held_out:
+        run.log(evaluate(model, held_out))
+    for step, indices in run:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[ranks.rank() :: ranks.world_size()]]
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
-        if loop.evaluates and held_out:
+        if run.evaluates and held_out:
             metrics |= evaluate(model, held_out)
-        loop.log(metrics)
-    return loop.finish(
+        run.log(metrics)
+    return run.finish(
         lambda model_folder: language_model.save_lm(model, tokenizer, model_folder, merged=config.save_merged)
     )
 

@@ -28,9 +28,9 @@ TRAINERS = {"grpo": (grpo, grpo.GRPOConfig), "ppo": (ppo, ppo.PPOConfig)}
 STEPS = 3
 DROPPED = {
     *("output_dir", "overwrite", "resume", "resume_from", "push_to_hub", "hub_model_id", "hub_private_repo"),
-    *("wandb_project", "trackio_project", "num_train_epochs", "lr_schedule", "warmup_steps", "keep_checkpoints"),
+    *("wandb_project", "num_train_epochs", "lr_schedule", "warmup_steps", "keep_checkpoints"),
     *("eval_dataset", "eval_dataset_config", "eval_split", "eval_every", "eval_samples", "show_samples"),
-    *("critic_lr", "critic_lr_schedule", "critic_warmup_steps", "critic_only", "ref_sync_every", "ref_mixup_alpha"),
+    *("critic_lr", "critic_warmup_steps", "critic_only", "ref_sync_every", "ref_mixup_alpha"),
     *("target_kl", "zero_variance", "max_refills", "mask_truncated", "epochs"),
 }
 AT_REST = {"lr": 0.0, "steps": STEPS, "eval_size": 0, "save_every": 0}

@@ -20,7 +20,7 @@ from tests.trainers import figures
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir")
 # What a command imports, so that a process which is forked has it.
 OF_COMMANDS = ["datasets", "matplotlib.figure", "torch.utils.tensorboard", "sympy", "peft", "pydantic"]
-OF_COMMANDS += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto", "rich.progress"]
+OF_COMMANDS += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto"]
 OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
 PROCESSES.set_forkserver_preload([*PRELOADED, *OF_COMMANDS, *cli.COMMANDS.values()])
 ROOT = Path(__file__).parents[2]

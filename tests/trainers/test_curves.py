@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fused_rl.trainers import grpo
-from fused_rl.trainers.run.curves import COLUMNS, PANELS, columns_of, draw_curves
+from fused_rl.trainers.run.logger import COLUMNS, PANELS, columns_of, draw_curves
 from tests.trainers import figures, tiny
 from tests.trainers.runs import grpo_config
 

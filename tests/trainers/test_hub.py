@@ -1,4 +1,4 @@
-"""Pushing the trained model, to a Hub that is a fake, and telling trackers of a run, which are fakes too."""
+"""Pushing the trained model to a fake of the Hub, and logging to a fake of Weights & Biases."""
 
 import importlib.util
 import sys
@@ -101,30 +101,28 @@ def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_pa
     assert tiny.weights(model) and not (tmp_path / "run" / "checkpoints").exists()
 
 
-# Trackers.
+# Weights & Biases.
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_tracker_is_told_what_metrics_jsonl_is_told(package, files, tmp_path, monkeypatch):
+def test_wandb_gets_what_metrics_jsonl_gets(files, tmp_path, monkeypatch):
     begun, logged, ended = [], [], []
     run = types.SimpleNamespace(
         log=lambda metrics, step: logged.append((step, metrics)), finish=lambda: ended.append(True)
     )
-    module = types.ModuleType(package)
+    module = types.ModuleType("wandb")
     module.init = lambda **options: begun.append(options) or run
-    module.__spec__ = importlib.util.spec_from_loader(package, None)
-    monkeypatch.setitem(sys.modules, package, module)
-    sft.train(config_of(files, tmp_path / "run", **{f"{package}_project": "p"}))
+    module.__spec__ = importlib.util.spec_from_loader("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    sft.train(config_of(files, tmp_path / "run", wandb_project="p"))
     (options,) = begun
     assert options["project"] == "p" and options["config"]["model"] == files[0] and ended == [True]
     written = tiny.read_metrics(tmp_path / "run")
     assert [{"step": step, **metrics} for step, metrics in logged] == written
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_tracker_that_is_not_installed_is_named_before_anything_is_read(package, tmp_path, monkeypatch):
+def test_wandb_that_is_not_installed_is_named_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = config_of(("no-such-model", "no-such-rows.jsonl"), tmp_path / "run", **{f"{package}_project": "p"})
-    with pytest.raises(InputError, match=f"{package}_project is set, but {package} is not installed: pip install"):
+    config = config_of(("no-such-model", "no-such-rows.jsonl"), tmp_path / "run", wandb_project="p")
+    with pytest.raises(InputError, match="wandb_project is set, but wandb is not installed: pip install"):
         sft.train(config)
     assert not (tmp_path / "run").exists()

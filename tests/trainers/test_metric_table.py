@@ -17,7 +17,6 @@ def test_tensorboard_has_curves_and_samples(files, tmp_path):
     for step, loss in ((1, 2.5), (2, 1.25)):
         logger.log(step, {"train/loss": loss, "lr": 0.5})
     logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])
-    logger.file.close()
     logger.board.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]

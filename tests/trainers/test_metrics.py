@@ -10,8 +10,9 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy.credit import explained_variance
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run import keys
+from fused_rl.trainers.run.metrics import POLICY, PPO, keyed
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -240,9 +241,9 @@ def test_every_bare_name_of_the_losses_has_a_key():
     _, policy_metrics = fused_rl.policy_loss(ones, ones, ones, mask, ref_logprobs=ones, entropy=ones)
     _, value_metrics = fused_rl.value_loss(ones, ones, ones, mask)
     of_grpo, of_ppo = Read(), Read()
-    keys.keyed(keys.POLICY, of_grpo)
-    keys.keyed(keys.PPO, of_ppo)
-    keys.explained_variance(of_ppo)  # which PPO computes of the values before the update
+    keyed(POLICY, of_grpo)
+    keyed(PPO, of_ppo)
+    explained_variance(of_ppo)  # which PPO computes of the values before the update
     assert of_grpo.names == policy_metrics.keys() | {"drift"}  # which the trainers add
     # The KL of PPO is from before the update.
     assert of_ppo.names == policy_metrics.keys() - {"kl"} | value_metrics.keys() | {"drift"}

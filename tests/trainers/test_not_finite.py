@@ -7,7 +7,7 @@ from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
 from fused_rl.trainers.run import store
-from fused_rl.trainers.run.sums import Sums
+from fused_rl.trainers.run.metrics import Sums
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, grpo_config, sft_config

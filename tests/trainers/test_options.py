@@ -16,6 +16,7 @@ from fused_rl.trainers.policy import options
 from fused_rl.trainers.policy.credit import adapted, check_credit
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.options import read
+from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES
 from tests.trainers.test_faults import GOOD
 
@@ -167,10 +168,13 @@ def test_batch_arithmetic():
     assert found["micro-batches per process and step"] == "3 of at most 5"
 
 
-def test_dry_run_prints_the_resolved_config_though_files_are_not_there(files, tmp_path, capsys):
-    argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--lr", "0.25", "--model", files[0], "--dataset", "none.jsonl"]
+def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
+    argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--lr", "0.25", "--model", files[0], "--dataset"]
     with pytest.raises(SystemExit, match="error: dataset file .*none.jsonl does not exist"):
-        grpo.main([*argv, "--dry_run"])
+        grpo.main([*argv, "none.jsonl", "--dry_run"])
+    argv += [tiny.jsonl(tmp_path / "rows.jsonl", tiny.sums(40)), "--eval_dataset", files[1]]
+    argv += ["--output_dir", str(tmp_path / "run")]
+    grpo.main([*argv, "--dry_run"])
     printed = capsys.readouterr().out
     assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
     assert "# responses per step: 256 = 32 prompts x 8" in printed

@@ -187,7 +187,7 @@ def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):
     with pytest.raises(InputError, match="^sampler=own_sampler:Half and a sampler given to train.. are two; give one"):
         build.build_sampler(config, config, None, None, Noting, longest=1)
     words = ["--model=m", "--dataset=d.jsonl", "--output_dir=o", f"--verifiers={VERIFIER}"]
-    named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1", "http://b:2", "--steps=3"])
+    named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1,http://b:2", "--steps=3"])
     assert named.server == ["http://a:1", "http://b:2"] and named.steps == 3
     with pytest.raises(InputError, match="expected a URL"):
         named.server = " , "

@@ -6,7 +6,7 @@ import pytest
 
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.load import check_scorers, load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, read
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
@@ -66,11 +66,9 @@ def test_a_command_line_has_a_word_or_a_list(argv, expected, tmp_path):
     assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml"), *BASE]).verifiers == expected
 
 
-def test_a_dry_run_prints_the_reward(capsys):
-    with pytest.raises(SystemExit, match="dataset file none.jsonl does not exist"):  # what it says last
-        words = ["--verifiers", f"[math, {FUNCTION}]", "--verifier_weights=[2, 0.2]", "--model=.", "--dry_run"]
-        grpo.main([*BASE, *words, "--dataset=none.jsonl"])
-    assert f"\n# reward: 2*math + 0.2*{FUNCTION}\n" in capsys.readouterr().out
+def test_the_reward_is_described():
+    config = ScorerConfig(verifiers=["math", FUNCTION], verifier_weights=[2, 0.2])
+    assert check_scorers(config) == f"2*math + 0.2*{FUNCTION}"
 
 
 def test_those_that_compare_with_the_answer_say_what_is_solved():

@@ -84,11 +84,6 @@ def test_a_folder_that_cannot_be_used_is_one_line(files, tmp_path, monkeypatch):
     refused(run_config(files, tmp_path / "new"), "could not be written to .*new: Read-only file system")
 
 
-def test_a_dry_run_is_the_commands_and_no_training(files, tmp_path):
-    refused(run_config(files, tmp_path / "run", dry_run=True), "dry_run.* fused-rl sft … --dry_run")
-    assert not (tmp_path / "run").exists()
-
-
 # Writing checkpoints.
 
 
@@ -169,7 +164,7 @@ def test_a_run_on_a_full_disk_stops_with_one_line_and_continues_when_there_is_ro
     sft.train(run_config(files, run, resume=True))
     assert_equal_runs(whole, run)
     with no_file_above(20_000):
-        refused(run_config(files, run, resume=True), "(curves.png|model) could not be written")
+        refused(run_config(files, run, resume=True), "model could not be written")
     assert not (run / "model").exists() and not list(run.rglob(".unfinished*"))
     sft.train(run_config(files, run, resume=True))
     assert_equal_runs(whole, run)
@@ -202,7 +197,7 @@ def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
     first, second = run_distributed(on_two_ranks, 2, files, str(tmp_path))
     assert first == second
     for name, line in zip(("policy/weights-1.pt", "rank-0.pt", "rank-1.pt"), first, strict=True):
-        assert f"damaged, {name}: size" in line and "no other one is intact" in line
+        assert f"damaged, {name}: size" in line and "start again with --overwrite" in line
 
 
 # Resuming with other options.
@@ -321,9 +316,8 @@ def test_a_longer_run_continues_with_the_schedule_of_its_new_length(files, whole
 # Damage.
 
 
-def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_newest_intact_one(files, run):
+def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_other_ones(files, run):
     config = run_config(files, run, resume=True)
-    (run / "checkpoints" / "step-3" / "rank-0.pt").write_bytes(b"")
     tried = 0
     for path in [path for path in (run / "checkpoints" / "step-4").rglob("*") if path.is_file()]:
         good = path.read_bytes()
@@ -332,14 +326,12 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_newest_intact_one(
         for bad in (bytes(flipped), good[:-1], good + b"\0", b"", None):
             path.unlink() if bad is None else path.write_bytes(bad)
             named = path.name if path.name != "manifest.json" else ""  # what it names may be another file
-            refused(config, rf"step-4 is damaged, .*{named}.* --resume_from step-2")
+            refused(config, rf"step-4 is damaged, .*{named}.* --resume_from step-1 or step-2 or step-3")
             path.write_bytes(good)
             tried += 1
     assert tried == 20
-    for step in (1, 2):
-        (run / "checkpoints" / f"step-{step}" / "manifest.json").write_text('{"policy": 1}')
-    (run / "checkpoints" / "step-4" / "state.json").write_bytes(b"")
-    refused(config, "no other one is intact: start again with --overwrite")
+    (run / "checkpoints" / "step-4" / "manifest.json").write_text('{"policy": 1}')
+    refused(config, "step-4 is damaged")
 
 
 def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, capsys):

@@ -18,7 +18,7 @@ NAMES: dict[str, str] = {
     "eval_steps": "--eval_every",
     "eval_strategy": "--eval_every; --eval_size 0 evaluates never",
     "bf16": "--dtype bfloat16",
-    "report_to": "--wandb_project or --trackio_project",
+    "report_to": "--wandb_project",
     "resume_from_checkpoint": "--resume, or --resume_from step-4",
     "overwrite_output_dir": "--overwrite",
     "deepspeed": "--zero_stage and --offload",

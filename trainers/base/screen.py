@@ -1,7 +1,11 @@
 """Lines on the terminal; control characters in the text of a model or a dataset are escaped."""
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.text import shown
 
 
@@ -15,3 +19,14 @@ def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
     """
     text = "\n".join(lines if as_is else (shown(line, keep="\n") for line in lines))
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
+
+
+@contextmanager
+def phase(what: str) -> Iterator[dict[str, float]]:
+    """Print what was done and how long it took, with the metrics that the caller puts into the dictionary."""
+    began = time.monotonic()
+    found = {}
+    yield found
+    if rank() == 0:
+        values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
+        tell(f"{what} ({time.monotonic() - began:.1f} s){values}")

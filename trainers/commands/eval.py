@@ -22,7 +22,7 @@ import yaml
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, storing, write_atomically, write_rows
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.data import encode, fingerprints
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
@@ -46,8 +46,7 @@ from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
-from fused_rl.trainers.run import command, there
-from fused_rl.trainers.run.logger import phase
+from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
@@ -163,7 +162,6 @@ def evaluate(
     device = engine.setup(config.seed, trains=False)
     fingerprints.check_ranks(config.plain())
     config = as_its_run(config)
-    there.check(config.model, config.revision, [config.dataset])
     out = None if config.output_dir is None else Path(config.output_dir)
     if out is not None and not config.overwrite:
         for name in ("responses.jsonl", "summary.json"):

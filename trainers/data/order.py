@@ -4,18 +4,15 @@ An order of rows runs on from one pass into the next, so that every step is whol
 every row to have been trained on `num_train_epochs` times.
 """
 
-import copy
 import math
 from fractions import Fraction
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.options import FILES, DataConfig, InputError, StepsConfig
+from fused_rl.trainers.options import InputError, StepsConfig
 
 
 class RowOrder:
@@ -57,13 +54,7 @@ class RowOrder:
         return self.permutation
 
 
-UNKNOWN = "known when the rows are read (num_train_epochs)"
 Config = TypeVar("Config", bound=StepsConfig)
-
-
-def in_run(config: StepsConfig, per_step: int) -> int | str:
-    """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
-    return UNKNOWN if config.steps is None else config.steps * per_step
 
 
 def in_steps(config: Config, rows: int) -> Config:
@@ -78,34 +69,9 @@ def in_steps(config: Config, rows: int) -> Config:
         raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
-    resolved, line = _resolved(config, rows)
-    if rank() == 0:
-        tell(line)
-    return resolved
-
-
-def foresee(config: Config, data: DataConfig) -> tuple[Config, dict[str, str]]:
-    """Return what `in_steps` will return before anything is tokenised, and a line of the batch arithmetic.
-
-    Rows that are too long are not known yet, and no Hub dataset is read.
-    """
-    if data.dataset is None:
-        raise InputError("dataset is missing; give --dataset")
-    is_file = Path(data.dataset).suffix in FILES and Path(data.dataset).is_file()
-    if config.num_train_epochs is None or not is_file or config.splits_rows:
-        return config, {}
-    rows = load_rows(data.dataset)
-    if data.eval_size and data.eval_dataset is None:
-        rows, _ = rows.split(data.eval_size)
-    resolved, line = _resolved(config, len(rows))
-    return resolved, {"steps": f"at most {resolved.steps}, fewer where rows are dropped: {line}"}
-
-
-def _resolved(config: Config, rows: int) -> tuple[Config, str]:
-    """Return the config with its steps, and a line that says how they come about."""
-    resolved = copy.copy(config)
-    per_step = getattr(config, config.batch_option)
     passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
-    resolved.steps = math.ceil(passes * rows / per_step)
-    what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
-    return resolved, f"{what}: {resolved.steps} steps"
+    resolved = config.changed(steps=math.ceil(passes * rows / per_step))
+    if rank() == 0:
+        what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
+        tell(f"{what}: {resolved.steps} steps")
+    return resolved

@@ -35,10 +35,6 @@ class Pair:
         """Return the number of tokens of both sequences."""
         return sum(map(len, (*self.chosen, *self.rejected)))
 
-    def asked(self) -> list[int]:
-        """Return the prompt; the whole sequence of a conversation spelled out as text."""
-        return self.chosen[0] or self.chosen[1]
-
 
 class PairEncoder:
     """Preference rows in the Hub's forms to token ids."""

@@ -3,6 +3,7 @@
 The options and the arithmetic of PPO's rewards, on tensors alone; the models and the update are in ppo.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -16,8 +17,7 @@ from fused_rl.trainers.policy.policy import Measured, rows_of
 from fused_rl.trainers.policy.reference import KLConfig
 from fused_rl.trainers.rollouts.roll_out import scorer_metrics
 from fused_rl.trainers.rollouts.types import Rollout
-from fused_rl.trainers.run.keys import explained_variance
-from fused_rl.trainers.run.sums import Sums
+from fused_rl.trainers.run.metrics import Sums
 
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
@@ -175,3 +175,10 @@ def experience_metrics(experience: Experience, step: int) -> dict[str, float]:
         "episode": step * count,
     }
     return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
+
+
+def explained_variance(sums: Mapping[str, float]) -> float:
+    """Return 1 - Var(R - v) / Var(R) from the moments of `fused_rl.value_loss`; NaN if R is constant."""
+    error = sums["value_error_square"] - sums["value_error"] ** 2
+    spread = sums["return_square"] - sums["return"] ** 2
+    return 1 - error / spread if spread > 0 else float("nan")

@@ -5,7 +5,7 @@ Left out: heads of more than one layer, distributions over values, a value head 
 """
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,37 +13,22 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.reward_model import check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.models.value_model import Critic
-from fused_rl.trainers.options import (
-    Decay,
-    NonNegative,
-    NonNegativeInt,
-    OptimConfig,
-    RunConfig,
-    names_of,
-)
+from fused_rl.trainers.options import NonNegative, NonNegativeInt, OptimConfig, RunConfig, names_of
 
 Config = TypeVar("Config", bound=RunConfig)
-APART = ("lr", "lr_schedule", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm")
+APART = ("lr", "warmup_steps")
 
 
 class CriticConfig(OptimConfig):
-    """Where the critic starts and how it is optimised; an option of its optimizer that is None is the policy's."""
+    """Where the critic starts and how it is optimised."""
 
     critic: str | None = None
     """Folder or Hub name of what it starts from: a causal language model (with a head of zeros), a reward model or a
     saved critic (with their heads); None is the policy's starting model."""
     critic_lr: NonNegative | None = None
-    """Peak learning rate of the critic; None is the policy's, here and below."""
-    critic_lr_schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Its schedule after the warm-up."""
+    """Peak learning rate of the critic; None is the policy's."""
     critic_warmup_steps: NonNegativeInt | None = None
-    """Its optimizer updates with a rising learning rate."""
-    critic_weight_decay: NonNegative | None = None
-    """Its decoupled weight decay."""
-    critic_adam_beta2: Decay | None = None
-    """Its decay of the second moment."""
-    critic_max_grad_norm: NonNegative | None = None
-    """Its gradients are scaled down to this norm; 0 switches it off."""
+    """Optimizer updates of the critic with a rising learning rate; None is the policy's."""
     value_clip: NonNegative | None = 0.2
     """A value gains nothing by moving further than this from what it was before the update; None is no bound."""
     critic_only: NonNegativeInt = 0

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import as_rows, drawn_from
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt
-from fused_rl.trainers.run.logger import phase
 
 
 @dataclass

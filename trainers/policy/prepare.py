@@ -8,8 +8,8 @@ import torch
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.ranks import divide_over
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.order import in_run, in_steps
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
 from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options import InputError
@@ -18,8 +18,7 @@ from fused_rl.trainers.policy.options import PolicyConfig
 from fused_rl.trainers.policy.policy import Policy, load_policy
 from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
-from fused_rl.trainers.run.beginning import Run
-from fused_rl.trainers.run.logger import phase
+from fused_rl.trainers.run.loop import Run
 
 
 def divided(config: PolicyConfig, world: int) -> dict[str, object]:
@@ -37,8 +36,8 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         "responses per process and minibatch": minibatch,
         "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
         "optimizer updates per step": updates,
-        "optimizer updates in the run": in_run(config, updates),
-        "responses in the run": in_run(config, local * world),
+        "optimizer updates in the run": config.in_run(updates),
+        "responses in the run": config.in_run(local * world),
     } | ({} if config.server is None else {"servers, not asked yet": " ".join(config.server)})
 
 
@@ -95,8 +94,8 @@ def read(
         prompts, held_out = load_prompts(config, tokenizer, scorers, rows)
         check_own(config)
     models = config.reward_models() | ({} if critic is None else {"critic": critic})
-    run.has_read(tokenizer, lambda prompt: prompt.ids, models, rows=prompts, held_out=held_out)
-    return Read(in_steps(config, len(prompts)), tokenizer, scorers, prompts, held_out, run.device, sampler)
+    config = run.check_inputs(config, tokenizer, models, rows=prompts, held_out=held_out)
+    return Read(config, tokenizer, scorers, prompts, held_out, run.device, sampler)
 
 
 def load_prompts(

@@ -1,4 +1,4 @@
-"""What the `main` of every command does around its work: options, errors in one line, the status of an interruption."""
+"""The `main` of every command: options, errors in one line, the exit status of an interruption."""
 
 import contextlib
 import sys
@@ -8,11 +8,10 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.data.encode import load_tokenizer
-from fused_rl.trainers.data.order import foresee
-from fused_rl.trainers.options import InputError, Options, RunConfig, to_yaml
-from fused_rl.trainers.run import there
-from fused_rl.trainers.run.beginning import Arithmetic
-from fused_rl.trainers.run.loop import Stopped
+from fused_rl.trainers.data.order import in_steps
+from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.options import InputError, RunConfig, to_yaml
+from fused_rl.trainers.run.loop import Arithmetic, Stopped
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.store import RunFolder, release
 
@@ -26,16 +25,12 @@ def run(
     train: Callable[[RunConfig], str],
     argv: list[str] | None = None,
 ) -> None:
-    """`main` of every trainer: parse `argv`, or the process's command line, then either describe the run or train."""
+    """Parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
         config = parse(config_class, argv)
         if config.dry_run:
-            counted, steps = foresee(config, config)
-            tell(describe(config, arithmetic(counted, ranks.processes()) | steps), as_is=True)
-            there.check(config.model, config.revision, [config.dataset, config.eval_dataset])
-            RunFolder(config).check()
-            load_tokenizer(config.model, config.revision)  # a folder may be there, and be no model's
+            tell(describe(config, arithmetic), as_is=True)
             return
         try:
             train(config)
@@ -46,7 +41,7 @@ def run(
 
 @contextlib.contextmanager
 def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
-    """Around a whole command: an InputError is one line, and Ctrl-C has its usual status and says what is lost."""
+    """Make an InputError of a whole command one line; Ctrl-C has its usual status and says what is lost."""
     try:
         yield
     except InputError as error:
@@ -58,7 +53,15 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def describe(config: Options, arithmetic: dict[str, object]) -> str:
-    """The resolved configuration and, as comments, the batch arithmetic: YAML that `--config` reads back."""
-    lines = [f"# {key}: {value}" for key, value in arithmetic.items()]
+def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
+    """Return the resolved config and, as comments, the batch arithmetic: YAML that `--config` reads back.
+
+    The folder, the tokenizer and the rows are checked; rows that are too long still count.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # what reading says is no YAML
+        RunFolder(config).check()
+        load_tokenizer(config.model, config.revision)
+        rows, _ = load_train_eval(config)
+        counted = config if config.splits_rows else in_steps(config, len(rows))
+    lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
     return "\n".join([to_yaml(config), "# batch arithmetic", *lines])

@@ -1,6 +1,5 @@
 """The trained model on the Hugging Face Hub: its repository is made when the run begins, and gets the model at the end.
 
-By then the model is on the disk: what goes wrong costs the push alone, and the error says how to make up for it.
 Left out: pushing checkpoints, model cards, pull requests.
 """
 
@@ -12,11 +11,7 @@ from fused_rl.trainers.options import InputError, OutputConfig
 
 
 def make_repository(config: OutputConfig) -> str:
-    """Make the repository unless it exists, and return its full name: a token that may not write fails here.
-
-    Raises:
-        InputError: it cannot be made, or it is public and should be private.
-    """
+    """Make the repository unless it exists, and return its full name; a token that may not write fails here."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
@@ -25,10 +20,8 @@ def make_repository(config: OutputConfig) -> str:
         repository = api.create_repo(name, private=config.hub_private_repo or None, exist_ok=True).repo_id
         is_private = api.model_info(repository).private
     except Exception as error:  # no token, no right to write, no network, a name that is none
-        raise InputError(
-            f"push_to_hub: the repository {name} cannot be made: {in_a_line(error)}; look at `hf auth whoami` and the "
-            "network, or leave out --push_to_hub and push the model afterwards"
-        ) from error
+        problem = f"push_to_hub: the repository {name} cannot be made: {in_a_line(error)}"
+        raise InputError(f"{problem}; look at `hf auth whoami` and the network, or leave out --push_to_hub") from error
     if config.hub_private_repo and not is_private:
         raise InputError(f"hub_private_repo: {repository} is on the Hub already, and public; name another repository")
     return repository
@@ -41,9 +34,8 @@ def push(config: OutputConfig, model: Path, message: str) -> None:
     try:
         repository = make_repository(config)
         huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=str(model), commit_message=message)
-    except Exception as error:  # network, disk quota, a token that has expired meanwhile
+    except Exception as error:  # the model is on the disk: only the push is lost
         target = f"{config.hub_model_id or 'REPOSITORY'} {model}{' --private' if config.hub_private_repo else ''}"
-        raise InputError(
-            f"the model is in {model}, but could not be pushed: {in_a_line(error)}; push it with: hf upload {target}"
-        ) from error
+        problem = f"the model is in {model}, but could not be pushed: {in_a_line(error)}"
+        raise InputError(f"{problem}; push it with: hf upload {target}") from error
     tell(f"pushed the model to {repository}")

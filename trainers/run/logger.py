@@ -1,86 +1,101 @@
-"""What a run writes down as it goes: metrics.jsonl, TensorBoard, trackers, the progress bar, lines on the screen."""
+"""What a run writes as it goes: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, curves.png, the screen."""
 
 import importlib.util
 import json
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 
 from fused_rl.trainers.base.engine import torch_dtype
-from fused_rl.trainers.base.files import as_json, write_atomically
+from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import InputError, OutputConfig, RunConfig
-from fused_rl.trainers.run.curves import columns_of, draw_curves
 from fused_rl.trainers.run.rules import Watch
+
+# Header on the screen -> the keys that it may stand for; the first one that a run has is shown.
+COLUMNS = {
+    "loss": ("train/loss", "train/rm/loss"),
+    "reward": ("reward", "objective/scores"),
+    "held-out": ("eval/accuracy_greedy", "eval/score", "eval/rm/accuracy", "eval/accuracy"),
+    "KL": ("objective/kl_exact",),
+    "entropy": ("policy/entropy_avg", "train/entropy"),
+    "tokens/s": ("perf/tokens_per_second",),
+}
+# Title in curves.png -> the keys that are drawn over the steps; a panel without any of them is left out.
+PANELS = {
+    "loss": ("train/loss", "eval/loss", "train/rm/loss", "eval/rm/loss"),
+    "reward (mean of a step)": ("reward", "objective/scores", "objective/rlhf_reward"),
+    "held-out accuracy": ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/accuracy"),
+    "accuracy on pairs": ("train/rm/accuracy", "eval/rm/accuracy"),
+    "scores": ("train/rm/chosen_rewards", "train/rm/rejected_rewards", "eval/score"),
+    "KL to the reference (nats per response)": ("objective/kl", "objective/kl1_avg", "objective/kl_exact"),
+    "entropy (nats per token)": ("policy/entropy_avg", "train/entropy"),
+    "explained variance of the returns": ("val/var_explained",),
+    "groups that teach nothing": ("frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"),
+    "response length (tokens)": ("completions/mean_length",),
+}
+IN_A_ROW = 4  # panels
 
 
 class Logger:
     """Writes a run's metrics from step `start` on."""
 
     def __init__(self, config: RunConfig, start: int):
-        self.folder = Path(config.output_dir)
-        self.steps = config.steps
-        self.last = {}
-        self.line = 0.0
         self.active = rank() == 0
         if not self.active:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self.history = _kept(self.folder / "metrics.jsonl", start)
-        _kept(self.folder / "samples.jsonl", start)
-        dtype = str(torch_dtype(config)).removeprefix("torch.")  # what auto is here
+        self.folder = Path(config.output_dir)
+        self.steps = config.steps
+        self.last = {}
+        self.shown = 0.0
+        self.history = _cut(self.folder / "metrics.jsonl", start)
+        _cut(self.folder / "samples.jsonl", start)
+        dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
         self.watch = Watch(config.plain() | {"dtype": dtype})
-        for entry in self.history:  # told when they were made
+        for entry in self.history:  # what they show was printed then
             self.watch.see(entry)
-        self.file = (self.folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
-        self.trackers = _trackers(config, config.plain())
-        self.progress = _progress_bar(self.steps, start)
+        self.wandb = None
+        if config.wandb_project is not None:
+            import wandb
+
+            self.wandb = wandb.init(project=config.wandb_project, dir=config.output_dir, config=config.plain())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl, and a point of each curve."""
+        """Write one line of metrics.jsonl and a point of each curve; print a line at least every ten seconds."""
         if not self.active:
             return
-        entry = {"step": step, **{k: float(v) for k, v in metrics.items()}}
+        entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         self.history.append(entry)
-        self.file.write(as_json(entry) + "\n")
-        self.file.flush()
+        _append(self.folder / "metrics.jsonl", [entry])
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
-        for tracker in self.trackers:
-            tracker.log(metrics, step=step)
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=step)
         for finding in self.watch.see(entry):
             tell(f"warning: {finding}")
         self.last.update(metrics)
         columns = columns_of(self.last)
-        if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step, shown=columns)
-        elif columns and (step == self.steps or time.monotonic() - self.line > 10):  # no terminal: a line now and then
-            self.line = time.monotonic()
+        if columns and (step == self.steps or time.monotonic() - self.shown > 10):
+            self.shown = time.monotonic()
             tell(f"step {step}/{self.steps}  {columns}")
 
-    def samples(self, step: int, rows: list[dict[str, object]]) -> None:
-        """Show a few responses as a table, and keep them in samples.jsonl."""
+    def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
+        """Print a few responses, and keep them in samples.jsonl and TensorBoard."""
         if not self.active or not rows:
             return
-        import rich.table
-        from rich.text import Text
-
-        with (self.folder / "samples.jsonl").open("a") as file:
-            file.write("".join(as_json({"step": step, **row}) + "\n" for row in rows))
-        for i, row in enumerate(rows):
+        _append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
+        for number, row in enumerate(rows):
             text = "\n\n".join(f"{name}:\n\n{indent(str(value), '    ')}" for name, value in row.items())
-            self.board.add_text(f"samples/{i}", text, step)
-        table = rich.table.Table(*map(shown, rows[0]), title=f"samples at step {step}", title_justify="left")
+            self.board.add_text(f"samples/{number}", text, step)
+        tell(f"samples at step {step}")
         for row in rows:
-            table.add_row(*(Text(shown(_short(value), keep="\n\t")) for value in row.values()))
-        (self.progress.console.print if self.progress is not None else rich.print)(table)
+            values = [f"{value:.4g}" if isinstance(value, float) else str(value)[-200:] for value in row.values()]
+            tell(*(f"  {name}: {value}" for name, value in zip(row, values, strict=True)), "")
 
     def draw(self) -> None:
         """Draw curves.png of the metrics so far."""
@@ -91,33 +106,19 @@ class Logger:
         """Flush everything and draw curves.png."""
         if not self.active:
             return
-        if self.progress is not None:
-            self.progress.stop()
-        self.file.close()
         self.board.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        if self.wandb is not None:
+            self.wandb.finish()
         self.draw()
 
 
-def _short(value: object) -> str:
-    """Of a number four digits, of a text its end."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[-200:]
-
-
-@contextmanager
-def phase(what: str) -> Iterator[dict[str, float]]:
-    """Print what was done and how long it took, with the metrics that the caller puts into the dictionary."""
-    began = time.monotonic()
-    found = {}
-    yield found
-    if rank() == 0:
-        values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
-        tell(f"{what} ({time.monotonic() - began:.1f} s){values}")
+def _append(path: Path, entries: list[dict]) -> None:
+    with path.open("a") as file:
+        file.write("".join(as_json(entry) + "\n" for entry in entries))
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The entries of a metrics.jsonl; a line that is damaged, as a kill leaves the last one, is told and left out."""
+    """Return the entries of a metrics.jsonl; a damaged line, as a kill leaves the last one, is named and left out."""
     entries = []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -128,52 +129,44 @@ def read_metrics(path: Path) -> list[dict]:
     return entries
 
 
-def _kept(path: Path, start: int) -> list[dict]:
-    """The entries up to step `start`, where the run begins; later ones are cut from the file."""
+def _cut(path: Path, start: int) -> list[dict]:
+    """Return the entries up to step `start`, where the run begins; later ones are cut from the file."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
     write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
     return entries
 
 
-def _progress_bar(steps: int, start: int):
-    if not sys.stdout.isatty():
-        return None
-    from rich import progress
-    from rich.table import Column
-
-    # Step count and time left come first and are never cut; at 80 columns the metrics are, from their end.
-    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
-    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
-    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    shown = progress.TextColumn("{task.fields[shown]}", table_column=metrics)
-    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), shown, expand=True)
-    bar.add_task("train", total=steps, completed=start, shown="")
-    bar.start()
-    return bar
+def require_wandb(config: OutputConfig) -> None:
+    """Refuse to log to Weights & Biases if it is not installed."""
+    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
 
 
-def require_trackers(config: OutputConfig) -> None:
-    """Refuse to log to Weights & Biases or trackio where they are not installed."""
-    for package in ("wandb", "trackio"):
-        project = getattr(config, f"{package}_project")
-        if project is not None and importlib.util.find_spec(package) is None:
-            raise InputError(f"{package}_project is set, but {package} is not installed: pip install {package}")
+def columns_of(metrics: Mapping[str, float]) -> str:
+    """Return the metrics that are printed, in one line."""
+    parts = []
+    for header, keys in COLUMNS.items():
+        found = [metrics[key] for key in keys if key in metrics]
+        if found:
+            parts.append(f"{header} {found[0]:.4g}")
+    return "  ".join(parts)
 
 
-def _trackers(config: OutputConfig, told: dict[str, object]) -> list:
-    """A run of each tracker that the config names, told all options: it has `log(metrics, step)` and `finish()`."""
-    runs = []
-    if config.wandb_project is not None:
-        import wandb
+def draw_curves(history: list[dict], path: Path) -> None:
+    """Write a PNG with one panel per title of the lines of a metrics.jsonl, in which keys may be missing or None."""
+    from matplotlib.figure import Figure
 
-        runs.append(wandb.init(project=config.wandb_project, dir=config.output_dir, config=told))
-    if config.trackio_project is not None:
-        import trackio
-
-        # The same run again when it is resumed; trackio has no way to take back steps, and shows those twice.
-        name = Path(config.output_dir).resolve().name
-        resume = "allow" if config.resume else "never"
-        options = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
-        project = config.trackio_project
-        runs.append(trackio.init(project=project, name=name, config=told, resume=resume, **options))
-    return runs
+    known = {key for line in history for key, value in line.items() if value is not None}
+    panels = {title: known.intersection(keys) for title, keys in PANELS.items() if known.intersection(keys)}
+    wide = min(max(len(panels), 1), IN_A_ROW)
+    high = max(-(-len(panels) // IN_A_ROW), 1)
+    figure = Figure(figsize=(4.5 * wide, 3.2 * high), layout="constrained")
+    for number, (title, keys) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(high, wide, number, title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        for key in sorted(keys):
+            points = [(line["step"], line[key]) for line in history if line.get(key) is not None]
+            axes.plot(*zip(*points, strict=True), label=key, marker="o" if len(points) < 20 else None)
+        axes.legend(fontsize="small")
+    figure.savefig(unfinished(path), dpi=120)
+    unfinished(path).replace(path)

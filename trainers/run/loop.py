@@ -1,14 +1,16 @@
-"""The steps of a run, the same for every trainer: where it begins, when it evaluates, logs, saves and stops.
+"""A run, the same for every trainer: how it begins and resumes, when it evaluates, logs, saves and stops.
 
-    loop = Loop(config, run, {"policy": engine}, order)
-    if loop.begins:
-        loop.log(evaluate())
-    for step, indices in loop:
+    run = Run(config, arithmetic)            # the processes meet and lock the folder
+    …                                        # read tokenizer and rows
+    config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
+    …                                        # load models
+    run.start({"policy": engine})            # from a checkpoint if it is resumed
+    for step, indices in run:
         metrics = train_step(indices)
-        if loop.evaluates:
+        if run.evaluates:
             metrics |= evaluate()
-        loop.log(metrics)
-    return loop.finish(save)
+        run.log(metrics)
+    return run.finish(save)
 
 The `for` stays in the trainer, and so does the algorithm.
 """
@@ -17,176 +19,199 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TypeVar
 
 import torch
 
-from fused_rl.trainers.base.files import storing
-from fused_rl.trainers.base.ranks import barrier, global_sum, on_first_rank_at_length, rank
-from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.files import as_json, storing, write_atomically
+from fused_rl.trainers.base.screen import phase, tell
+from fused_rl.trainers.data import fingerprints
+from fused_rl.trainers.data.order import RowOrder, in_steps
+from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.beginning import Run
-from fused_rl.trainers.run.logger import Logger, phase
-from fused_rl.trainers.run.store import NOTHING, Kept, RunFolder, release
+from fused_rl.trainers.run.logger import Logger, require_wandb
+from fused_rl.trainers.run.store import NOTHING, RunFolder, release
+
+Arithmetic = Callable[[RunConfig, int], dict[str, object]]
+"""(config, number of processes) -> how the batch divides; raises InputError if it does not."""
+Config = TypeVar("Config", bound=RunConfig)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_handlers: dict[int, object] = {}  # what the signals did before a run of this process handled them
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was told to stop: every rank has ended the same step, and saved it."""
+    """A signal has stopped the run: every rank has ended the same step and saved it."""
 
 
-class Interruption:
-    """From `begin` to `end` the first Ctrl-C or SIGTERM is only noted; the second one stops at once."""
-
-    taken: ClassVar["Interruption | None"] = None  # the one of this process that has the signals
-
-    def __init__(self):
-        self.received = False
-        self.previous = {}
-
-    def begin(self) -> None:
-        """Take over the signals, also from a run that died, where its traceback keeps its loop alive."""
-        if Interruption.taken:
-            Interruption.taken.end()
-        Interruption.taken = self
-        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def end(self) -> None:
-        """Give the signals back, once."""
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self.previous = {}
-        if Interruption.taken is self:
-            Interruption.taken = None
-
-    def _handle(self, number, _frame):
-        self.received = True
-        signal.signal(number, self.previous[number])
-        if rank() == 0:  # os.write: a print could interrupt another one
-            with contextlib.suppress(OSError):
-                os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
-
-    def on_any_rank(self) -> bool:
-        """Whether any process was told to stop; every rank gets the same answer."""
-        return bool(global_sum(torch.tensor(float(self.received))))
+def restore_signals() -> None:
+    """Give SIGINT and SIGTERM the handlers that they had before a run of this process."""
+    for number in SIGNALS:
+        if number in _handlers:
+            signal.signal(number, _handlers.pop(number))
 
 
-class Loop:
-    """An iterator over (step, indices of the step's rows).
+class Run:
+    """A run of a trainer, and an iterator over (step, indices of the step's rows)."""
 
-    Args:
-        config, run: of the run (`beginning.begin`), which has read all its rows (`has_read`).
-        engines: DeepSpeed engines by name, for the checkpoints.
-        order: which rows come next; its position is in the checkpoints.
-        state: returns what else the trainer needs to continue, JSON.
-        own: what each rank keeps for itself, by name.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        run: Run,
-        engines: dict[str, object],
-        order: RowOrder,
-        state: Callable[[], dict] = dict,
-        own: Mapping[str, Kept] = NOTHING,
-    ):
-        self.config = config
-        self.run = run
-        self.folder = run.folder
-        self.engines = engines
-        self.output = RunFolder(config)
-        self.order = order
-        self.state = state
-        self.own = own
+    def __init__(self, config: RunConfig, arithmetic: Arithmetic):
+        """Meet the other processes and lock the folder."""
+        config.check()  # what was set since it was made
+        if config.dry_run:
+            raise InputError(f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out")
+        arithmetic(config, ranks.processes())
+        self.device = engine.setup(config.seed)
+        fingerprints.check_ranks({"command": config.command, **config.plain()})
+        require_wandb(config)
+        if config.push_to_hub:
+            ranks.on_first_rank(lambda: hub.make_repository(config))
+        self.store = RunFolder(config)
+        self.store.open()
+        self.recorded = self.store.state()["options"] if config.resume else {}  # of the checkpoint
         self.step = 0
-        self.restored = {}
         self.save_seconds = 0.0
-        if config.resume:
-            self.restored = self.output.load(engines, own)
-            self.step, order.position = self.restored["step"], self.restored["position"]
-        self.output.claim(self.step)
-        with storing("metrics.jsonl", self.folder):
-            self.logger = Logger(config, self.step)
-        self.interruption = Interruption()
+        self.stopping = False
+
+    def check_inputs(
+        self,
+        config: Config,
+        tokenizer,
+        models: Mapping[str, str],
+        *,
+        rows: Sequence,
+        held_out: Sequence,
+        **other_rows: Sequence,
+    ) -> Config:
+        """Refuse inputs that differ from those of the other processes, or of the run that is resumed.
+
+        Args:
+            config: with what the rows have decided since the run began.
+            tokenizer: its chat template is compared.
+            models: folders or Hub names that are read beside `config.model`, by option.
+            rows: to train on, as the trainer keeps them.
+            held_out: may differ from those of the run that is resumed.
+            **other_rows: by name.
+
+        Returns:
+            The config, with the steps that `num_train_epochs` comes to.
+        """
+        with phase("hashed models and rows"):
+            self.inputs = {"model": fingerprints.of_model(config.model, config.revision)}
+            self.inputs |= {option: fingerprints.of_model(name) for option, name in models.items()}
+            self.inputs |= {name: fingerprints.of_rows(of) for name, of in {"rows": rows, **other_rows}.items()}
+            self.inputs["chat_template"] = fingerprints.of_text(tokenizer.chat_template)
+        fingerprints.check_ranks(self.inputs | {"held_out": fingerprints.of_rows(held_out)})
+        changed = self.store.check_inputs(self.inputs) if config.resume else []
+        if changed and ranks.rank() == 0:
+            tell(f"resume: continues with other inputs: {', '.join(changed)}")
+        self.config = self.store.config = in_steps(config, len(rows))
+        self.order = RowOrder(len(rows), getattr(config, config.batch_option), config.seed)
+        return self.config
+
+    def start(self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = NOTHING) -> dict:
+        """Restore the checkpoint if the run is resumed, and open its logs.
+
+        Args:
+            engines: DeepSpeed engines by name, which checkpoints hold.
+            state: returns what else the trainer needs to continue, as JSON.
+            own: objects with `state_dict` and `load_state_dict` that each rank keeps for itself, by name.
+
+        Returns:
+            The state that was saved; {} for a new run.
+        """
+        self.engines, self.state, self.own = engines, state, own
+        restored = {}
+        if self.config.resume:
+            restored = self.store.load(engines, own)
+            self.step, self.order.position = restored["step"], restored["position"]
+        self.store.claim(self.step)
+        self.logger = Logger(self.config, self.step)
+        return restored
 
     @property
     def begins(self) -> bool:
-        """Whether nothing has been trained yet: the time for the evaluation before training."""
+        """Return True if nothing has been trained yet: the time for the evaluation before training."""
         return self.step == 0
 
     @property
     def evaluates(self) -> bool:
-        """Whether this step is one after which to evaluate."""
+        """Return True if an evaluation follows this step."""
         return self.step % self.config.eval_every == 0 or self.last
 
     @property
     def last(self) -> bool:
-        """Whether this step is the last one."""
+        """Return True if this step is the last one."""
         return self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        self.interruption.begin()
-        saved = False
+        restore_signals()  # of a run that died, whose traceback keeps it alive
+        _handlers.update({number: signal.signal(number, self._stop_after_step) for number in SIGNALS})
         try:
             while not self.last:
                 self.step += 1
                 yield self.step, next(self.order)
                 self._save_or_stop()
-            saved = True
-        finally:
-            if not saved:  # else the signals stay ours until the model is there, too
-                self.interruption.end()
+        except BaseException:  # after the last step the model is still to be saved
+            restore_signals()
+            raise
 
-    def log(self, metrics: dict[str, float], samples: list[dict] = ()) -> None:
-        """Write one line of metrics, show a few responses; with an evaluation within the run draw its curves."""
+    def _stop_after_step(self, _number, _frame) -> None:
+        """Note the first signal; the next one stops at once."""
+        self.stopping = True
+        restore_signals()
+        if ranks.rank() == 0:  # os.write: a print could interrupt another one
+            with contextlib.suppress(OSError):
+                os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
+
+    def log(self, metrics: dict[str, float], samples: Sequence[dict] = ()) -> None:
+        """Write one line of metrics and show a few responses; an evaluation also draws the curves."""
         timed = {} if self.begins else {"time/save": self.save_seconds}
-        with storing("metrics.jsonl", self.folder):
-            self.logger.log(self.step, metrics | timed)
-            self.logger.samples(self.step, samples)
-        if self.evaluates and not self.begins and not self.last:  # at the end they are drawn anyhow
-            with storing("curves.png", self.folder):
-                self.logger.draw()
+        self.logger.log(self.step, metrics | timed)
+        self.logger.samples(self.step, samples)
+        if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
+            self.logger.draw()
 
     def _save_or_stop(self) -> None:
-        """A checkpoint on schedule, when the run is told to stop, and at the end: the model is not saved yet."""
-        stop = self.interruption.on_any_rank() and not self.last
+        """Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet."""
+        stop = bool(ranks.global_sum(torch.tensor(float(self.stopping)))) and not self.last
         every = self.config.save_every
         if stop or self.last or (every and self.step % every == 0):
             began = time.monotonic()
-            state = {"position": self.order.position, "inputs": self.run.inputs, **self.state()}
-            self.output.save(self.engines, self.step, state, self.own)
+            state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
+            self.store.save(self.engines, self.step, state, self.own)
             self.save_seconds = time.monotonic() - began
         if stop:
-            with storing("curves.png", self.folder):
-                self.logger.close()
+            self.logger.close()
             release()
-            if rank() == 0:
+            if ranks.rank() == 0:
                 tell(f"stopped after step {self.step}; continue with --resume")
-            barrier()  # else two processes can abort at exit
+            ranks.barrier()  # else two processes can abort at exit
             raise Stopped
 
+    def write(self, name: str, values: dict) -> None:
+        """Write a JSON file into the run's folder."""
+        if ranks.rank() == 0:
+            write_atomically(self.store.path / name, as_json(values, indent=2))
+
     def finish(self, save: Callable[[Path], None]) -> str:
-        """Draw the curves, save the trained model with `save(folder)`, push it where that is asked; returns where."""
-        model = self.folder / "model"
+        """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""
+        model = self.store.path / "model"
         try:
-            with storing("curves.png", self.folder):
-                self.logger.close()
-            with storing("model", self.folder), phase("saved the model"):
+            self.logger.close()
+            with storing("model", self.store.path), phase("saved the model"):
                 save(model)
             if not self.config.save_every:  # there was one only until the model was safe
-                self.output.remove_checkpoints()
+                self.store.remove_checkpoints()
         finally:
-            self.interruption.end()
+            restore_signals()
             release()
-        if rank() == 0:
-            kept = self.output.checkpoints
-            told = f", checkpoints: {kept}" if kept.exists() else ""
-            tell(f"model: {model}, curves: {self.folder / 'curves.png'}{told}")
+        if ranks.rank() == 0:
+            checkpoints = self.store.checkpoints
+            kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
+            tell(f"model: {model}, curves: {self.store.path / 'curves.png'}{kept}")
         if self.config.push_to_hub:
             message = f"fused-rl {self.config.command}, step {self.step}"
-            on_first_rank_at_length(lambda: hub.push(self.config, model, message))
+            ranks.on_first_rank_at_length(lambda: hub.push(self.config, model, message))
         return str(model)

@@ -28,7 +28,7 @@ _Values.add_implicit_resolver(
 
 def parse(config_class: type[Config], argv: list[str]) -> Config:
     """Return the config that `--config file.yaml` and `--key value` describe; later ones win."""
-    words = _joined(argv)
+    words = list(argv)
     if words and words[0] in ("-h", "--help"):
         print(help_text(config_class, everything=words[1:] == ["all"]))
         raise SystemExit(0)
@@ -53,17 +53,6 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         if value == "" and name != "system_prompt":  # a message may have no text
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
     return config_class(**given)
-
-
-def _joined(argv: list[str]) -> list[str]:
-    """Join the words after `--server`, which may be several, with commas."""
-    words = []
-    for word in argv:
-        if words[-2:-1] == ["--server"] and not word.startswith("--"):
-            words[-1] += f",{word}"
-        else:
-            words.append(word)
-    return words
 
 
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:

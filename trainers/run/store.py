@@ -21,7 +21,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import filelock
 import torch
@@ -50,8 +49,7 @@ MAY_CHANGE = frozenset(
         # The optimizer's options, and the schedule at the update where the run is.
         *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
         *("adam_beta2", "adam_eps", "max_grad_norm"),
-        *("critic_lr", "critic_lr_schedule", "critic_warmup_steps", "critic_weight_decay", "critic_adam_beta2"),
-        "critic_max_grad_norm",
+        *("critic_lr", "critic_warmup_steps"),
         # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
@@ -60,34 +58,25 @@ MAY_CHANGE = frozenset(
         # What is measured, kept and shown.
         *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
         *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
-        *("wandb_project", "trackio_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
+        *("wandb_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
 
 
-class Kept(Protocol):
-    """A part of the trainer that each rank keeps over a resume; its state has tensors, numbers, text, lists, dicts."""
-
-    def state_dict(self) -> dict:
-        """Return the state of this rank."""
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from that state."""
-
-
-NOTHING: Mapping[str, Kept] = MappingProxyType({})
-_held: filelock.FileLock | None = None  # of this process, which runs one training at a time
+NOTHING: Mapping = MappingProxyType({})
+_lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
 
 
 def release() -> None:
-    """Unlock the folder that this process holds, if any; remove it if nothing was written into it."""
-    global _held
-    if _held is not None:
-        Path(_held.lock_file).unlink(missing_ok=True)
-        _held.release()
+    """Unlock the folder that this process has locked, if any; remove it if nothing was written into it."""
+    global _lock
+    if _lock is not None:
+        path = Path(_lock.lock_file)
+        path.unlink(missing_ok=True)
+        _lock.release()
         with contextlib.suppress(OSError):  # it is not empty
-            Path(_held.lock_file).parent.rmdir()
-        _held = None
+            path.parent.rmdir()
+        _lock = None
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -124,21 +113,16 @@ class RunFolder:
 
     def open(self) -> None:
         """Lock the folder for this run, and check the checkpoint to resume from; for all ranks at once."""
-        ranks.on_first_rank(self._lock)
+        ranks.on_first_rank(self._open)
         if self.config.resume:
             self._check_resume()
 
-    def claim(self, step: int) -> None:
-        """Make the folder that of this run, which has read all its inputs and begins after `step`."""
-        ranks.on_first_rank(lambda: self._claim(step))
-
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
-            there = self.path.iterdir() if self.path.exists() else ()
-            return [path for path in there if path.name != LOCK]
+            return [path for path in self.path.iterdir() if path.name != LOCK] if self.path.exists() else []
 
-    def _lock(self) -> None:
-        global _held
+    def _open(self) -> None:
+        global _lock
         release()
         self.check()
         with storing("the run", self.path):
@@ -147,23 +131,25 @@ class RunFolder:
             try:
                 lock.acquire()
             except filelock.Timeout as error:
-                raise InputError(
-                    f"output_dir={self.path} is in use by another process; wait for it, or choose another folder"
-                ) from error
-        _held = lock
+                problem = f"output_dir={self.path} is in use by another process"
+                raise InputError(f"{problem}; wait for it, or choose another folder") from error
+        _lock = lock
+
+    def claim(self, step: int) -> None:
+        """Make the folder that of this run, which has read all its inputs and begins after `step`."""
+        ranks.on_first_rank(lambda: self._claim(step))
 
     def _claim(self, step: int) -> None:
-        with storing("config.yaml", self.path):
-            old = self._contents()
-            if self.config.resume:
-                later = [self.checkpoints / f"step-{s}" for s in reversed(steps_in(self.checkpoints)) if s > step]
-                old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
-                for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):  # of a run that was killed
-                    shutil.rmtree(leftover)
-            self._move_aside(old)
-            precision = self._options()["precision"]
-            header = f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
-            write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
+        old = self._contents()
+        if self.config.resume:
+            later = [self.checkpoints / f"step-{s}" for s in reversed(steps_in(self.checkpoints)) if s > step]
+            old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
+            for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):  # of a run that was killed
+                shutil.rmtree(leftover)
+        self._move_aside(old)
+        precision = self._options()["precision"]
+        header = f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
+        write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
 
     def _move_aside(self, paths: Iterable[Path]) -> None:
         """Move what is in the folder to the first of runs/a.1, runs/a.2, … that does not exist."""
@@ -180,17 +166,16 @@ class RunFolder:
 
     # Writing checkpoints.
 
-    def save(self, engines: Mapping, step: int, state: dict, own: Mapping[str, Kept] = NOTHING) -> None:
+    def save(self, engines: Mapping, step: int, state: dict, own: Mapping = NOTHING) -> None:
         """Write the checkpoint of a step, and delete those that are older than `keep_checkpoints`; for all ranks.
 
+        If the disk is full, nothing of this checkpoint is left, and older ones are intact.
+
         Args:
-            engines: DeepSpeed engines by name; weights, optimizer and schedule of each go into a folder of its name.
+            engines: DeepSpeed engines by name, with their optimizers and schedules.
             step: of the run.
             state: of the trainer, the same on every rank, as JSON.
-            own: parts whose state each rank keeps for itself.
-
-        Raises:
-            InputError: the disk is full or refuses; nothing of this checkpoint is left, and older ones are intact.
+            own: objects whose `state_dict` each rank keeps for itself, by name.
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
@@ -204,8 +189,8 @@ class RunFolder:
                 kept = {name: part.state_dict() for name, part in own.items()}
                 torch.save({"generators": _generators(), "own": kept}, place / f"rank-{rank()}.pt")
                 if rank() == 0:
-                    told = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
-                    (place / "state.json").write_text(json.dumps(told))
+                    saved = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
+                    (place / "state.json").write_text(json.dumps(saved))
                 barrier()
                 files = files_below(place)[rank() :: world_size()]  # each rank reads its share
                 parts = ranks.gather({path.relative_to(place).as_posix(): fingerprint(path) for path in files})
@@ -250,12 +235,9 @@ class RunFolder:
         """Refuse a checkpoint that is damaged, or of a run with other options; for all ranks at once."""
         problem = _damage(self.chosen)
         if problem is not None:
-            others = [self.checkpoints / f"step-{step}" for step in reversed(steps_in(self.checkpoints))]
-            intact = (path.name for path in others if path != self.chosen and _damage(path) is None)
-            name = next(intact, None)
-            remedy = "no other one is intact: start again with --overwrite"
-            if name is not None:
-                remedy = f"the newest intact one is {name}: continue from it with --resume_from {name}"
+            names = [f"step-{step}" for step in steps_in(self.checkpoints)]
+            others = " or ".join(name for name in names if name != self.chosen.name)
+            remedy = f"continue with --resume_from {others}" if others else "start again with --overwrite"
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
         before = self.state()["options"]
         now = self._options()
@@ -276,8 +258,8 @@ class RunFolder:
         """Return the inputs that are not those of the checkpoint, if the run accepts such changes."""
         return fingerprints.check_resumed(inputs, self.state()["inputs"], self.config.accept_changes, self.chosen)
 
-    def load(self, engines: Mapping, own: Mapping[str, Kept] = NOTHING) -> dict:
-        """Restore engines, this rank's generators and its own parts; returns the saved state of the trainer.
+    def load(self, engines: Mapping, own: Mapping = NOTHING) -> dict:
+        """Restore engines, this rank's generators and its own objects; return the saved state of the trainer.
 
         The options of the optimizers (learning rate, betas, weight decay, schedule) stay those of this run.
         """

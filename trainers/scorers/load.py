@@ -22,24 +22,19 @@ from fused_rl.trainers.scorers.builtin import (
 )
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
-from fused_rl.trainers.scorers.options import FUNCTION, KINDS, ScorerConfig, Spelled, read
+from fused_rl.trainers.scorers.options import KINDS, ScorerConfig, Spelled, read
 from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
 
 Config = TypeVar("Config", bound=ScorerConfig)
 
 
-def check_scorers(options: ScorerConfig, *, imports: bool) -> str:
-    """Return the reward in a line; refuse scorers that cannot be, as far as it can be known without models.
-
-    Args:
-        options: name them.
-        imports: also import the modules of functions, and reasoning_gym.
-    """
+def check_scorers(options: ScorerConfig) -> str:
+    """Return the reward in a line; refuse scorers that cannot be, as far as it can be known without models."""
     if options.verifiers is None:
         return "reasoning_gym, of rows that name their dataset; others need --verifiers"
     spelled = read(options)
     for part in spelled:
-        if part.kind not in ("math", "reward_model") and (imports or part.kind not in (FUNCTION, "reasoning_gym")):
+        if part.kind not in ("math", "reward_model"):
             _load(part, None)
     return " + ".join(f"{part.weight:g}*{part.name}" for part in spelled)
 

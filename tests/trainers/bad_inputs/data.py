@@ -84,7 +84,7 @@ def saved_in_splits(folder: Path) -> None:
 
 
 DATA = [
-    *words("sft", "--dataset rows", "dataset=rows does not exist here, and not on the Hub"),
+    *words("sft", "--dataset rows", "dataset='rows' .* is neither a file"),
     *of(
         "sft",
         "a split that is not there",
