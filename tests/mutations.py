@@ -401,14 +401,14 @@ MUTATIONS = {
     ),
     "what is refused is asked again": Mutation(
         "trainers/servers/inference.py",
-        "refused = 0 < error.status < 500",
-        "refused = 0 < error.status < 400",
+        "refused = 0 < status < 500",
+        "refused = 0 < status < 400",
         "tests/trainers/test_servers.py -k faults",
     ),
     "a key is shown": Mutation(
         "trainers/servers/inference.py",
-        'text if self.key is None else text.replace(self.key, "***")',
-        "text",
+        'problem if self.key is None else problem.replace(self.key, "***")',
+        "problem",
         "tests/trainers/test_servers.py -k key",
     ),
     "a response that was cut by the server passes": Mutation(
@@ -418,19 +418,19 @@ MUTATIONS = {
         "tests/trainers/test_servers.py -k faults",
     ),
     "the model's own end stops a response": Mutation(
-        "trainers/servers/inference.py",
+        "trainers/servers/kinds.py",
         '"ignore_eos": True,',
         '"ignore_eos": False,',
         "tests/trainers/test_servers.py -k option",
     ),
     "SGLang is asked so that it never stops": Mutation(
-        "trainers/servers/sglang.py",
+        "trainers/servers/kinds.py",
         '"ignore_eos": not sampling.stop_ids,',
         '"ignore_eos": True,',
         "tests/trainers/test_servers.py -k stop_tokens",
     ),
     "SGLang's margin is forgotten": Mutation(
-        "trainers/servers/sglang.py",
+        "trainers/servers/kinds.py",
         "    margin = 2 ",
         "    margin = 0 ",
         "tests/trainers/test_servers.py -k fits",
@@ -484,10 +484,10 @@ MUTATIONS = {
         "seeds[number] + 0 * APART",
         TURNS,
     ),
-    "a sampler that stayed behind passes": Mutation(
-        "trainers/rollouts/checks.py",
-        "(found, version) or found == version:",
-        "(found, version) or found <= version:",
+    "a log-probability that is NaN passes": Mutation(
+        "trainers/rollouts/roll_out.py",
+        "return value is not None and -math.inf < value <= ROUNDING",
+        "return value is not None and not value > ROUNDING",
         "tests/trainers/test_rollout.py -k breaks_its_promises",
     ),
     "the sampler's distance has the other sign": Mutation(

@@ -208,6 +208,7 @@ def train_step(
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
     updates = plan(config, len(drawn.counts), config.micro_batch_size, together)
     measured = measure_first(policy, drawn, updates, step)
+    mismatch = policy.mismatch(drawn.rollout, measured.old_logprobs)
 
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
     rewards = on_device(drawn.rollout.rewards, policy.device)
@@ -224,7 +225,7 @@ def train_step(
     ended = time.monotonic()
 
     # Beside what the update measured: what was drawn, and what became of the reward.
-    metrics |= drawn.metrics | policy.mismatch(drawn.rollout, measured.old_logprobs) | {"time/train": ended - sampled}
+    metrics |= drawn.metrics | mismatch | {"time/train": ended - sampled}
     if charged is not None:
         metrics["objective/kl"] = _per_response(charged, drawn.counts)
     tokens = ranks.global_sum(drawn.rollout.lengths[drawn.counts].sum()).item()

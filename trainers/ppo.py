@@ -192,6 +192,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     updates = plan(config, len(rollout.samples), config.micro_batch_size)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
+    mismatch = policy.mismatch(rollout, experience.measured.old_logprobs)
     judged = time.monotonic()
 
     # Train; the sampler gets the new weights.
@@ -200,7 +201,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= credit.experience_metrics(experience, step) | policy.mismatch(rollout, experience.measured.old_logprobs)
+    metrics |= credit.experience_metrics(experience, step) | mismatch
     metrics |= win_rate(experience.scores, rollout.solved, config.group_size)
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]

@@ -30,9 +30,9 @@ class Servers:
         return self.serving
 
     def holding(self, folder: str, *flags: str) -> Server:
-        """The server with these flags, once it has the weights of a folder, as version 0."""
+        """The server with these flags, once it has the weights of a folder."""
         found = served.connected(self(*flags))
-        found.http.run([found.push(Path(folder), 0)])
+        found.http.run([found.push(Path(folder))])
         return found
 
     def stop(self) -> None:

@@ -55,7 +55,7 @@ def test_greedy_answers_after_each_of_many_pushes(server, lm, folders, tmp_path)
             parameter.data.add_(torch.randn_like(parameter) * 0.1 * parameter.abs().mean())
         changed.save_pretrained(tmp_path / str(push))
         tokenizer.save_pretrained(tmp_path / str(push))
-        server.http.run([server.push(tmp_path / str(push), push)])
+        server.http.run([server.push(tmp_path / str(push))])
         for prompt in PROMPTS:
             (response,) = served.asked(server, prompt, GREEDY, None)
             assert response.ids == models.greedy(changed, prompt, 8), push

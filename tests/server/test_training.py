@@ -38,7 +38,7 @@ class Replay(tiny.Sampler):
     def sample(self, prompts, sampling):
         asked, found = next(self.drawn)
         assert prompts == asked
-        return [dataclasses.replace(response, logprobs=None, weight_version=None) for response in found]
+        return [dataclasses.replace(response, logprobs=None) for response in found]
 
 
 @pytest.fixture

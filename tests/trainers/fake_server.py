@@ -36,7 +36,7 @@ class Fake:
         asked: (path, body) of every request, in their order.
         script: (path, what) of requests to come: the first of its path is taken once. `what` is an HTTP status, a
             function of the right answer, bytes to send in its place, or "hang", "close".
-        flaws: raw, stale, clones, unseeded, deaf, warm, unfinished, no sets, no versions.
+        flaws: raw, stale, unseeded, deaf, warm, unfinished, no sets.
         connections: how many have been opened.
     """
 
@@ -44,7 +44,7 @@ class Fake:
         self.kind, self.max_model_len, self.owner, self.key = kind, max_model_len, owner or kind, key
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.eos = self.lm.config.eos_token_id
-        self.label, self.paused, self.connections = "default", False, 0
+        self.paused, self.connections = False, 0
         self.asked: list[tuple[str, dict | None]] = []
         self.script: list[tuple[str, object]] = []
         self.flaws: set[str] = set()
@@ -91,7 +91,7 @@ class Fake:
             stops.add(self.eos)
         elif self.kind == "sglang":  # which then looks at no stop token
             stops = set()
-        seed = 0 if "clones" in self.flaws else chosen.get("seed")
+        seed = chosen.get("seed")
         generator = torch.Generator()
         if seed is None or "unseeded" in self.flaws:
             generator.seed()
@@ -148,26 +148,20 @@ class Fake:
         self.paused = paused
         return {"status": "paused" if paused else "resumed"}
 
-    def rename(self, label: str) -> dict:
-        self.label = label
-        return {"success": True, "new_version": label}
-
 
 def _card(fake: Fake, body) -> dict:
     return {"data": [{"id": "policy", "max_model_len": fake.max_model_len, "owned_by": fake.owner}]}
 
 
-def _choice(fake: Fake, drawn: dict, logprobs: dict, **fields) -> dict:
+def _choice(drawn: dict, logprobs: dict, **fields) -> dict:
     """Return vLLM's answer."""
-    choice = {"index": 0, "token_ids": drawn["ids"], "finish_reason": drawn["finish"], "logprobs": logprobs} | fields
-    if "no versions" not in fake.flaws:  # 0.32
-        choice["weight_versions"] = [{"version": fake.label, "start": 0, "end": len(drawn["ids"])}]
+    choice = {"token_ids": drawn["ids"], "finish_reason": drawn["finish"], "logprobs": logprobs} | fields
     return {"choices": [choice]}
 
 
 def _completions(fake: Fake, body: dict) -> dict:
     drawn = fake.draw(body["prompt"], body, body.get("max_tokens", 16))
-    return _choice(fake, drawn, {"token_logprobs": drawn["logprobs"]})
+    return _choice(drawn, {"token_logprobs": drawn["logprobs"]})
 
 
 def _tokens_out(fake: Fake, body: dict) -> dict:
@@ -176,7 +170,7 @@ def _tokens_out(fake: Fake, body: dict) -> dict:
     pairs = zip(drawn["ids"], drawn["logprobs"], strict=True)
     content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
     masked = chosen.get("top_k", 0) > 0 and "no sets" not in fake.flaws  # none under top_p or min_p alone
-    return _choice(fake, drawn, {"content": content}, sampling_mask=drawn["sets"] if masked else None)
+    return _choice(drawn, {"content": content}, sampling_mask=drawn["sets"] if masked else None)
 
 
 def _rpc(fake: Fake, body: dict) -> dict:
@@ -193,7 +187,7 @@ def _reset(fake: Fake, body) -> dict:
 def _generate(fake: Fake, body: dict) -> dict:
     chosen = body["sampling_params"] | {"seed": body["sampling_params"].get("sampling_seed")}
     drawn = fake.draw(body["input_ids"], chosen, chosen.get("max_new_tokens", 128))
-    about = {"finish_reason": {"type": drawn["finish"]}, "weight_version": fake.label}
+    about = {"finish_reason": {"type": drawn["finish"]}}
     pairs = zip(drawn["logprobs"], drawn["ids"], strict=True)
     about["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
     if body.get("return_sampling_mask") and "no sets" not in fake.flaws:
@@ -206,7 +200,6 @@ def _from_disk(fake: Fake, body: dict) -> dict:
     fake.load(body["model_path"])
     if body.get("flush_cache", True):
         fake.reset()
-    fake.rename(body["weight_version"])
     return {"success": True, "message": "Succeeded to update model weights."}
 
 
@@ -224,7 +217,6 @@ VLLM = {
     "/resume": lambda fake, body: fake.pause(False),
     "/collective_rpc": _rpc,
     "/reset_prefix_cache": _reset,
-    "/update_weight_version": lambda fake, body: fake.rename(body["new_version"]),
 }
 SGLANG = {
     "/v1/models": _card,

@@ -12,7 +12,7 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base.functions import load_function
 from fused_rl.trainers.options import InputError, to_yaml
 from fused_rl.trainers.policy import options
-from fused_rl.trainers.rollouts.checks import check_scores
+from fused_rl.trainers.rollouts.roll_out import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.functions import FunctionScorer

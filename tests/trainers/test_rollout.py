@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -8,8 +6,7 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts import generate
-from fused_rl.trainers.rollouts.checks import check_responses
-from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
+from fused_rl.trainers.rollouts.roll_out import Sampling, check_responses, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.trainers import tiny
 
@@ -254,73 +251,45 @@ def test_a_drawn_token_is_that_at_a_quantile_and_never_an_impossible_one():
 
 # What a sampler may report.
 
-KEPT = [[5, 90], [91], [3, 7, 8]]
+KEPT = [[5, 90], [3, 7, 8]]
 
 
-# (a response, what its sampler declares, the line)
+# A response of a sampler that reports log-probabilities where the response has some -> the line.
 BROKEN = [
-    (Response([5, 6, 7], "length"), {}, "3 tokens, but max_new_tokens is 2"),
-    (Response([5], "stop"), {}, r"finish='stop' and stop tokens at \[\] of 1"),
-    (Response([5, 3], "length"), {}, r"finish='length' and stop tokens at \[1\] of 2"),
-    (Response([3, 3], "stop"), {}, r"finish='stop' and stop tokens at \[0, 1\] of 2"),
-    (Response([5], "abort"), {}, "finish='abort' and stop tokens"),
-    (Response([-1], "length"), {}, "ids must be whole numbers from 0 to below 264, got -1"),
-    (Response([5, 264], "length"), {}, "ids must be whole numbers from 0 to below 264, got 264"),
-    (Response([5], "length", logprobs=[float("nan")]), {}, "a logprob is nan; it must be finite, and at most 0"),
-    (Response([5], "length", logprobs=[-0.1, -0.2]), {}, "2 logprobs for 1 ids"),
-    (Response([5, 6], "length", support=[[5]]), {}, "1 support for 2 ids"),
-    (Response([5, 6], "length", trained=[True]), {}, "1 trained for 2 ids"),
-    (Response([3, 6], "length", trained=[True] * 2), {}, "the policy goes on after its stop token at 0 of 2"),
-    (Response([5, 6], "length", [-0.1, None], trained=[False, True]), {}, "a logprob is None"),
-    (Response([5], "length"), {"tells_logprobs": True}, "no logprobs, but the sampler declares tells_logprobs = True"),
-    (Response([5], "length", [-1.0]), {"tells_logprobs": False}, "logprobs, but the sampler declares tells_logprobs ="),
-    (Response([5], "length"), {"has_versions": True}, "no weight_version, but the sampler declares has_versions"),
-    (
-        Response([5], "length", weight_version=5),
-        {},
-        "sampled with the weights after step 5, but those after step 4 are",
-    ),
+    (Response([5, 6, 7], "length"), "3 tokens, but max_new_tokens is 2"),
+    (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1"),
+    (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
+    (Response([-1], "length"), "ids must be whole numbers from 0 to below 264, got -1"),
+    (Response([5, 264], "length"), "ids must be whole numbers from 0 to below 264, got 264"),
+    (Response([5], "length", logprobs=[float("nan")]), "a logprob is nan; it must be finite, and at most 0"),
+    (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
+    (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),
+    (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
 ]
 
 
-@pytest.mark.parametrize(("response", "declared", "message"), BROKEN)
-def test_a_response_that_breaks_its_promises_names_the_row(response, declared, message):
-    sampler = SimpleNamespace(tells_logprobs=response.logprobs is not None, has_versions=False)
-    vars(sampler).update(declared)
-    prompt = Prompt([7], {}, "d.jsonl, line 4")
+def checked(*responses, tells_logprobs=False, **options):
+    prompts = [Prompt([7], {}, "d.jsonl, line 4")] * 2
+    sampling = Sampling(1.0, 2, (3,), **options)
+    check_responses(list(responses), prompts[: len(responses)], sampling, 264, tells_logprobs=tells_logprobs)
+
+
+@pytest.mark.parametrize(("response", "message"), BROKEN)
+def test_a_response_that_breaks_its_promises_names_the_row(response, message):
     with pytest.raises(InputError, match=f"^the sampler's response to d.jsonl, line 4: {message}"):
-        check_responses([response], [prompt], Sampling(1.0, 2, (3,)), 264, sampler=sampler, version=4)
+        checked(response, tells_logprobs=response.logprobs is not None)
 
 
-def test_responses_are_one_for_each_prompt_with_kept_sets_where_the_sampling_truncates():
-    prompt = Prompt([7], {}, "d.jsonl, line 4")
-    check_responses([Response([5, 3], "stop"), Response([], "length")], [prompt] * 2, Sampling(1.0, 2, (3,)))
-    with pytest.raises(InputError, match="returned 1 responses to 2 prompts"):
-        check_responses([Response([5], "length")], [prompt] * 2, Sampling(1.0, 2, (3,)))
+def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
+    checked(Response([5, 3], "stop"), Response([], "length"))
+    for kept in (KEPT, TokenSupport.from_lists(KEPT), [[], [3]]):
+        checked(Response([90, 3], "stop", support=kept), Response([], "length"), top_p=0.9)
+    with pytest.raises(InputError, match="returned 3 responses to 2 prompts"):
+        checked(*[Response([5], "length")] * 3)
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
-        check_responses([Response([5], "length")], [prompt], Sampling(1.0, 2, (3,), top_k=2))
-
-
-def test_a_record_may_be_lists_or_sets_may_be_whole_and_there_may_be_no_token():
-    made = [Response([90, 91, 3], "stop", support=kept) for kept in (KEPT, TokenSupport.from_lists(KEPT))]
-    made += [Response([90, 3], "stop", support=[[], [3]]), Response([], "length"), Response([], "length", support=[])]
-    prompts = [Prompt([1, 70], {})] * 5
-    check_responses(made, prompts, Sampling(0.7, 8, (3,), top_p=0.9), 264)
-    # Of a sampler that reports sets where none was asked for (a ban of its own), they are taken as they are.
-    assert check_responses(made + [Response([8], "length")], prompts + prompts[:1], Sampling(0.7, 8, (3,))) is None
-
-
-class Silent(tiny.Sampler):
-    """A sampler that says nothing of kept sets."""
-
-    def sample(self, prompts, sampling):
-        raise AssertionError("nothing must be drawn")
-
-
-def test_a_sampler_without_a_record_is_refused_before_it_draws():
-    message = r"^top_p=1 top_k=5 min_p=0 with a sampler that reports no kept sets \(Silent\): "
-    with pytest.raises(InputError, match=message):
-        roll_out(Silent(), [], [Prompt([1], {})], Sampling(0.7, 8, (3,), top_k=5), None, torch.device("cpu"))
+        checked(Response([5], "length"), top_k=2)
+    with pytest.raises(InputError, match="no logprobs, but the sampler declares tells_logprobs = True"):
+        checked(Response([5], "length"), tells_logprobs=True)
 
 
 def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):

@@ -11,44 +11,15 @@ from fused_rl.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import build
-from fused_rl.trainers.rollouts.checks import check_correction
 from fused_rl.trainers.rollouts.mismatch import mismatch
-from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
-from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
+from fused_rl.trainers.rollouts.roll_out import batch_of
+from fused_rl.trainers.rollouts.sampling import Seeds
+from fused_rl.trainers.rollouts.types import Response, Rollout, Sample
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
 
 CPU = torch.device("cpu")
-PROMPTS = [Prompt([1, 70], {}, f"d.jsonl, line {i}") for i in (1, 2)]
-
-
-class Told(tiny.Sampler):
-    """One token to each prompt, with what is told of it."""
-
-    def __init__(self, declared, **told):
-        vars(self).update(declared)
-        self.told = told
-
-    def sample(self, prompts, sampling):
-        return [Response([5], "length", **self.told) for _ in prompts]
-
-
-def rolled_out(sampler, version=None):
-    sampling = Sampling(1.0, 1, (3,))
-    return roll_out(sampler, [], PROMPTS, sampling, tiny.tokenizer(), CPU, version=version)
-
-
-def test_what_was_declared_is_taken_and_no_version_is_compared_where_none_is_known():
-    assert rolled_out(Told({"has_versions": True}, weight_version=4), version=4).rollout_logprobs is None
-    assert rolled_out(Told({}), version=4) and rolled_out(Told({"has_versions": True}, weight_version=4))
-    told = rolled_out(Told({"tells_logprobs": True}, logprobs=[-2.0])).rollout_logprobs
-    assert told.tolist() == [[0.0, -2.0]] * 2
-    check_correction(Told({"tells_logprobs": True}), ["rollout_high"])
-    with pytest.raises(InputError, match="^rollout_high corrects for a sampler"):
-        check_correction(Told({}), ["rollout_high"])
-
 
 # How far the sampler is from the policy.
 
@@ -58,7 +29,7 @@ def told_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
     samples = []
     for length in (3, 1, 2):
         trained = [True, False] + [True] * (length - 1)
-        response = Response([7] * (length + 1), "length", weight_version=6, trained=trained)
+        response = Response([7] * (length + 1), "length", trained=trained)
         samples.append(Sample({}, [1, 70], response, ""))
     batch = batch_of(samples, 0, CPU)
     mask = batch.response_mask
@@ -88,7 +59,6 @@ def test_the_sampler_s_distance_is_told_before_any_correction(correction, cut):
         "rollout/logprob_diff_abs": exact.abs().mean().item(),
         "rollout/logprob_diff_max": 1.5,
         "rollout/kl_k3": (torch.expm1(-exact) + exact).mean().item(),
-        "rollout/weight_version": 6.0,
     }
     expected |= {} if cut is None else {"rollout/correction_cut": cut}
     assert metrics == pytest.approx(expected, rel=1e-5)

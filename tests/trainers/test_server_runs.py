@@ -41,7 +41,6 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
     with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
         options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
         grpo.train(grpo_config(files, tmp_path / "run", fake, **options))
-        assert fake.label == "2"
     store.release()
     steps = [row for row in tiny.read_metrics(tmp_path / "run") if "rollout/logprob_diff_max" in row]
     assert [row["rollout/weight_version"] for row in steps] == [0, 1]
@@ -71,7 +70,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
     torch.manual_seed(77)
     with fake_server.serving(kind, files[0]) as fresh:  # on another port, with the weights that it began with
         train(config_of(tmp_path / "stopped", fresh, resume_from="step-2"))
-        assert fresh.label == "3"
     store.release()
     runs.assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
 
@@ -95,14 +93,6 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
     for value, exact in ((2e-3, True), (0.06, False), (float("nan"), False)):
         with pytest.raises(InputError, match="nats off"):
             check_bound({"rollout/logprob_diff_abs": value}, exact)
-
-
-def test_weights_that_were_not_published_are_refused(files, tmp_path):
-    with fake_server.serving("vllm", files[0]) as fake:
-        fake.rename = lambda label: setattr(fake, "label", "99")
-        with pytest.raises(InputError, match="after step 99, but those after step 0 are to be sampled"):
-            grpo.train(grpo_config(files, tmp_path / "run", fake, eval_size=0))
-    store.release()
 
 
 def test_a_dry_run_calls_no_server(files, tmp_path, capsys):
@@ -134,11 +124,12 @@ def quick(self, init, *args):
 @pytest.mark.parametrize("wrong", [None, "/collective_rpc", "/v1/completions"])
 def test_ranks_fail_together_or_not_at_all(files, tmp_path, wrong):
     with fake_server.serving("vllm", files[0]) as fake:
-        reset = fake.reset
+        reset, resets = fake.reset, []
 
         def later():
             reset()
-            if wrong is not None and fake.label == "0":  # in the second update
+            resets.append(1)
+            if wrong is not None and len(resets) == 2:  # in the second update
                 fake.script = [(wrong, 500)] * 50
 
         fake.reset = later

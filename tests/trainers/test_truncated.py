@@ -11,7 +11,6 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Drawn
 from fused_rl.trainers.rollouts import types
-from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
@@ -65,7 +64,6 @@ def test_the_record_is_what_the_filters_leave_in_their_order(folder, filters):
     # Rows end at different lengths and leave the batch; two batches, in another order than the prompts'.
     sampling = Sampling(TEMPERATURE, LENGTH, tuple(range(0, 263, 6)), **filters)
     responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
-    check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 263)
     assert len({len(response.ids) for response in responses}) > 1
     sizes = []
     for prompt, response in zip(PROMPTS, responses, strict=True):
@@ -99,7 +97,6 @@ def test_models_that_transformers_samples_from_have_the_same_record(filters):
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     sampling = Sampling(TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters)  # so many that rows are padded
     responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
-    check_responses(responses, [Prompt(ids, {}) for ids in PROMPTS], sampling, 264)
     assert len({len(response.ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
         logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]

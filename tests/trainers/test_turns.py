@@ -1,6 +1,5 @@
 """Responses of several turns: what the policy did not draw is context, and nothing else, in GRPO and PPO alike."""
 
-import dataclasses
 import json
 
 import pytest
@@ -12,11 +11,9 @@ from fused_rl.recipes import turns as recipe
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import packing
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import credit, groups, policy
 from fused_rl.trainers.policy.critic import Critic, OwnCritic
-from fused_rl.trainers.rollouts.checks import check_responses, without_stop
-from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
+from fused_rl.trainers.rollouts.roll_out import batch_of, check_responses, rollout_metrics
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
 from fused_rl.trainers.run.logger import read_metrics
@@ -216,7 +213,6 @@ def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
         kept = [[token, other] for token, other in zip(response.ids, others, strict=True)]
         flags = response.trained or [True] * len(kept)
         response.support = [ids if flag else [] for ids, flag in zip(kept, flags, strict=True)]
-    check_responses(responses, [PROMPTS[0]] * 8, Sampling(1.0, LENGTH, (EOS,), top_k=2), 260)
     samples = [Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)]
     batch = batch_of(samples, 0, torch.device("cpu"))
     assert len(batch.support) == batch.response_mask.sum() == batch.token_counts.sum()
@@ -236,24 +232,23 @@ def test_what_another_says_may_hold_stop_tokens_and_nothing_that_is_checked():
     spoken_twice = Response([5, EOS, EOS, 7, 6], "stop", [-0.1, -0.2, nan, None, -0.3], trained=flags)
     ended = Response([5, EOS, 8, EOS], "stop", trained=[True, True, False, False])
     sets = Response([5, 6, 7], "length", support=[[5, 9], [], [7]], trained=[True, False, True])
-    check_responses([spoken_twice, ended, sets], PROMPTS[:1] * 3, Sampling(1.0, LENGTH, (EOS,)), 10)
-    assert without_stop(ended, (EOS,)) == [5, EOS, 8] and without_stop(sets, (EOS,)) == [5, 6, 7]
+    sampling = Sampling(1.0, LENGTH, (EOS,))
+    check_responses([spoken_twice], PROMPTS[:1], sampling, 10, tells_logprobs=True)
+    check_responses([ended, sets], PROMPTS, sampling, 10, tells_logprobs=False)
 
 
 # Turns put together.
 
 
 def test_turns_are_put_together_with_all_that_was_told_of_them():
-    first = Response([5, 6], "stop", [-0.1, -0.2], TokenSupport.from_lists([[5], [6, 7]]), 4)
-    second = Response([8], "length", [-0.3], TokenSupport.from_lists([[8, 9]]), 4)
+    first = Response([5, 6], "stop", [-0.1, -0.2], TokenSupport.from_lists([[5], [6, 7]]))
+    second = Response([8], "length", [-0.3], TokenSupport.from_lists([[8, 9]]))
     whole = after_turn(after_turn(None, first, [70, 71]), second)
     assert whole.ids == [5, 6, 70, 71, 8] and whole.trained == [True, True, False, False, True]
-    assert whole.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3] and whole.finish == "length" and whole.weight_version == 4
+    assert whole.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3] and whole.finish == "length"
     assert whole.support.offsets.tolist() == [0, 1, 3, 3, 3, 5]
     silent = after_turn(after_turn(None, Response([5], "stop"), [7]), Response([], "length"))
     assert silent == Response([5, 7], "length", trained=[True, False])
-    with pytest.raises(InputError, match="the weights after steps 4 and 5"):
-        after_turn(whole, dataclasses.replace(second, weight_version=5))
 
 
 def test_each_turn_has_seeds_of_its_own():

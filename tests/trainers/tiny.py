@@ -188,7 +188,7 @@ class Sampler(types.Sampler):
 class Telling(Sampler):
     """The policy's own sampler, as another program would be: it tells log-probabilities, of -5, and versions."""
 
-    tells_logprobs = has_versions = True
+    tells_logprobs = True
 
     def __init__(self, built, tokenizer):
         self.built, self.step = built, None
@@ -201,7 +201,6 @@ class Telling(Sampler):
         responses = self.built.sample(prompts, sampling)
         for prompt, response in zip(prompts, responses, strict=True):
             response.logprobs = self.told(prompt, response.ids, sampling)
-            response.weight_version = self.step
         return responses
 
     def told(self, prompt, ids, sampling) -> list[float]:

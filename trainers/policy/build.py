@@ -21,8 +21,9 @@ from fused_rl.trainers.rollouts.options import SamplerConfig
 from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT, Probe
-from fused_rl.trainers.servers.sampler import PUBLISHED, ServerSampler
+from fused_rl.trainers.servers.sampler import ServerSampler
 
+CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high")
 Make = Callable[[Sampler, object], Sampler]
 """(the sampler that the options make, the tokenizer) -> the sampler of the run."""
 
@@ -49,7 +50,7 @@ def build_sampler(
     lm = model.module.base
     options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
     if config.server is not None:
-        built = _served(config, Path(output.output_dir) / PUBLISHED, model, tokenizer, longest)
+        built = _served(config, Path(output.output_dir) / "published", model, tokenizer, longest)
     elif config.lag:
         built = CopySampler(lm, **options)
     else:
@@ -60,6 +61,19 @@ def build_sampler(
         if not isinstance(built, Sampler):
             came = f"{config.sampler or 'the function'} returned {type(built).__name__}"
             raise InputError(f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler")
+    # What it does not record or report, and the options need.
+    if config.sampling(1, ()).truncates and not built.records_support:
+        raise InputError(
+            f"top_p={config.top_p:g} top_k={config.top_k} min_p={config.min_p:g} with a sampler that reports no kept "
+            f"sets ({type(built).__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
+            "have the sampler record the sets"
+        )
+    given = [name for name in CORRECTIONS if getattr(config, name) is not None]
+    if given and not built.tells_logprobs:
+        raise InputError(
+            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
+            "sampled; leave it out"
+        )
     if config.lag and not built.tells_logprobs:
         raise InputError(
             f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "

@@ -22,7 +22,6 @@ from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
 from fused_rl.trainers.policy.build import Make, build_sampler
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
-from fused_rl.trainers.rollouts.checks import check_correction, check_sampler
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import Shown, drawn_from, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
@@ -103,6 +102,8 @@ class Policy:
             InputError: a server's are too far; with `lag` they may be, and the probe alone verifies a server.
         """
         metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
+        if metrics:
+            metrics["rollout/weight_version"] = float(self.published)
         if self.config.server is not None and not self.config.lag:
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
@@ -124,7 +125,7 @@ class Policy:
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
-        known = {"copies": copies, "vocab": vocab, "version": self.published}
+        known = {"copies": copies, "vocab": vocab}
         rollout = roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
         if sampling.temperature and seeds is None:
             self.shown = drawn_from(rollout, self.config.show_samples // 2, f"{self.config.seed} {self.published}")
@@ -265,9 +266,6 @@ def load_policy(
     # What draws its responses, and how.
     sampler = build_sampler(config, config, model, tokenizer, own_sampler, longest=longest)
     sampling = config.sampling(config.max_new_tokens, stop_ids)
-    check_sampler(sampler, sampling)
-    corrections = ("rollout_correction", "rollout_low", "rollout_high")
-    check_correction(sampler, [name for name in corrections if getattr(config, name) is not None])
     made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
     own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})

@@ -49,7 +49,6 @@ class TransformersSampler(Sampler):
 
     records_support = True
     tells_logprobs = False  # the trainer would compute the same
-    has_versions = False  # they are always those of now
     is_checked = False
 
     def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False, look_every: int | None = None):
@@ -92,8 +91,7 @@ class TransformersSampler(Sampler):
             rows = zip(indices, found.ids, found.logprobs or nothing, found.supports or nothing, strict=True)
             for i, ids, logprobs, support in rows:
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
-                version = self.step if self.has_versions else None
-                responses[i] = Response(ids, finish, logprobs, support, version)
+                responses[i] = Response(ids, finish, logprobs, support)
         return [responses[i] for i in range(len(prompts))]
 
     def generator(self, prompts: list[list[int]], sampling: Sampling) -> torch.Generator | None:

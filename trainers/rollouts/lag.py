@@ -16,17 +16,13 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from threading import Thread
 
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.checks import check_responses
 from fused_rl.trainers.rollouts.generate import TransformersSampler, keeps_keys_and_values
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler
@@ -38,12 +34,8 @@ class Pending:
 
     version: int
     """The step whose weights sample it."""
-    digest: str
-    """Of its prompts."""
-    prompts: list[Prompt] = field(default_factory=list)
-    """One for each response; none for a checkpoint's, whose responses were checked before."""
-    sampling: Sampling | None = None
-    """How it is sampled; None for a checkpoint's."""
+    prompts: list[list[int]]
+    """Token ids, for each response."""
     responses: Future = field(default_factory=Future)
     """A list of `Response`."""
 
@@ -53,11 +45,11 @@ class Ahead(Sampler):
 
     def __init__(self, sampler: Sampler, lag: int):
         super().__init__(sampler)
+        self.is_checked = sampler.is_checked
         self.lag = lag
         self.pending: dict[int, Pending] = {}  # by step
         self.due: int | None = None  # the step whose rollout is taken next
         self.published = 0
-        self.restored = False
 
     def begin(
         self,
@@ -78,29 +70,24 @@ class Ahead(Sampler):
             copies: responses to each prompt.
             sampling_of: how so many responses are sampled, with seeds of their own.
         """
-        prompts = {}
-        for number in range(step, min(step + self.lag, last) + 1):
-            prompts[number] = list(chain.from_iterable([prompt] * copies for prompt in prompts_of(number - step)))
-        if self.restored:
-            self._forget_changed(prompts)
-
-        # What is not there yet, in the order of steps.
         missing = []
-        for number in sorted(prompts.keys() - self.pending.keys()):
-            given = prompts[number]
-            pending = Pending(self.published, digest(ids_of(given)), given, sampling_of(len(given)))
-            self.pending[number] = pending
-            missing.append(pending)
+        for number in range(step, min(step + self.lag, last) + 1):
+            prompts = [prompt.ids for prompt in prompts_of(number - step) for _ in range(copies)]
+            # What a checkpoint holds is sampled again if the rows have changed since.
+            if number not in self.pending or self.pending[number].prompts != prompts:
+                self.pending[number] = Pending(self.published, prompts)
+                missing.append((self.pending[number], sampling_of(len(prompts))))
         self.due = step
         if missing:
             Thread(target=self._sample, args=(missing,), name=f"rollouts from step {step} on").start()
         return self.pending[step].version
 
-    def _sample(self, missing: list[Pending]) -> None:
+    def _sample(self, missing: list[tuple[Pending, Sampling]]) -> None:
         """In the thread: one rollout after the other; what it raises is raised where the rollout is waited for."""
-        for pending in missing:
+        for pending, sampling in missing:
             try:
-                pending.responses.set_result(self.built.sample(ids_of(pending.prompts), pending.sampling))
+                copies = [list(ids) for ids in pending.prompts]  # for a sampler to change
+                pending.responses.set_result(self.built.sample(copies, sampling))
             except BaseException as error:
                 pending.responses.set_exception(error)
 
@@ -110,21 +97,12 @@ class Ahead(Sampler):
             return self.built.sample(prompts, sampling)
         pending = self.pending.pop(self.due)
         self.due = None
-        assert pending.digest == digest(prompts)
         return pending.responses.result()
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
-        """Publish new weights, after the rollouts that were begun have ended.
-
-        Raises:
-            Exception: what the sampler raised in the thread, or what is wrong with what it returned: a checkpoint must
-                not hold what can never be trained on.
-        """
+        """Publish new weights, after the rollouts that were begun have ended; raises what the sampler raised."""
         for pending in self.pending.values():
-            responses = pending.responses.result()
-            if pending.sampling is not None:
-                known = {"sampler": self, "version": pending.version}
-                check_responses(responses, pending.prompts, pending.sampling, **known)
+            pending.responses.result()
         self.built.publish(step, save)
         self.published = step
 
@@ -133,31 +111,14 @@ class Ahead(Sampler):
         state = {}
         for step, pending in self.pending.items():
             responses = [_as_plain(response) for response in pending.responses.result()]
-            state[step] = {"version": pending.version, "asked": pending.digest, "responses": responses}
+            state[step] = {"version": pending.version, "prompts": pending.prompts, "responses": responses}
         return state
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Take up a checkpoint's rollouts."""
         for step, of_step in state.items():
-            self.pending[step] = Pending(of_step["version"], of_step["asked"])
+            self.pending[step] = Pending(of_step["version"], of_step["prompts"])
             self.pending[step].responses.set_result([_from_plain(plain) for plain in of_step["responses"]])
-        self.restored = True
-
-    def _forget_changed(self, prompts: dict[int, list[Prompt]]) -> None:
-        """After a resume with other rows or another tokenizer, which was accepted, sample all rollouts again."""
-        self.restored = False
-        known = prompts.keys() & self.pending.keys()
-        digests = {step: digest(ids_of(prompts[step])) for step in known}
-        changed = [step for step in known if digests[step] != self.pending[step].digest]
-        if any(ranks.gather(changed)):
-            if ranks.rank() == 0:
-                tell(f"resume: the prompts have changed; sampled again: steps {', '.join(map(str, self.pending))}")
-            self.pending = {}
-
-
-def ids_of(prompts: list[Prompt]) -> list[list[int]]:
-    """Return copies of the token ids of each, for a sampler to change."""
-    return [list(prompt.ids) for prompt in prompts]
 
 
 def digest(prompts: list[list[int]]) -> str:
@@ -189,7 +150,6 @@ class CopySampler(TransformersSampler):
     """
 
     tells_logprobs = True
-    has_versions = True
 
     def __init__(self, policy, *, pad_id: int, batch_size: int):
         if not keeps_keys_and_values(policy):

@@ -42,20 +42,17 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
 def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions) -> dict[str, float]:
     """Return the metrics `rollout/*`, over all ranks and the tokens that the policy sampled.
 
-    There are none if the sampler reports neither versions nor log-probabilities.
+    There are none if the sampler does not report its log-probabilities.
 
     Args:
         rollout: B responses of this rank.
         old_logprobs: (B, T - 1) nats, of the policy before the update, at the temperature and over the kept sets.
         options: of the loss, for what `rollout_correction` cuts.
     """
-    # Every response is of the version that was published: the first one's is that of all.
-    version = rollout.samples[0].response.weight_version
-    metrics = {} if version is None else {"rollout/weight_version": float(version)}
     reported = rollout.rollout_logprobs
     mask = rollout.batch.response_mask
     if reported is None:
-        return metrics
+        return {}
 
     # Sums over tokens, and the largest difference.
     difference = torch.where(mask, reported - old_logprobs, 0)
@@ -68,7 +65,7 @@ def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOp
         sums["rollout/correction_cut"] = _cut(reported, old_logprobs, mask, options).sum()
     totals = ranks.global_sums(sums | {"tokens": mask.sum()})
     tokens = max(totals.pop("tokens"), 1)
-    metrics |= {name: total / tokens for name, total in totals.items()}
+    metrics = {name: total / tokens for name, total in totals.items()}
     return metrics | {"rollout/logprob_diff_max": ranks.global_max(difference.abs().max())}
 
 

@@ -7,7 +7,7 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -20,9 +20,20 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, tell_dropped
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.checks import check_responses, check_sampler, check_scores, without_stop
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Sampler, Scorer, Watched, support_of
+from fused_rl.trainers.rollouts.types import (
+    Prompt,
+    Response,
+    Rollout,
+    Sample,
+    Sampler,
+    Scorer,
+    Watched,
+    shortened,
+    support_of,
+)
+
+ROUNDING = 1e-4  # nats by which a log-probability may be above 0
 
 
 def prompts_of(
@@ -51,15 +62,10 @@ def roll_out(
     device: torch.device,
     *,
     copies: int = 1,
-    vocab: int | None = None,
-    version: int | None = None,
+    vocab: float = math.inf,
 ) -> Rollout:
-    """Sample `copies` responses to each of this rank's prompts, and score them.
-
-    Where they are known: `vocab`, the size of the model's vocabulary, and `version`, the step of the weights to sample.
-    """
+    """Sample `copies` responses to each of this rank's prompts, with ids below `vocab`, and score them."""
     began = time.monotonic()
-    check_sampler(sampler, sampling)
     prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
     try:
         responses = sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
@@ -68,10 +74,14 @@ def roll_out(
         problem = "the model's logits are NaN or infinite"
         raise InputError(f"sampling with the weights after step {error.step}: {problem}; their rows: {rows}") from error
     if sampler.is_checked:
-        check_responses(responses, prompts, sampling, vocab, sampler=sampler, version=version)
+        check_responses(responses, prompts, sampling, vocab, tells_logprobs=sampler.tells_logprobs)
     sampled = time.monotonic()
 
-    texts = tokenizer.batch_decode([without_stop(response, sampling.stop_ids) for response in responses])
+    spoken = []
+    for response in responses:
+        ended = bool(response.ids) and response.ids[-1] in sampling.stop_ids
+        spoken.append(response.ids[:-1] if ended else response.ids)
+    texts = tokenizer.batch_decode(spoken)
     samples = []
     for prompt, response, text in zip(prompts, responses, texts, strict=True):
         samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
@@ -86,6 +96,76 @@ def roll_out(
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     solved = _solved(scorers, scores, len(samples))
     return Rollout(samples, batch, scores, rewards, solved, seconds, incidents)
+
+
+def check_responses(
+    responses: list[Response],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    vocab: float,
+    *,
+    tells_logprobs: bool,
+) -> None:
+    """Refuse responses that no loss can be computed of; an error names the row."""
+    if len(responses) != len(prompts):
+        raise InputError(f"the sampler returned {len(responses)} responses to {len(prompts)} prompts")
+    for response, prompt in zip(responses, prompts, strict=True):
+        problem = _problem_of(response, sampling, vocab, tells_logprobs)
+        if problem is not None:
+            raise InputError(f"the sampler's response to {prompt.where}: {problem}")
+
+
+def _problem_of(response: Response, sampling: Sampling, vocab: float, tells_logprobs: bool) -> str | None:
+    """Return what is wrong with a response, in words."""
+    ids = response.ids
+    if len(ids) > sampling.max_new_tokens:
+        return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
+    bad = [token for token in ids if not (isinstance(token, int) and 0 <= token < vocab)]
+    if bad:
+        return f"ids must be whole numbers from 0 to below {vocab}, got {shortened(bad[0])}"
+    for name in ("logprobs", "trained", "support"):
+        values = getattr(response, name)
+        if values is not None and len(values) != len(ids):
+            return f"{len(values)} {name} for {len(ids)} ids"
+    reports = response.logprobs is not None
+    if reports != tells_logprobs:
+        return f"{'' if reports else 'no '}logprobs, but the sampler declares tells_logprobs = {tells_logprobs}"
+    bad = [value for value in response.drawn(response.logprobs or []) if not _is_logprob(value)]
+    if bad:
+        return f"a logprob is {bad[0]}; it must be finite, and at most 0"
+    if sampling.truncates and response.support is None and response.drawn(ids):
+        return "no kept sets, though the sampling truncates"
+    stops = [i for i, token in enumerate(ids) if token in sampling.stop_ids]
+    expected = [len(ids) - 1] if response.finish == "stop" else []
+    if response.trained is None and stops != expected:
+        return (
+            f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; only the last one may be, with stop"
+        )
+    return None
+
+
+def _is_logprob(value: float | None) -> bool:
+    return value is not None and -math.inf < value <= ROUNDING
+
+
+def check_scores(name: str, scores: Iterable[float | None], samples: Sequence[Sample]) -> torch.Tensor:
+    """Return the scores as (B,) fp32, NaN for None; refuse what is not one finite number or None for each sample."""
+    if isinstance(scores, str) or not isinstance(scores, Iterable):
+        raise InputError(f"scorer {name!r} returned {shortened(scores)}; it must return a list of scores")
+    scores = list(scores)
+    if len(scores) != len(samples):
+        raise InputError(f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses")
+    values = []
+    for score, sample in zip(scores, samples, strict=True):
+        try:
+            value = 0.0 if score is None else float(score)
+        except (TypeError, ValueError):
+            value = math.nan
+        if isinstance(score, str) or not abs(value) <= torch.finfo(torch.float32).max:
+            came = f"{shortened(score)} ({type(score).__name__}) as the score of {sample.where}"
+            raise InputError(f"scorer {name!r} returned {came}, not a finite number; return None where it cannot score")
+        values.append(math.nan if score is None else value)
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:

@@ -10,7 +10,6 @@ import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.sampling import BELOW, Sampling, joined
 
 APART = 1_000_003  # seeds of turns: by one seed for all of them each turn would be drawn as the first was
@@ -42,8 +41,6 @@ class Response:
     support: TokenSupport | list[list[int]] | None = None
     """The ids that each token was sampled from, itself among them; those of a token may be empty, for the whole
     vocabulary, and None is that for all tokens. Lists are taken too, but long responses by the thousand are slow so."""
-    weight_version: int | None = None
-    """The step whose weights it was sampled with; None if the sampler declares that it does not know."""
     trained: list[bool] | None = None
     """True for each id that the policy sampled; None is that for all. Other ids, an environment's turn or a tool's
     answer, are context: they get no gradient and count in no mean, and their logprobs and kept sets, which are there,
@@ -81,8 +78,6 @@ class Sampler:
     """Every response has the log-probabilities of its ids; False where they are the policy's own."""
     records_support: bool = False
     """Every response has its kept sets, where the sampling truncates."""
-    has_versions: bool = False
-    """Every response has the step whose weights it was sampled with."""
     is_checked: bool = True
     """Every response is compared with what `Response` promises; the policy's own need no check."""
 
@@ -92,7 +87,6 @@ class Sampler:
         if built is not None:
             self.tells_logprobs = built.tells_logprobs
             self.records_support = built.records_support
-            self.has_versions = built.has_versions
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt (token ids), in their order."""
@@ -195,14 +189,8 @@ def after_turn(before: Response | None, drawn: Response, said: Sequence[int] = (
         before: the turns until then; None where this is the first.
         drawn: the turn, as the sampler that the options make returns it.
         said: token ids that the policy did not sample.
-
-    Raises:
-        InputError: the turns were sampled with different weights.
     """
-    before = before or Response([], "length", logprobs=[], weight_version=drawn.weight_version, trained=[])
-    if before.weight_version != drawn.weight_version:
-        versions = f"{before.weight_version} and {drawn.weight_version}"
-        raise InputError(f"turns of one response were sampled with the weights after steps {versions}")
+    before = before or Response([], "length", logprobs=[], trained=[])
     lengths = [len(before.ids), len(drawn.ids), len(said)]
     logprobs = None  # the ids of others have log-probabilities that nobody reads
     if drawn.logprobs is not None:
@@ -212,7 +200,6 @@ def after_turn(before: Response | None, drawn: Response, said: Sequence[int] = (
         drawn.finish,
         logprobs=logprobs,
         support=joined([before.support, drawn.support, None], lengths),
-        weight_version=drawn.weight_version,
         trained=before.trained + [True] * len(drawn.ids) + [False] * len(said),
     )
 

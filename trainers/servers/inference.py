@@ -1,4 +1,4 @@
-"""HTTP calls to inference servers, and what a kind of server must provide: vllm.py and sglang.py.
+"""HTTP calls to inference servers, and what all kinds of them (kinds.py) have in common.
 
 Token ids go in and token ids come out. Nothing of a server's own package is imported.
 """
@@ -22,21 +22,11 @@ TRIES = 3  # of a call that had no answer, or HTTP 5xx
 IDLE = 3.0  # seconds that an idle connection is kept; servers close theirs after 5
 
 
-class CallFailed(InputError):
-    """A call without a usable answer; `status` is the HTTP status, 0 if there was no answer."""
-
-    def __init__(self, message: str, status: int = 0):
-        super().__init__(message)
-        self.status = status
-
-
 class Http:
     """Calls to servers by one thread with an event loop; any thread may wait for them with `run`.
 
-    Args:
-        timeout: seconds for one call, and for a server that is loading or paused.
-        concurrency: calls at the same time.
-        key: sent as a bearer token, and never part of an error.
+    `timeout` in seconds is of one call, and of a server that is loading or paused; `concurrency` is the number of calls
+    at the same time; `key` is sent as a bearer token, and never part of an error.
     """
 
     def __init__(self, timeout: float = 600.0, concurrency: int = 256, key: str | None = None):
@@ -68,40 +58,29 @@ class Http:
         return asyncio.run_coroutine_threadsafe(together(), self.loop).result()
 
     async def call(self, method: str, url: str, body: dict | None = None, *, tries: float = TRIES):
-        """Return the JSON of an answer; None if it is empty.
-
-        After HTTP 503 (the server is loading, or paused) it is repeated until `timeout` has passed.
-
-        Raises:
-            CallFailed: it was refused, or not answered after so many tries.
-        """
+        """Return the JSON of an answer; None if it is empty. After HTTP 503 repeat until `timeout` has passed."""
         async with self.slots:
             end = time.monotonic() + self.timeout
             while True:
+                status = 0
                 try:
-                    return await self._once(method, url, body)
-                except CallFailed as error:
-                    tries -= error.status != 503
-                    refused = 0 < error.status < 500
-                    if refused or tries <= 0 or time.monotonic() >= end:
-                        raise
+                    answer = await self.client.request(method, url, json=body)
+                    status = answer.status_code
+                    text = " ".join(answer.text.split()) or "nothing"
+                    problem = f"HTTP {status}: {text}"
+                    if status == 200:
+                        return answer.json() if answer.content else None
+                except httpx2.HTTPError as error:
+                    remedy = f"is the server up, not paused, and the URL right? (--server_timeout {self.timeout:g})"
+                    problem = f"no answer: {in_a_line(error)}; {remedy}"
+                except ValueError:
+                    problem = f"the answer is not JSON: {text}"
+                tries -= status != 503
+                refused = 0 < status < 500
+                if refused or tries <= 0 or time.monotonic() >= end:
+                    problem = problem if self.key is None else problem.replace(self.key, "***")
+                    raise InputError(f"{method} {url}: {problem[:400]}")
                 await asyncio.sleep(self.pause)
-
-    async def _once(self, method: str, url: str, body: dict | None):
-        try:
-            answer = await self.client.request(method, url, json=body)
-        except httpx2.HTTPError as error:
-            remedy = f"is the server up, not paused, and the URL right? (--server_timeout {self.timeout:g})"
-            raise CallFailed(f"{method} {url}: no answer: {in_a_line(error)}; {remedy}") from error
-        problem = f"HTTP {answer.status_code}"
-        if answer.status_code == 200:
-            try:
-                return answer.json() if answer.content else None
-            except ValueError:
-                problem = "the answer is not JSON"
-        text = " ".join(answer.text.split())
-        text = text if self.key is None else text.replace(self.key, "***")
-        raise CallFailed(f"{method} {url}: {problem}: {text[:300] or 'nothing'}", answer.status_code)
 
 
 class Server:
@@ -109,19 +88,16 @@ class Server:
 
     A kind of server defines the names below, and three methods without side effects:
         request(prompt_ids, sampling, seed) -> path and body of the request for one response
-        parse(answer, sampling) -> ids, log-probabilities, kept sets or None, finish reason, version or None
-        update(folder, version) -> paths and bodies that pause it, load the weights, empty its cache, set the version
+        parse(answer, sampling) -> ids, log-probabilities, kept sets or None, finish reason
+        update(folder) -> paths and bodies that pause it, load the weights and empty its cache
     """
 
     kind: ClassVar[str]
-    margin: ClassVar[int] = 0
-    """Tokens of the server's context that no response gets."""
-    ready: ClassVar[str]
-    """The path that answers 200 when the server can sample."""
-    resume: ClassVar[str]
-    """The path that ends a pause."""
-    flags: ClassVar[dict[str, str]]
-    """How to start it, for errors: logprobs, seeds, sets, push, cache, length."""
+    margin: ClassVar[int] = 0  # tokens of its context that no response gets
+    ready: ClassVar[str]  # the path that answers 200 when it can sample
+    resume: ClassVar[str]  # the path that ends a pause
+    flags: ClassVar[str]  # how to start it, at the end of every error
+    without_cache: ClassVar[str]
 
     def __init__(self, http: Http, url: str, card: dict):
         self.http = http
@@ -133,15 +109,11 @@ class Server:
         return f"server {self.url} ({self.kind})"
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Response:
-        """Return one response to one request: of several, vLLM samples copy k with seed + k, SGLang all with one seed.
-
-        Raises:
-            InputError: there was no answer, or it is no whole response.
-        """
+        """Return the response to one request; a request for several would give them related or equal seeds."""
         path, body = self.request(prompt_ids, sampling, seed)
         answer = await self.http.call("POST", self.url + path, body)
         try:
-            ids, logprobs, sets, finish, label = self.parse(answer, sampling)
+            ids, logprobs, sets, finish = self.parse(answer, sampling)
             logprobs = [float(value) for value in logprobs]
             support = None if sets is None else TokenSupport.from_lists(sets)
         except Exception as error:
@@ -152,43 +124,21 @@ class Server:
         if not stopped and len(ids) != sampling.max_new_tokens:
             raise InputError(
                 f"{self}: a response ended by {finish!r} after {len(ids)} of {sampling.max_new_tokens} tokens, at no "
-                f"stop token; it was aborted, or has no room: start the server with {self.flags['length']}"
+                f"stop token; it was aborted, or has no room; {self.flags}"
             )
         if sampling.truncates and support is None:
-            raise InputError(f"{self}: no kept sets, which top_p, top_k and min_p need; start it {self.flags['sets']}")
-        version = int(label) if str(label).isdecimal() else None  # at first it has a name of its own, "default"
-        return Response(ids, "stop" if stopped else "length", logprobs, support, version)
+            raise InputError(f"{self}: no kept sets, which top_p, top_k and min_p need; {self.flags}")
+        return Response(ids, "stop" if stopped else "length", logprobs, support)
 
-    async def push(self, folder: Path, version: int) -> None:
-        """Load the weights of a folder that the server sees too. A call that fails is not repeated.
-
-        Raises:
-            InputError: the server did not load them.
-        """
+    async def push(self, folder: Path) -> None:
+        """Load the weights of a folder that the server sees too. A call that fails is not repeated."""
         try:
-            try:
-                for path, body in self.update(folder.resolve(), version):
-                    answer = await self.http.call("POST", self.url + path, body, tries=1)
-                    if isinstance(answer, dict) and answer.get("success") is False:
-                        raise CallFailed(f"POST {self.url}{path}: {shortened(answer)}")
-            finally:
-                await self.http.call("POST", self.url + self.resume, {}, tries=1)
-        except CallFailed as error:
-            remedy = f"start it with {self.flags['push']}, where it sees {folder}, and for this run alone"
+            for path, body in self.update(folder.resolve()):
+                answer = await self.http.call("POST", self.url + path, body, tries=1)
+                if isinstance(answer, dict) and answer.get("success") is False:
+                    raise InputError(f"POST {self.url}{path}: {shortened(answer)}")
+        except InputError as error:
+            remedy = f"it must see {folder}, and serve this run alone; {self.flags}"
             raise InputError(f"{error}; {self} did not load the weights: {remedy}") from error
-
-
-def common_options(sampling: Sampling) -> dict:
-    """Return the options that servers name alike, all of them: a model's generation config has other defaults."""
-    return {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p if sampling.truncates else 1.0,
-        "min_p": sampling.min_p if sampling.truncates else 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop": [],
-        "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": True,  # the model's own end of sequence is no stop token
-    }
+        finally:
+            await self.http.call("POST", self.url + self.resume, {}, tries=1)

@@ -1,7 +1,7 @@
 """A sampler behind inference servers, all of which have the policy's weights.
 
-Weights go through a folder on a disk that trainer and servers share: `published/step-7` in the run's folder. It gets
-its name when it is whole, and the one before it stays until all servers have loaded it.
+Weights go through a folder on a disk that trainer and servers share: `published/step-7` in the run's folder. The folder
+before it stays until all servers have loaded the new one.
 """
 
 import math
@@ -17,49 +17,33 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
 from fused_rl.trainers.servers.inference import Http, Server
+from fused_rl.trainers.servers.kinds import VLLM, SGLang
 from fused_rl.trainers.servers.probe import Probe
-from fused_rl.trainers.servers.sglang import SGLang
-from fused_rl.trainers.servers.vllm import VLLM
-
-KINDS = {kind.kind.lower(): kind for kind in (VLLM, SGLang)}
-PUBLISHED = "published"  # in the folder of a run
 
 
 def connect(http: Http, url: str) -> Server:
-    """Wait until a server can sample, and return it as its kind.
-
-    Raises:
-        InputError: there is no server, or none of a known kind.
-    """
+    """Wait until a server can sample, and return it as its kind; refuse one of no known kind."""
     url = url.rstrip("/")
     (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=math.inf)])
     try:
         card = answer["data"][0]
-        server = KINDS[card["owned_by"]](http, url, card)
+        kind = {"vllm": VLLM, "sglang": SGLang}[card["owned_by"]]
+        server = kind(http, url, card)
     except Exception as error:
-        said = f"GET /v1/models answered {shortened(answer)}"
-        raise InputError(f"server {url} is neither vLLM nor SGLang: {said}") from error
+        came = f"GET /v1/models answered {shortened(answer)}"
+        raise InputError(f"server {url} is neither vLLM nor SGLang: {came}") from error
     http.run([http.call("GET", url + server.ready, tries=math.inf)])
     return server
 
 
 class ServerSampler(Sampler):
-    """Samples from inference servers, whose weights are those of the last `publish`.
+    """Samples from the servers at `urls`, whose weights are those of the last `publish`, which `probe` verifies.
 
-    Args:
-        urls: of the servers; all ranks use all of them.
-        http: makes the calls.
-        folder: for the weights, in the run's folder; the servers see it under the same path.
-        probe: verifies the servers after each `publish`.
-        longest: tokens of a prompt and its response together, at most.
-
-    Raises:
-        InputError: a server does not answer, or has too little room.
+    Weights are written to `folder`, in the run's; prompt and response together have at most `longest` tokens.
     """
 
     tells_logprobs = True
     records_support = True
-    has_versions = False  # vLLM 0.32 does not report them
 
     def __init__(self, urls: Sequence[str], http: Http, folder: Path, probe: Probe, longest: int):
         self.http = http
@@ -72,7 +56,7 @@ class ServerSampler(Sampler):
             if server.room < longest:
                 raise InputError(
                     f"{server} has room for {server.room} tokens, but max_prompt_length and max_new_tokens are "
-                    f"{longest} together; start it with {server.flags['length']} {longest + server.margin}"
+                    f"{longest} together; give it a length of {longest + server.margin}; {server.flags}"
                 )
         # Cache entries of the weights before the first update: the probe after it must not find them.
         ranks.on_first_rank_at_length(lambda: [probe.sample(server, 0) for server in self.servers])
@@ -96,7 +80,7 @@ class ServerSampler(Sampler):
         found: list[list[Response]] = []
 
         def push() -> None:
-            self.http.run(server.push(folder, step) for server in self.servers)
+            self.http.run(server.push(folder) for server in self.servers)
             for other in self.folder.glob("step-*"):
                 if other != folder:
                     shutil.rmtree(other)
