@@ -27,7 +27,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.batch import on_device
 from fused_rl.trainers.data.rows import Given
-from fused_rl.trainers.models import moving_reference
+from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import prepare, reference
 from fused_rl.trainers.policy.build import Make
@@ -263,7 +263,7 @@ def train(
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
-        engines["reference"] = moving_reference.SavedReference(policy.reference)
+        engines["reference"] = language_model.SavedReference(policy.reference)
     run.start(engines, own=policy.own)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
@@ -283,7 +283,7 @@ def train(
             metrics |= found
         run.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
-            moving_reference.sync(policy.reference, policy.model, config.ref_mixup_alpha)
+            language_model.sync(policy.reference, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

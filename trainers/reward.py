@@ -20,8 +20,8 @@ from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
 from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
+from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
-from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
     check_finite,

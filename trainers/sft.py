@@ -18,10 +18,9 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, tell_dropped
+from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, log_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
-from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
@@ -97,7 +96,7 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
         if all(prompt <= config.max_prompt_length and both <= config.max_length for prompt, both in lengths):
             kept += examples
             fit += 1
-    tell_dropped(rows, fit, "longer than max_prompt_length or max_length")
+    log_dropped(rows, fit, "longer than max_prompt_length or max_length")
     if several and ranks.rank() == 0:
         tell(f"{rows.source}: of {several} conversations the last turn is trained; --assistant_turns all trains each")
     return kept
@@ -191,7 +190,7 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
         rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
-        check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
         costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
         model = engine.initialize(lm, config, config, config.steps)

@@ -17,8 +17,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.models.language_model import load_lm
-from fused_rl.trainers.models.reward_model import load_reward_model
-from fused_rl.trainers.models.value_model import Critic
+from fused_rl.trainers.models.reward_model import Critic, load_reward_model
 from fused_rl.trainers.policy import critic as critics
 from fused_rl.trainers.policy import policy as policies
 from fused_rl.trainers.rollouts.generate import TransformersSampler

@@ -3,8 +3,6 @@
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.data import encode
@@ -39,13 +37,5 @@ def test_an_added_token_that_the_data_uses_needs_an_embedding(good, folder, tmp_
 
 def test_a_model_without_tokenizer_config_is_one_line(good, folder, tmp_path):
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match=r"token '<\|endoftext\|>' has id 263.*is tokenizer_config.json missing"):
+    with pytest.raises(InputError, match=r"ids up to 263, but the model embeds 263: is tokenizer_config.json missing"):
         grpo.train(grpo_config((str(folder), str(good / "rows.jsonl")), tmp_path / "run"))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_weights_of_8_bits_are_refused(dtype, good, folder, tmp_path):
-    weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="has (I8|F8_E4M3) weights in model.safetensors; give the model in bfloat16"):
-        sft.train(sft_config((str(folder), str(good / "rows.jsonl")), tmp_path / "run"))

@@ -72,9 +72,6 @@ def test_the_hash_of_adapters_includes_the_weights_that_they_belong_to(files, tm
 
 
 def test_a_model_on_the_hub_is_known_by_its_commit(monkeypatch):
-    monkeypatch.setattr(fingerprints, "find_adapters", lambda name, revision: None)
-    monkeypatch.setattr(
-        "transformers.utils.hub.cached_file",
-        lambda name, file, revision: f"/cache/models--org--name/snapshots/{'a' * 40}/{file}",
-    )
+    snapshot = f"/cache/models--org--name/snapshots/{'a' * 40}"
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: snapshot)
     assert fingerprints.of_model("org/name", "main") == "a" * 40

@@ -53,16 +53,12 @@ def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
     assert on_hub(str(tmp_path / name)) == (name == "splits"), "a split is chosen where there are several"
 
 
-def test_what_datasets_guesses_of_a_folders_csv_is_printed(tmp_path, capsys):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.csv").write_text("prompt,answer\na,007\n")
-    assert load_rows(str(tmp_path / "set")).rows == [{"prompt": "a", "answer": 7}]
-    assert "`datasets` made answer of its text, such as 7 of 007; to keep the text" in capsys.readouterr().out
-    (tmp_path / "d.csv").write_bytes("\ufeffprompt,answer\r\na,007\r\n\r\nb,\r\n,\r\n".encode())  # a spreadsheet's
-    assert load_rows(str(tmp_path / "d.csv")).rows == [
-        {"prompt": "a", "answer": "007"},
-        {"prompt": "b", "answer": None},
-    ]
+def test_columns_of_a_csv_that_became_numbers_are_printed(tmp_path, capsys):
+    path = tmp_path / "d.csv"
+    path.write_bytes("\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".encode())  # as a spreadsheet writes it
+    rows = [{"prompt": "a", "answer": 7, "id": "NA"}, {"prompt": "b", "answer": None, "id": None}]
+    assert load_rows(str(path)).rows == rows
+    assert "d.csv: answer read as numbers, 007 as 7; a .jsonl file keeps text as it is" in capsys.readouterr().out
 
 
 # Prompts and completions.

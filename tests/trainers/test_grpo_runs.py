@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo
-from fused_rl.trainers.models import language_model, moving_reference
+from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import groups, reference
 from tests.trainers import tiny
 from tests.trainers.steps import config_of
@@ -35,7 +35,7 @@ CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-st
 
 @pytest.mark.slow
 def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder, rows, tmp_path, monkeypatch):
-    synced, sync = [], moving_reference.sync
+    synced, sync = [], language_model.sync
 
     def watched(frozen, policy_, alpha):
         before = {k: v.clone() for k, v in frozen.named_parameters()}
@@ -46,7 +46,7 @@ def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder, 
             torch.testing.assert_close(weight.double(), mixed, rtol=1e-6, atol=1e-8)
         synced.append(before["lm.lm_head.weight"])
 
-    monkeypatch.setattr(moving_reference, "sync", watched)
+    monkeypatch.setattr(language_model, "sync", watched)
     trained(folder, rows, tmp_path, **(SYNCED | CHARGED))
     assert len(synced) == 2 and not torch.equal(*synced)
 

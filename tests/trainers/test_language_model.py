@@ -36,7 +36,7 @@ def config_of(folders, **options):
 def load(folders, name: str, **options):
     """Any model by the options of a run whose own is another."""
     config = config_of(folders, **options)
-    return language_model.load_lm(name, None, config, config, CPU, option="teacher", trainable=name == folders[0])
+    return language_model.load_lm(name, None, config, config, CPU, trainable=name == folders[0])
 
 
 def batch():
@@ -64,7 +64,7 @@ def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folde
     assert not teacher.lora and not any(weight.requires_grad for weight in teacher.parameters())
     weights = tiny.weights(folders[1])
     assert torch.equal(teacher.head.weight, weights["lm_head.weight"])
-    with pytest.raises(InputError, match=f"^teacher='{tmp_path}/nothing' is neither"):
+    with pytest.raises(InputError, match=f"^model='{tmp_path}/nothing' is neither"):
         load(folders, f"{tmp_path}/nothing")
 
 

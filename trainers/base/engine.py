@@ -41,9 +41,6 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused here, or meant
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry; the error comes anyway
-    import datasets
-
-    datasets.disable_progress_bars()
 
 
 def setup(seed: int, *, trains: bool = True) -> torch.device:

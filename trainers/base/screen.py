@@ -27,6 +27,11 @@ def phase(what: str) -> Iterator[dict[str, float]]:
     began = time.monotonic()
     found = {}
     yield found
+    values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
+    log(f"{what} ({time.monotonic() - began:.1f} s){values}")
+
+
+def log(*lines: str) -> None:
+    """Print lines on rank 0."""
     if rank() == 0:
-        values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
-        tell(f"{what} ({time.monotonic() - began:.1f} s){values}")
+        tell(*lines)

@@ -26,7 +26,6 @@ from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.data import encode, fingerprints
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.pretrained import check_fits
 from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
     InputError,
@@ -261,7 +260,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         _say(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.where) for problem in problems)
-    check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
+    language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     return length
 
 

@@ -1,20 +1,18 @@
-"""Rows as dictionaries, from a file (.jsonl, .json, .csv, .parquet), a folder or a Hub dataset.
+"""Rows as dictionaries: from .jsonl and .json files, and through `datasets` from all else.
 
 Each row knows where it came from. An error names the file, and the line or row that cannot be read.
 """
 
 import contextlib
-import csv
 import dataclasses
-import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fused_rl.trainers.base.ranks import rank
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import FILES, DataConfig, InputError, is_saved
 
@@ -70,176 +68,86 @@ class Rows:
         return before, Rows(self.rows[cut:], self.source, numbers[cut:])
 
 
-# Files.
-
-
-def _decoded(content: bytes, where: str) -> str:
-    """Return bytes as UTF-8 text, without a byte order mark."""
+def _parse(content: bytes, where: str):
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where}, byte {error.start + 1}: not UTF-8; save the file as UTF-8") from error
+        return json.loads(content)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON in UTF-8: {error}") from error
 
 
-def _parsed(text: str, where: str):
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = f"character {error.colno}" if "\n" not in text else f"line {error.lineno}, character {error.colno}"
-        raise InputError(f"{where}, {at}: not JSON: {error.msg}") from error
-
-
-def _checked(row, where: str) -> dict:
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    return row
-
-
-def read_jsonl(path: Path) -> tuple[list[dict], list[int]]:
-    """Return the rows of a JSON Lines file, and the line that each stands on."""
-    rows, lines = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        where = f"{path}, line {number}"
-        text = _decoded(line, where)
-        if text.strip():
-            rows.append(_checked(_parsed(text, where), where))
-            lines.append(number)
-    return rows, lines
-
-
-def read_json(path: Path) -> list[dict]:
-    """Return the rows of a file that holds one list of objects, or an object in each line as a .jsonl file does."""
-    text = _decoded(path.read_bytes(), str(path))
-    if not text.lstrip().startswith("["):
-        return read_jsonl(path)[0]
-    rows = _parsed(text, str(path))
-    return [_checked(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
-
-
-def read_csv(path: Path) -> list[dict]:
-    """Return the rows of a CSV file. Every cell is text as it stands ("007", "NA"), and an empty cell is None."""
-    text = _decoded(path.read_bytes(), str(path))
-    csv.field_size_limit(2**31 - 1)  # its own limit is shorter than documents are
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    rows = []
-    try:
-        header = next(reader, [])
-        for cells in reader:
-            if cells and len(cells) != len(header):
-                what = f"line {reader.line_num}: {len(cells)} cells below {len(header)} names of columns"
-                raise InputError(f"{path}, {what}; put text with commas in quotes")
-            if any(cells):  # spreadsheets end in rows of commas
-                rows.append({name: cell or None for name, cell in zip(header, cells, strict=True)})
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}: not CSV: {in_a_line(error)}") from error
-    return rows
-
-
-def read_parquet(path: Path) -> list[dict]:
-    """Return the rows of a Parquet file."""
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise InputError(f"dataset file {path} cannot be read as Parquet: {in_a_line(error)}") from error
-
-
-# Each returns the rows, and the line that each stands on if that is not its number.
-READERS = {
-    ".jsonl": read_jsonl,
-    ".json": lambda path: (read_json(path), None),
-    ".csv": lambda path: (read_csv(path), None),
-    ".parquet": lambda path: (read_parquet(path), None),
-}
-
-
-# Folders and the Hub.
+def read_json(path: Path) -> tuple[list, Sequence[int] | None]:
+    """Return the rows of a .jsonl or .json file, and their lines if the file is not a single list."""
+    content = path.read_bytes()
+    if path.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return _parse(content, str(path)), None
+    rows, numbers = [], []
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            rows.append(_parse(line, f"{path}, line {number}"))
+            numbers.append(number)
+    return rows, numbers
 
 
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
-    """Return the rows of a Hub dataset, or of a folder that `datasets` reads, or wrote by `save_to_disk`."""
+    """Return the rows that `datasets` reads from a .csv or .parquet file, a folder or the Hub."""
     import datasets
 
+    datasets.disable_progress_bars()
+    kind = Path(name).suffix
     try:
-        if is_saved(name):
-            saved = datasets.load_from_disk(name)
-            return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved).to_list()
-        if config_name is None:
-            config_name = _only_configuration(name, datasets.get_dataset_config_names(name))
-        loaded = datasets.load_dataset(name, config_name, split=split)
-    except InputError:
-        raise
+        if kind in FILES:
+            options = {"keep_default_na": False, "na_values": [""]} if kind == ".csv" else {}  # NA is a word
+            loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
+        elif is_saved(name):
+            loaded = datasets.load_from_disk(name)
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            if config_name is None and "main" in datasets.get_dataset_config_names(name):
+                config_name = "main"
+            loaded = datasets.load_dataset(name, config_name, split=split)
     except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
-        what = f"dataset={name!r} (configuration {config_name}, split {split})"
-        raise InputError(
-            f"{what} is neither a file ({', '.join(FILES)}), nor a folder or a Hub dataset that can be read: "
-            f"{in_a_line(error)}"
-        ) from error
-    guessed = [column for column, kind in loaded.features.items() if _is_guessed(loaded, kind)]
-    if guessed and rank() == 0:
-        what = f"`datasets` made {', '.join(guessed)} of its text, such as 7 of 007"
-        tell(f"{name}: {what}; to keep the text give the file itself")
+        what = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
+        reason = in_a_line(error.__cause__ or error)
+        raise InputError(f"{what} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}") from error
+    if loaded.info.builder_name == "csv":
+        guessed = [name for name, feature in loaded.features.items() if not feature.dtype.endswith("string")]
+        if guessed:
+            log(f"{name}: {', '.join(guessed)} read as numbers, 007 as 7; a .jsonl file keeps text as it is")
     return loaded.to_list()
 
 
-def _is_guessed(loaded, kind) -> bool:
-    """Return True if a column's type is not the file's: all is text in CSV, and so are dates in JSON."""
-    made_of = loaded.info.builder_name
-    dtype = str(getattr(kind, "dtype", ""))
-    if made_of == "csv":
-        return not dtype.endswith("string")
-    return made_of == "json" and dtype.startswith("timestamp")
-
-
-def _only_configuration(name: str, known: list[str]) -> str:
-    """Return the configuration to take if none is named."""
-    usual = [config for config in ("default", "main") if config in known]
-    if not usual and len(known) > 1:
-        raise InputError(
-            f"dataset {name} has several configurations; name one of {known} with --dataset_config "
-            "(--eval_dataset_config for the held-out rows)"
-        )
-    return (usual or known)[0]
-
-
-# A run's rows.
+def _checked(rows: Rows) -> Rows:
+    if not len(rows):
+        raise InputError(f"dataset {rows.source} has no rows")
+    for i, row in enumerate(rows.rows):
+        if not isinstance(row, dict):
+            raise InputError(f"{rows.where(i)}: expected a JSON object, got {type(row).__name__}")
+    return rows
 
 
 def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
     """Return the rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
     path = Path(name)
-    numbers = None
-    if path.suffix in FILES:
-        if not path.is_file():
-            raise InputError(f"dataset file {name} does not exist, or is a folder")
-        rows, numbers = READERS[path.suffix](path)
-    elif path.is_file():
-        raise InputError(f"dataset file {name}: only {', '.join(FILES)} files are read; unpack, rename or convert it")
-    else:
-        rows = read_dataset(name, config_name, split)
-    return _some(Rows(rows, name, numbers))
-
-
-def _some(rows: Rows) -> Rows:
-    if not len(rows):
-        raise InputError(f"dataset {rows.source} has no rows")
-    return rows
+    if path.is_file() != (path.suffix in FILES):
+        raise InputError(f"dataset file {name} does not exist, or is none of {', '.join(FILES)}")
+    if path.suffix in (".jsonl", ".json"):
+        rows, numbers = read_json(path)
+        return _checked(Rows(rows, name, numbers))
+    return _checked(Rows(read_dataset(name, config_name, split), name))
 
 
 def chosen_rows(option: str, given: Given, named: str | None, config_name: str | None, split: str) -> Rows:
     """Return the rows that Python gave for an option, or that the config names."""
-    import datasets
-
     if given is None and named is None:
         raise InputError(f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)")
     if given is None or isinstance(given, str):
         return load_rows(given or named, config_name, split)
-    rows = given.to_list() if isinstance(given, datasets.Dataset) else given
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if "datasets" in sys.modules and isinstance(given, sys.modules["datasets"].Dataset):
+        given = given.to_list()
+    if not isinstance(given, list):
         expected = "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
         raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
-    return _some(Rows([dict(row) for row in rows], option))
+    return _checked(Rows(list(given), option))
 
 
 def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Given = None) -> tuple[Rows, Rows]:
@@ -253,16 +161,15 @@ def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Giv
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config
     held_out = chosen_rows("eval_dataset", eval_dataset, config.eval_dataset, configuration, config.eval_split)
-    if len(held_out) < config.eval_size and rank() == 0:
-        tell(f"eval_size={config.eval_size}, but {held_out.source} has {len(held_out)} rows: all are used")
-    if len(held_out) > config.eval_size and rank() == 0:
-        tell(f"{held_out.source}: evaluated on {config.eval_size} of {len(held_out)} held-out rows (--eval_size)")
+    if len(held_out) != config.eval_size:
+        evaluated = min(len(held_out), config.eval_size)
+        log(f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)")
     return train, dataclasses.replace(held_out, rows=held_out.rows[: config.eval_size])
 
 
-def tell_dropped(rows: Rows, kept: int, reason: str) -> None:
+def log_dropped(rows: Rows, kept: int, reason: str) -> None:
     """Print how many rows are left out, and why; refuse to leave out all of them."""
     if len(rows) and not kept:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
-    if kept < len(rows) and rank() == 0:
-        tell(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
+    if kept < len(rows):
+        log(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")

@@ -11,10 +11,21 @@ from torch import nn
 from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
-def check(options: ModelConfig, held: EngineConfig, *, adapters: bool) -> None:
-    """Refuse 4 bits where nothing is trained above them, or where they cannot be split or saved."""
+def reading_options(
+    options: ModelConfig,
+    held: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    adapters: bool,
+) -> dict[str, object]:
+    """Return the arguments of `from_pretrained` for 4 bits, none if the weights stay as they are.
+
+    Raises:
+        InputError: nothing is trained above the weights, or they cannot be split or saved.
+    """
     if not options.load_in_4bit:
-        return
+        return {}
     if not adapters:
         raise InputError("load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank")
     if held.zero_stage == 3:
@@ -23,12 +34,6 @@ def check(options: ModelConfig, held: EngineConfig, *, adapters: bool) -> None:
         raise InputError("save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError("load_in_4bit needs bitsandbytes: pip install 'fused-rl[bnb]'")
-
-
-def reading_options(options: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """Return the arguments of `from_pretrained` for 4 bits; none if the weights stay as they are."""
-    if not options.load_in_4bit:
-        return {}
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(

@@ -1,5 +1,7 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
+import contextlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,17 +10,10 @@ from torch import nn
 
 import fused_rl
 from fused_rl import tiles
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.fingerprints import find_adapters
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.files import whole_folder
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.models import four_bit, lora
-from fused_rl.trainers.models.pretrained import (
-    check_causal,
-    check_dtypes,
-    check_weights,
-    readable,
-    save,
-    switch_off_dropout,
-)
 from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
@@ -75,11 +70,6 @@ class LanguageModel(nn.Module):
         """The linear layer from hidden states to logits."""
         return self.base.get_output_embeddings()
 
-    @property
-    def head_options(self) -> dict[str, object]:
-        """The options of the linear ops that form the head's logits."""
-        return {"softcap": self.softcap, "logits_dtype": self.head_dtype}
-
     def forward(
         self,
         input_ids,
@@ -107,63 +97,42 @@ class LanguageModel(nn.Module):
             per_token: (B, T - 1) tensors that `token_loss` takes.
             want_logits, want_hidden: request `logits` and `hidden`.
         """
-        if self.loss_from == "logits":
-            if want_hidden:
-                raise ValueError("hidden states are read with loss_from=linear alone")
-            scored = self._from_logits(input_ids, mask, temperature, packed, places, support, want_logits)
-            return scored if token_loss is None else _summed(scored, token_loss, per_token, mask)
-
-        # From hidden states: those that predict a token that counts, and only they, meet the head.
-        places = places_of(mask) if places is None else places
-        hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
-        head = self.head
+        places = mask.flatten().nonzero()[:, 0] if places is None else places
         targets = input_ids[:, 1:].flatten()[places]
-        options = {"temperature": temperature, "bias": head.bias, **self.head_options}
-        if token_loss is not None and support is None:
-            per_token = [tensor.flatten()[places] for tensor in per_token]
-            rows = fused_rl.linear_token_loss(hidden, head.weight, targets, token_loss, *per_token, **options)
-            loss = rows.loss
+        hidden = logits = loss = None
+        if self.loss_from == "logits":
+            logits = self._states(self.base, "logits", input_ids, places, packed)  # soft-capped, where the model is so
+            rows = fused_rl.token_logprobs(logits, targets, temperature=temperature, support=support)
         else:
-            rows = fused_rl.linear_token_logprobs(hidden, head.weight, targets, support=support, **options)
-            loss = None
+            # Hidden states that predict a token that counts, and only they, meet the head.
+            hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
+            head = self.head
+            operands = hidden, head.weight, targets
+            options = {"temperature": temperature, "bias": head.bias}
+            options |= {"softcap": self.softcap, "logits_dtype": self.head_dtype}
+            if token_loss is None or support is not None:  # over kept sets there is nothing to save by a fused loss
+                rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
+            else:
+                of_places = [tensor.flatten()[places] for tensor in per_token]
+                rows = fused_rl.linear_token_loss(*operands, token_loss, *of_places, **options)
+                loss = rows.loss
+            if want_logits:
+                logits = head(hidden)
+                logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
         logprobs = at_places(rows.logprobs, mask, places)
         entropy = at_places(rows.entropy, mask, places)
-        scored = Scored(logprobs, entropy, loss)
-        if token_loss is not None and loss is None:  # over kept sets alone there is nothing to save by a fused loss
-            scored = _summed(scored, token_loss, per_token, mask)
-
-        # What else was requested.
-        logits = self.head(hidden) if want_logits else None
-        if want_logits and self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return scored._replace(logits=logits, hidden=hidden if want_hidden else None)
-
-    def _from_logits(self, input_ids, mask, temperature, packed, places, support, want_logits) -> Scored:
-        """Score by the model's own logits: all of them, or with shared prompts those of the rows that count."""
-        if packed is None:
-            logits = self.base(input_ids=input_ids, use_cache=False).logits  # soft-capped, where the model is so
-            options = {"temperature": temperature, "mask": mask}
-            if support is not None:  # a row for every target, the first of each sequence too
-                options["support"] = support.spread(nn.functional.pad(mask, (1, 0)))
-            rows = fused_rl.token_logprobs(logits, input_ids, shift=True, **options)
-            if not want_logits:
-                return Scored(rows.logprobs, rows.entropy)
-            places = places_of(mask) if places is None else places
-            return Scored(rows.logprobs, rows.entropy, logits=_predicting(logits, places))
-
-        # With shared prompts.
-        places = places_of(mask) if places is None else places
-        logits = self._states(self.base, "logits", input_ids, places, packed)
-        targets = input_ids[:, 1:]
-        rows = fused_rl.token_logprobs(logits, targets.flatten()[places], temperature=temperature, support=support)
-        logprobs, entropy = (at_places(values, mask, places) for values in rows[:2])
-        return Scored(logprobs, entropy, logits=logits if want_logits else None)
+        if token_loss is not None and loss is None:
+            loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
+            logprobs, entropy = logprobs.detach(), entropy.detach()
+        return Scored(logprobs, entropy, loss, logits if want_logits else None, hidden if want_hidden else None)
 
     def _states(self, module, output: str, input_ids, places, packed):
         """Return the module's output (N, ·) at the positions that predict the tokens that count."""
-        if packed is None:
-            return _predicting(module(input_ids=input_ids, use_cache=False)[output], places)
-        return packed.states_of(self.base, module, output)
+        if packed is not None:
+            return packed.states_of(self.base, module, output)
+        states = module(input_ids=input_ids, use_cache=False)[output]
+        return states.flatten(0, 1)[places + places // max(1, states.shape[1] - 1)]
 
 
 class WideHead(nn.Linear):
@@ -184,16 +153,6 @@ class WideHead(nn.Linear):
         return logits.view(*hidden.shape[:-1], self.out_features)
 
 
-def places_of(mask):
-    """Return the True places of the flattened mask, (N,) int64; waits for its device."""
-    return mask.flatten().nonzero()[:, 0]
-
-
-def _predicting(states, places):
-    """Return the states (N, ·) of the positions before the tokens at `places` of (B, T - 1)."""
-    return states.flatten(0, 1)[places + places // max(1, states.shape[1] - 1)]
-
-
 def at_places(values, mask, places):
     """Return (B, T - 1) with values (N,) at `places` and 0 elsewhere; differentiable."""
     return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
@@ -210,59 +169,112 @@ def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> No
     logits[row, support.ids] = kept
 
 
-def _summed(scored: Scored, token_loss, per_token, mask) -> Scored:
-    """Return `scored` with the sum of `token_loss` over its log-probabilities, which lose their gradient."""
-    loss = fused_rl.masked_sum(token_loss(scored.logprobs, scored.entropy, *per_token), mask)
-    return scored._replace(loss=loss, logprobs=scored.logprobs.detach(), entropy=scored.entropy.detach())
-
-
 def _check_plain_head(lm) -> None:
     """Check that the head is a plain linear layer: the linear path multiplies by its weight and nothing more."""
-    if lm.base_model is lm:
-        raise InputError(f"{type(lm).__name__} has no backbone apart from its head; use --loss_from logits")
     text = lm.config.get_text_config()
-    scales = []
-    for name in ("logit_scale", "logits_scaling"):
-        if getattr(text, name, None) not in (None, 1, 1.0):
-            scales.append(name)
-    if scales or type(lm.get_output_embeddings()) not in (nn.Linear, WideHead):
-        what = f"config.{scales[0]}" if scales else f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
-        raise InputError(f"{type(lm).__name__} has {what}, which the linear loss leaves out; use --loss_from logits")
+    if lm.base_model is lm:
+        what = "no backbone apart from its head"
+    elif any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling")):
+        what = "config.logit_scale or logits_scaling, which the linear loss leaves out"
+    elif type(lm.get_output_embeddings()) not in (nn.Linear, WideHead):
+        what = f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
+    else:
+        return
+    raise InputError(f"{type(lm).__name__} has {what}; use --loss_from logits")
 
 
-def _read_lm(name: str, revision: str | None, what: str, device: torch.device, **options) -> nn.Module:
+@contextlib.contextmanager
+def readable(name: str, attention: str | None = None):
+    """Turn errors of transformers reading the model `name` into one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
+        problem = f"model={name!r} is neither a local folder with a model nor on the Hub, or it is damaged"
+        if attention is not None and (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+            problem = f"attn_implementation={attention} cannot be used for model={name!r}"
+        raise InputError(f"{problem}: {in_a_line(error)}") from error
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Refuse weights that are not finite."""
+    broken = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
+    if broken:
+        raise InputError(f"model={name!r}: {len(broken)} weights hold NaN or infinite values, among them {broken[0]}")
+
+
+@torch.no_grad()
+def check_causal(lm: nn.Module) -> None:
+    """Refuse a model in which a token sees its successors: its log-probabilities are not those of generation."""
+    training = lm.training
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=lm.device)
+    ids = ids % lm.config.get_text_config().vocab_size
+    logits = lm.eval()(input_ids=ids, use_cache=False).logits[:, :3].float()
+    lm.train(training)
+    if (logits[0] - logits[1]).abs().max() > 0.02 * logits.std():  # rounding moves them less, a token seen far more
+        raise InputError(f"{type(lm).__name__} is not causal: a token's logits change with the tokens after it")
+
+
+def check_fits(
+    lm: nn.Module,
+    tokenizer,
+    rows: Iterable[tuple[list[int], str]],
+    more: int,
+    remedy: str,
+) -> None:
+    """Refuse token ids that have no embedding, and sequences longer than the model has positions.
+
+    `rows` are the token ids of all that a run reads, and where they are from; `more` tokens may follow each, and the
+    options in `remedy` make them fewer.
+    """
+    embedded = lm.get_input_embeddings().num_embeddings
+    limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or float("inf")
+    special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size - 1]
+    if max(special) >= embedded:
+        raise InputError(
+            f"the tokenizer has ids up to {max(special)}, but the model embeds {embedded}: is tokenizer_config.json "
+            "missing, or model.resize_token_embeddings forgotten?"
+        )
+    for ids, where in rows:
+        if max(ids) >= embedded:
+            token = tokenizer.convert_ids_to_tokens(max(ids))
+            raise InputError(f"{where}: token {token!r} has id {max(ids)}, but the model embeds ids below {embedded}")
+        if len(ids) + more > limit:
+            tokens = f"{len(ids)} tokens and up to {more} more" if more else f"{len(ids)} tokens"
+            raise InputError(f"{where}: {tokens}, but the model has {limit} positions; lower {remedy}")
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set every dropout and layer-drop probability in a model to 0."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+
+
+def _read_lm(name: str, revision: str | None, device: torch.device, **options) -> nn.Module:
     """Return a causal LM on its device, without its own sampling defaults; refuse weights that are missing."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     # All of its weights.
     reading = {"output_loading_info": True, "trust_remote_code": False, **options}
-    with readable(what, options["attn_implementation"]):
-        check_dtypes(name, what)
+    with readable(name, options["attn_implementation"]):
         lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
     hint = "; it is a reward model: a causal LM is needed" if "score.weight" in report["unexpected_keys"] else ""
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := sorted(map(str, report[f"{kind}_keys"])):
-            shown = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
-            raise InputError(f"{what} has {len(keys)} {kind} weights for {type(lm).__name__}: {shown}{hint}")
-    check_weights(lm, what)
+            what = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
+            raise InputError(f"model={name!r} has {what}{hint}")
+    check_weights(lm, name)
     if "quantization_config" in options:
         four_bit.keep_trainable(lm)
-    check_causal(lm.to(device), what)  # there: some attention runs on a GPU alone
+    check_causal(lm.to(device))  # there: some attention runs on a GPU alone
 
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
     lm.saved_generation_config = lm.generation_config
     lm.generation_config = GenerationConfig()
     return lm
-
-
-def head_dtype(options: ModelConfig, held: EngineConfig) -> torch.dtype | None:
-    """Return the dtype of logits that the option stands for; None is the best for weights and device."""
-    if options.head_dtype == "bfloat16" and engine.torch_dtype(held) == torch.float32:
-        raise InputError(
-            f"head_dtype=bfloat16 would round the logits of float32 weights (dtype={held.dtype}); leave it out, or "
-            "give --dtype bfloat16 as well"
-        )
-    return None if options.head_dtype == "auto" else getattr(torch, options.head_dtype)
 
 
 def load_lm(
@@ -272,57 +284,63 @@ def load_lm(
     held: EngineConfig,
     device: torch.device,
     *,
-    option: str = "model",
     trainable: bool = True,
 ) -> LanguageModel:
     """Return a causal LM without dropout; frozen, and without its adapters, unless trainable.
 
-    `options` says how it is read and trained; errors name it by `option`.
+    `options` says how it is read and trained, `held` in which dtype.
     """
     # Its weights: where `name` holds adapters, those that they belong to.
-    of_logits = head_dtype(options, held)
-    adapters = find_adapters(name, revision)
+    adapters = lora.find(name, revision)
     with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
     reading = {"dtype": engine.torch_dtype(held), "attn_implementation": options.attn_implementation}
     if trainable:
         lora.check_options(options, adapters)
-        four_bit.check(options, held, adapters=with_adapters)
-        reading |= four_bit.reading_options(options, reading["dtype"], device)
-    base = (name, revision) if adapters is None else adapters.base
-    lm = _read_lm(*base, f"{option}={base[0]!r}", device, **reading)
+        reading |= four_bit.reading_options(options, held, reading["dtype"], device, adapters=with_adapters)
+    base = (name, revision) if adapters is None else lora.below(adapters)
+    lm = _read_lm(*base, device, **reading)
 
     # What of it is trained.
     if not trainable:
         lm.requires_grad_(False).eval()
+    elif adapters is not None:
+        lm = lora.continued(lm, name, revision)
     elif with_adapters:
-        lm = lora.adapted(lm, options) if adapters is None else lora.continued(lm, adapters)
+        lm = lora.adapted(lm, options)
     switch_off_dropout(lm)
     if trainable and options.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return LanguageModel(lm, options.loss_from, lora=with_adapters, head_dtype=of_logits)
+    head_dtype = None if options.head_dtype == "auto" else getattr(torch, options.head_dtype)
+    return LanguageModel(lm, options.loss_from, lora=with_adapters, head_dtype=head_dtype)
 
 
 def load_to_sample(
     name: str,
     *,
-    option: str = "model",
+    device: torch.device,
+    dtype: torch.dtype,
     revision: str | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
 ) -> nn.Module:
-    """Return a transformers causal LM to sample from and score with, adapters merged in, without sampling defaults.
-
-    By default the device is the GPU if there is one, and the dtype its fastest one; errors name the model by `option`.
-    """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or engine.fastest_dtype(device)
-    adapters = find_adapters(name, revision)
-    base = (name, revision) if adapters is None else adapters.base
-    reading = {"dtype": dtype, "attn_implementation": attn_implementation}
-    lm = _read_lm(*base, f"{option}={base[0]!r}", device, **reading)
-    lm = lm if adapters is None else lora.continued(lm, adapters).merge_and_unload()
+    """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults."""
+    adapters = lora.find(name, revision)
+    base = (name, revision) if adapters is None else lora.below(adapters)
+    lm = _read_lm(*base, device, dtype=dtype, attn_implementation=attn_implementation)
+    lm = lm if adapters is None else lora.continued(lm, name, revision).merge_and_unload()
     return lm.to(device).eval()
+
+
+def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
+    """Have rank 0 write the model in an engine, and its tokenizer, complete or not at all. Call on all ranks.
+
+    `write` takes a folder and, where ZeRO 3 has partitioned the model's own state, the whole one.
+    """
+    state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
+    if ranks.rank() == 0:
+        with whole_folder(folder) as unfinished:
+            write(unfinished, state)
+            tokenizer.save_pretrained(unfinished)
+    ranks.barrier()
 
 
 def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
@@ -346,3 +364,57 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
         base.generation_config = training_config
 
     save(trained, tokenizer, folder, write)
+
+
+# A reference that moves to the policy, wholly or by a fraction (arXiv:2404.09656), and is part of checkpoints.
+
+
+@torch.no_grad()
+def sync(reference, policy, alpha: float) -> None:
+    """Set reference = alpha * policy + (1 - alpha) * reference, in fp32; alpha=1 copies. Call on all ranks."""
+    weights = dict(_without_engine(policy).named_parameters())
+    for name, mixed in _without_engine(reference).named_parameters():
+        with engine.whole(weights[name]), engine.whole(mixed, written=True):
+            mixed.copy_(torch.lerp(mixed.float(), weights[name].float(), alpha))
+
+
+def _without_engine(model) -> LanguageModel:
+    """Return the model in an engine, or the model itself: a frozen one has an engine under ZeRO 3 alone."""
+    return model if isinstance(model, LanguageModel) else model.module
+
+
+class SavedReference:
+    """A reference as a part of checkpoints: it saves and loads as an engine does."""
+
+    last_step = None  # nothing optimises it
+
+    def __init__(self, model):
+        if model is None:
+            what = "ref_sync_every needs a reference of its own, but model holds adapters"
+            raise InputError(f"{what}; merge them first, or drop --ref_sync_every")
+        self.model = _without_engine(model)
+
+    @torch.no_grad()
+    def save_checkpoint(self, folder: str, *, tag: str, save_latest: bool) -> None:
+        """Write `folder/tag/reference.safetensors`, whatever the ZeRO stage. Call on all ranks."""
+        from safetensors.torch import save_file
+
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            with engine.whole(parameter):
+                if ranks.rank() == 0:
+                    weights[name] = parameter.cpu().clone()
+        if ranks.rank() == 0:
+            path = Path(folder) / tag / "reference.safetensors"
+            path.parent.mkdir()
+            save_file(weights, path)
+
+    @torch.no_grad()
+    def load_checkpoint(self, folder: str, *, tag: str) -> None:
+        """Restore what was written. Call on all ranks."""
+        from safetensors import safe_open
+
+        with safe_open(Path(folder) / tag / "reference.safetensors", framework="pt") as weights:
+            for name, parameter in self.model.named_parameters():
+                with engine.whole(parameter, written=True):
+                    parameter.copy_(weights.get_tensor(name))

@@ -1,42 +1,64 @@
 """Low-rank adapters (peft): which layers get them, those that a folder holds, and whole weights with them merged in."""
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.data.fingerprints import Adapters
 from fused_rl.trainers.options import InputError, ModelConfig
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
 
 
-def check_options(options: ModelConfig, adapters: Adapters | None) -> None:
+def find(name: str, revision: str | None = None) -> "LoraConfig | None":
+    """Return the config of the adapters that a folder or Hub name holds instead of whole weights, or None."""
+    import peft
+    from transformers.utils import find_adapter_config_file
+
+    try:
+        if find_adapter_config_file(name, revision=revision) is None:
+            return None
+    except OSError:  # no folder and no name of the Hub: reading the model says so
+        return None
+    config = peft.PeftConfig.from_pretrained(name, revision=revision)
+    plain = isinstance(config, peft.LoraConfig) and not config.use_dora and not config.modules_to_save
+    if not plain or config.bias != "none" or not config.base_model_name_or_path:
+        what = "adapters other than plain LoRA, or without the name of their model"
+        raise InputError(f"{name!r} holds {what}: merge them into their model with peft first")
+    return config
+
+
+def below(adapters: "LoraConfig") -> tuple[str, str | None]:
+    """Return the folder or Hub name of the weights that adapters belong to, and its revision."""
+    return adapters.base_model_name_or_path, adapters.revision
+
+
+def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
-    trained = adapters is not None or options.lora_rank > 0
-    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR, "save_merged": False}
-    given = {name: getattr(options, name) for name in default if getattr(options, name) != default[name]}
-    if given and not trained:
-        names = ", ".join(given)
-        raise InputError(f"{names} says how adapters are made or saved, but there are none: give --lora_rank")
-    if adapters is None:
+    if adapters is None and options.lora_rank:
         return
-    there = {"lora_rank": adapters.config.r, "lora_alpha": adapters.config.lora_alpha, "save_merged": True}
-    for option, value in given.items():
-        if there.get(option) != value:
-            raise InputError(
-                f"model={adapters.name!r} holds adapters of rank {adapters.config.r} and alpha "
-                f"{adapters.config.lora_alpha}, which the run trains on: leave out {option}={value}"
-            )
+    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR, "save_merged": False}
+    own, reason = {}, "says how adapters are made or saved, but there are none: give --lora_rank"
+    if adapters is not None:
+        own = {"lora_rank": adapters.r, "lora_alpha": adapters.lora_alpha, "save_merged": True}
+        reason = f"is not that of the adapters in {options.model!r}, which the run trains on: leave it out"
+    for option, usual in default.items():
+        value = getattr(options, option)
+        if value not in (usual, own.get(option)):
+            raise InputError(f"{option}={value} {reason}")
 
 
-def continued(lm: nn.Module, adapters: Adapters) -> nn.Module:
+def continued(lm: nn.Module, name: str, revision: str | None) -> nn.Module:
     """Return `lm` with the adapters that were saved, trainable."""
     import peft
 
     try:
-        return peft.PeftModel.from_pretrained(lm, adapters.name, revision=adapters.revision, is_trainable=True)
+        return peft.PeftModel.from_pretrained(lm, name, revision=revision, is_trainable=True)
     except Exception as error:  # shapes of another model, missing or damaged safetensors
-        base, _ = adapters.base
-        raise InputError(f"the adapters in {adapters.name!r} do not fit {base!r}: {in_a_line(error)}") from error
+        raise InputError(f"the adapters in {name!r} do not fit their model: {in_a_line(error)}") from error
 
 
 def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:
@@ -65,23 +87,19 @@ def _new(
     targets: str,
 ):
     import peft
+    from transformers.pytorch_utils import Conv1D
 
     if targets != ALL_LINEAR:
         targets = [part.strip() for part in targets.split(",")]
         # peft would skip a name that no layer has if another one is found.
-        inside = [name for name, module in _linear_layers(model).items() if module is not head]
+        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+        inside = [f".{name}" for name, module in modules if module is not head]
         for target in targets:
-            if not any(name == target or name.endswith(f".{target}") for name in inside):
-                there = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
+            if not any(name.endswith(f".{target}") for name in inside):
+                known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
                 what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
-                raise InputError(f"lora_targets: {what}; there are {there} (or {ALL_LINEAR}, which is all of them)")
+                raise InputError(f"lora_targets: {what}; choose from {known} or {ALL_LINEAR}")
     return peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type=task)
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    from transformers.pytorch_utils import Conv1D
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
 
 
 def merged(state: dict, model: nn.Module) -> dict:

@@ -7,15 +7,15 @@ positions that it has in a row of its own: the same hidden states, from fewer to
 the one against the other.
 """
 
-import bisect
 from dataclasses import dataclass
+from operator import itemgetter
+from os.path import commonprefix
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fused_rl.trainers.base.ranks import rank
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
 
@@ -84,58 +84,53 @@ def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> 
     return min(range(1, copies + 1), key=cost)
 
 
-def _packed(batch: Batch, shape: tuple[int, int], placed: torch.Tensor, states: torch.Tensor) -> Packed:
-    """Return rows of that shape with tokens of `batch` in them.
+def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> Packed:
+    """Return the sequences of `batch` in rows, without their last tokens, which predict nothing.
 
-    `placed` is (4, n) int64: of each token its sequence, its position there, its place in the flattened rows, and its
-    segment. A token sees those of its own segment and of segment 0, the row's prompt; padding is of segment -1. It and
-    `states` are on the CPU.
+    Args:
+        batch: b sequences.
+        row: (b,) int64 on the CPU, the row of each sequence.
+        start: (b,) int64, where in the row it begins.
+        shared: (b,) int64, how many tokens at its beginning all sequences of the row see, and only the first has.
     """
-    # Where each token is from, and what it is there; all of it goes to the device at once.
-    sequence, token, place, segment = placed
-    layout = torch.zeros(3, *shape, dtype=torch.int64)
-    device = batch.input_ids.device
-    source, positions, segments = layout
-    segments -= 1
-    source.view(-1)[place] = sequence * batch.input_ids.shape[1] + token
-    positions.view(-1)[place] = token
-    segments.view(-1)[place] = segment
-    source, positions, segments = on_device(layout, device)
-    input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
+    # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its sequence.
+    skipped = torch.where(start > 0, shared, 0)
+    end = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1]) + (batch.response_lengths - 1).clamp(min=0)
+    width = int((start + end - skipped).max())
 
-    # No token sees those after it.
+    def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        begin = torch.where(token < skipped[sequence], 0, (start - skipped)[sequence])
+        return row[sequence] * width + begin + token
+
+    position = torch.arange(batch.input_ids.shape[1])
+    own = (position >= skipped[:, None]) & (position < end[:, None])
+    sequence, token = own.nonzero(as_tuple=True)
+    segment = torch.where(token < shared[sequence], 0, sequence + 1)
+    layout = torch.zeros(3, (int(row.max()) + 1) * width, dtype=torch.int64)
+    layout[2] = -1  # padding
+    layout[:, place(sequence, token)] = torch.stack([sequence * len(position) + token, token, segment])
+
+    # All of it goes to the device at once. A token sees its own segment and segment 0, and none after it.
+    device = batch.input_ids.device
+    source, positions, segments = on_device(layout.view(3, -1, width), device)
+    input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
     others = segments[:, None, :]
     seen = (segments[:, :, None] == others) | (others == 0)
-    width = shape[1]
     before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    return Packed(input_ids, positions, (seen & before)[:, None], on_device(states, device))
+    states = on_device(place(*batch.response_tokens()), device)
+    return Packed(input_ids, positions, (seen & before)[:, None], states)
 
 
 def pack(batch: Batch, in_row: int) -> Packed:
     """Return the sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
-    # What is put where: row of each sequence, and where in the row its response begins.
+    _, group, sizes = torch.unique_consecutive(batch.prompts, return_inverse=True, return_counts=True)
+    first = (torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group]) % in_row == 0
+    row = first.cumsum(0) - 1
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])  # `rows` cuts prompts that have no response
-    fed = (batch.response_lengths - 1).clamp(min=0)  # the last token predicts nothing that counts
-    row = _rows(batch.prompts, in_row)
+    fed = (batch.response_lengths - 1).clamp(min=0)
     before = fed.cumsum(0) - fed
-    first = torch.ones_like(row, dtype=torch.bool)
-    first[1:] = row[1:] != row[:-1]
-    start = prompt + before - before[first][row]
-    width = int((start + fed).max())
-
-    # Prompts, once per row, and responses one after the other, without their last tokens.
-    own = torch.arange(batch.input_ids.shape[1]) < prompt[:, None]
-    of_prompt, at = (own & first[:, None]).nonzero(as_tuple=True)
-    prompts = torch.stack([of_prompt, at, row[of_prompt] * width + at, torch.zeros_like(at)])
-    sequence, token = batch.predicted()  # (M,) each; `token` is the position that predicts
-    step = token - (prompt - 1)[sequence]  # 0 for a response's first token
-    in_its_row = torch.where(step == 0, prompt[sequence], start[sequence] + step)
-    place = row[sequence] * width + in_its_row - 1
-    later = step > 0
-    responses = torch.stack([sequence, token, place, sequence + 1])[:, later]
-    states = place if batch.counts is None else place[batch.counts[sequence, token]]
-    shape = (int(row[-1]) + 1, width)
-    return _packed(batch, shape, torch.cat([prompts, responses], 1), states)
+    start = torch.where(first, 0, prompt + before - before[first][row])
+    return _packed(batch, row, start, prompt)
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
@@ -145,7 +140,7 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     """
     # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-    in_common = [_in_common(*pair) for pair in pairs]
+    in_common = [len(commonprefix(pair)) for pair in pairs]
     lengths = []
     for (a, b), common in zip(pairs, in_common, strict=True):
         lengths += [len(a) + len(b) - common] if common else [len(a), len(b)]
@@ -166,14 +161,6 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     return packed._replace(states=packed.states[on_device(last, device)])
 
 
-def _in_common(a: list[int], b: list[int]) -> int:
-    """Return the number of tokens that two sequences have in common at the beginning."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
-
-
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
     """Return the indices of sequences of these lengths, row by row, in the cheapest of a few ways.
 
@@ -192,39 +179,25 @@ def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
 
 def fill(lengths: list[int], room: int) -> list[list[int]]:
     """Return the indices of sequences row by row, the longest first, each in the fullest row that has room."""
-    rows, left = [], []  # `left` in rising order, and `rows` beside it
+    rows = []  # (room left, indices), the last changed first
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect.bisect_left(left, lengths[i])
-        fits = place < len(left)
-        row = rows.pop(place) if fits else []
-        free = (left.pop(place) if fits else room) - lengths[i]
-        place = bisect.bisect_left(left, free)
-        rows.insert(place, [*row, i])
-        left.insert(place, free)
-    return rows
+        fitting = [row for row in rows if row[0] >= lengths[i]]
+        left, indices = min(fitting, key=itemgetter(0), default=(room, []))
+        if fitting:
+            rows.remove((left, indices))
+        rows.insert(0, (left - lengths[i], [*indices, i]))
+    return [indices for _, indices in sorted(rows, key=itemgetter(0))]
 
 
 def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
     """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `arrange`."""
-    # What is put where: row of each sequence, and where in the row it begins. The last token predicts nothing.
-    lengths = fed_tokens(batch)
+    lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     row = torch.zeros_like(lengths)
     start = torch.zeros_like(lengths)
     for number, indices in enumerate(rows):
         index = torch.tensor(indices)
         row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
-    width = int((start + lengths).max())
-    begin = row * width + start
-    own = torch.arange(batch.input_ids.shape[1]) < lengths[:, None]
-    sequence, token = own.nonzero(as_tuple=True)
-    placed = torch.stack([sequence, token, begin[sequence] + token, sequence + 1])
-    sequence, token = batch.response_tokens()  # (N,) each; `token` is the position that predicts
-    return _packed(batch, (len(rows), width), placed, begin[sequence] + token)
-
-
-def fed_tokens(batch: Batch) -> torch.Tensor:
-    """Return the lengths without each last token, which predicts nothing: (B,) int64 on the CPU."""
-    return (batch.prompt_lengths + batch.response_lengths - 1).clamp(min=1)
+    return _packed(batch, row, start, torch.zeros_like(lengths))
 
 
 def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
@@ -241,15 +214,6 @@ def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
     return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": added}
 
 
-def _rows(prompts: torch.Tensor, in_row: int) -> torch.Tensor:
-    """Return the row of each sequence, (b,) int64 on the CPU: at most `in_row` neighbours of one prompt."""
-    _, group, sizes = torch.unique_consecutive(prompts, return_inverse=True, return_counts=True)
-    ends = sizes.cumsum(0)
-    place = torch.arange(len(prompts)) - (ends - sizes)[group]  # in its group
-    rows_before = (-(-sizes // in_row)).cumsum(0) - (-(-sizes // in_row))
-    return rows_before[group] + place // in_row
-
-
 @torch.no_grad()
 def why_not(lm: nn.Module, longest: int) -> str | None:
     """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
@@ -257,32 +221,26 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
     text = lm.config.get_text_config()
     if lm.config._attn_implementation not in MASKED:
         return f"attn_implementation={lm.config._attn_implementation} takes no mask of its own; {MASKED} do"
-    windows = [name for name in WINDOWS if 0 < (getattr(text, name, None) or 0) < longest]
-    if windows:
-        return f"{windows[0]}={getattr(text, windows[0])} is shorter than a prompt with its response ({longest})"
+    for name in WINDOWS:
+        if 0 < (getattr(text, name, None) or 0) < longest:
+            return f"{name}={getattr(text, name)} is shorter than a prompt with its response ({longest})"
 
-    # Two responses to one prompt, in a row each and in one row.
+    # Two responses to one prompt, in a row each and in one row. Rounding moves a state by less than 5 %.
     ids = [i % text.vocab_size for i in range(1, 14)]
-    prompts = [ids[:5], ids[:5]]
-    responses = [ids[5:9], ids[9:]]
-    batch = make_batch(prompts, responses, 0, lm.device)
-    packed = pack(batch, 2)
+    batch = make_batch([ids[:5], ids[:5]], [ids[5:9], ids[9:]], 0, lm.device)
     training = lm.training
     lm.eval()
     try:
         alone = lm.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1]
         alone = alone[batch.response_mask].float()
-        together = packed.states_of(lm, lm.base_model, "last_hidden_state").float()
+        together = pack(batch, 2).states_of(lm, lm.base_model, "last_hidden_state").float()
     except Exception as error:  # a model without position_ids, or with a mask of another form: each says so its own way
         return f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
     finally:
         lm.train(training)
-    difference = (alone - together).abs().max() / alone.std()
-    # Rounding moves a state by less; a token that is seen or placed wrongly, far more.
-    if not difference <= 0.05:
-        what = f"other states, and so other logits, under a mask of its own (by {difference:.1%} of their spread)"
-        return f"{type(lm).__name__} computes {what}"
-    return None
+    if (alone - together).abs().max() / alone.std() <= 0.05:
+        return None
+    return f"{type(lm).__name__} computes other states, and so other logits, under a mask of its own"
 
 
 def agreed_costs(
@@ -293,7 +251,7 @@ def agreed_costs(
     option: str,
     otherwise: str,
 ) -> Costs | None:
-    """Return the costs by which sequences are put in rows, or print why each has its own and return None.
+    """Return the costs by which sequences are put in rows; if each has its own, log why and return None.
 
     `wanted` is the value of the option (None: if the model can); `otherwise` is what happens if it cannot.
     """
@@ -304,6 +262,5 @@ def agreed_costs(
         return costs_of(lm)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
-    if rank() == 0:
-        tell(f"{otherwise}: {reason}")
+    log(f"{otherwise}: {reason}")
     return None

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.data.batch import pad
+from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
-from fused_rl.trainers.data.fingerprints import base_of, find_adapters
 from fused_rl.trainers.models import lora
+from fused_rl.trainers.models.language_model import check_weights, readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Packed
-from fused_rl.trainers.models.pretrained import check_dtypes, check_weights, readable, save, switch_off_dropout
 from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
@@ -31,19 +30,13 @@ class RewardModel(nn.Module):
 
     def __init__(self, classifier: nn.Module):
         super().__init__()
-        _check_scalar(classifier.config, classifier.config.name_or_path or type(classifier).__name__)
-        head = getattr(classifier, "score", None)
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise InputError(
-                f"{type(classifier).__name__} has no linear head `score`: a reward model needs a causal LM"
-            )
         self.classifier = classifier
         switch_off_dropout(classifier)
 
     @classmethod
     def from_pretrained(
         cls,
-        name: str,
+        name: str | Path,
         *,
         dtype=torch.float32,
         lora_rank: int = 0,
@@ -64,33 +57,27 @@ class RewardModel(nn.Module):
         """
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        # What it is, and the class that holds its weights.
+        # Its weights; only a language model may lack the head.
         name = str(name)
         revision = options.get("revision")
-        if find_adapters(name, revision) is not None:
+        if lora.find(name, revision) is not None:
             what = f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights"
             raise InputError(f"{what}: save them with --save_merged, or name another model (PPO: --critic FOLDER)")
-        with readable(repr(name)):
+        reading = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **options}
+        with readable(name, options.get("attn_implementation")):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        trained = has_score_head(config)
-        if trained:
-            _check_scalar(config, name)
-        config.num_labels = 1
-
-        # Its weights; the head may be new.
-        reading = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False, **options}
-        with readable(repr(name), options.get("attn_implementation")):
-            check_dtypes(name, repr(name))
-            classifier, report = AutoModelForSequenceClassification.from_pretrained(
-                name, config=config, dtype=dtype, **reading
-            )
-        check_weights(classifier, f"model={name!r}")
-        model = cls(classifier)
+            trained = has_score_head(config)
+            if not trained:
+                config.num_labels = 1
+            classifier, report = AutoModelForSequenceClassification.from_pretrained(name, config=config, **reading)
+        if config.num_labels != 1:
+            raise InputError(f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM")
+        check_weights(classifier, name)
         lacking = set(report["missing_keys"])
-        if report["mismatched_keys"]:
-            raise InputError(f"{name!r} has weights of other shapes: {sorted(report['mismatched_keys'])[:5]}")
         if lacking - {"score.weight"} or (trained and lacking):
             raise InputError(f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(lacking)[:5]}")
+
+        model = cls(classifier)
         if lacking:
             model.reset_head()
         if lora_rank:
@@ -99,10 +86,9 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def reset_head(self) -> None:
-        """Draw the head from N(0, 1 / sqrt(h + 1)) (arXiv:2009.01325, appendix B), partitioned by ZeRO 3 or not."""
+        """Draw the head from N(0, 1 / sqrt(h + 1)) (arXiv:2009.01325, appendix B)."""
         head = self.classifier.score
-        with engine.whole(head.weight, written=True):
-            head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
+        head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
 
     def forward(
         self,
@@ -128,19 +114,25 @@ class RewardModel(nn.Module):
             last = self._last_states(input_ids, attention_mask)
         else:
             last = packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
-        # Row by row, not as a matrix product, whose order of summation depends on the batch.
-        raw = (last.float() * self.classifier.score.weight.float()).sum(1)
+        return self.scores_of(last)
+
+    def scores_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the scores (...) fp32 of hidden states (..., H).
+
+        Row by row, not as a matrix product, whose order of summation depends on the batch.
+        """
+        raw = (states.float() * self.classifier.score.weight.float()).sum(-1)
         return (raw - self.score_mean) / self.score_std
 
     def _last_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, H): the state of the last attended token of each row."""
-        if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
+        """Return the state (B, H) of the last attended token of each row."""
+        if attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
         attended = attention_mask != 0
         lengths = attended.sum(1)
         counts = lengths.tolist()  # the one wait for the device
-        if not all(counts) or not counts:
+        if not all(counts):
             raise ValueError(f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score")
         width = max(counts)
         front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
@@ -166,7 +158,7 @@ class RewardModel(nn.Module):
         scores = scores.double()
         mean = scores.mean().item()
         std = scores.std().item()
-        if len(scores) < 2 or not 0 < std < math.inf:
+        if not 0 < std < math.inf:
             raise InputError(f"{len(scores)} reference scores with standard deviation {std} cannot be normalised")
         # Plain numbers in the config, not buffers: an engine would round those to bf16.
         self.set_normalization(self.score_mean + self.score_std * mean, self.score_std * std)
@@ -186,11 +178,32 @@ class RewardModel(nn.Module):
         self.classifier.save_pretrained(folder, state_dict=lora.merged(state, self.classifier))
 
 
+class Critic(RewardModel):
+    """A reward model that is read before every token; a new head is zero, so that its values are 0 at first."""
+
+    @torch.no_grad()
+    def reset_head(self) -> None:
+        """Set the head to zero."""
+        self.classifier.score.weight.zero_()
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the expected return before each token.
+
+        Args:
+            input_ids: (B, T) int64, padded on the right.
+            mask: (B, T - 1) bool, True where token t + 1 is of the response.
+
+        Returns:
+            (B, T - 1) fp32, differentiable; 0 where masked, which is also the value after a response has ended.
+        """
+        hidden = self.classifier.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+        return torch.where(mask, self.scores_of(hidden), 0)
+
+
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     attended = [[1] * len(sequence) for sequence in sequences]
-    input_ids, mask = pad(sequences, 0), pad(attended, 0)
-    return input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+    return on_device(pad(sequences, 0), device), on_device(pad(attended, 0), device)
 
 
 def load_reward_model(
@@ -203,15 +216,9 @@ def load_reward_model(
     kind: type[RewardModel] = RewardModel,
 ) -> RewardModel:
     """Return a reward model, or a critic, on its device."""
-    model = kind.from_pretrained(
-        name,
-        dtype=engine.torch_dtype(held),
-        lora_rank=options.lora_rank,
-        lora_alpha=options.lora_alpha,
-        lora_targets=options.lora_targets,
-        revision=revision,
-        attn_implementation=options.attn_implementation,
-    ).to(device)
+    names = ("lora_rank", "lora_alpha", "lora_targets", "attn_implementation")
+    reading = {name: getattr(options, name) for name in names}
+    model = kind.from_pretrained(name, revision=revision, dtype=engine.torch_dtype(held), **reading).to(device)
     if options.gradient_checkpointing:
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -238,42 +245,13 @@ def has_score_head(config) -> bool:
     return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
-def check_reads_policy(
-    what: str, name: str, model: RewardModel, tokenizer, policy: str, revision: str | None = None
-) -> None:
-    """Refuse a reward model or critic that reads other words in the policy's token ids, or has no row for them.
-
-    Its tokenizer lies beside its weights, in `name`; `tokenizer` and `revision` are the policy's.
-    """
-    from transformers import AutoConfig
-
-    # Its words.
-    it, remedy = f"{what} {name!r}", f"fused-rl reward --model {policy}"
-    theirs = load_tokenizer(name).get_vocab()
-    differing = tokenizer.get_vocab().items() ^ theirs.items()
-    differing = sorted(differing, key=lambda pair: (pair[1], pair[0]))
+def check_reads_policy(what: str, name: str, tokenizer, policy: str) -> None:
+    """Refuse a reward model or critic `name` whose tokenizer is not the policy's: its ids are other words there."""
+    differing = tokenizer.get_vocab().items() ^ load_tokenizer(name).get_vocab().items()
     if differing:
-        examples = ", ".join(f"{token!r} = {i}" for token, i in differing[:4])
+        examples = sorted(differing, key=lambda entry: (entry[1], entry[0]))[:4]
+        examples = ", ".join(f"{token!r} = {i}" for token, i in examples)
         raise InputError(
-            f"{it} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: {examples}), so "
-            "it would read other words in the policy's token ids; train it from a model with the policy's tokenizer: "
-            + remedy
-        )
-
-    # The rows of its embedding: a policy can sample ids beyond its tokenizer's.
-    weights, revision = base_of(policy, revision)
-    needed = AutoConfig.from_pretrained(weights, revision=revision).get_text_config().vocab_size
-    there = model.classifier.get_input_embeddings().num_embeddings
-    if there < needed:
-        raise InputError(
-            f"{it} has {there} token embeddings, the policy {policy!r} samples from {needed} tokens; train it from a "
-            f"model of the policy's vocabulary: {remedy}"
-        )
-
-
-def _check_scalar(config, name: str) -> None:
-    if config.num_labels != 1:
-        raise InputError(
-            f"{name!r} has num_labels={config.num_labels}; a reward is one number, so num_labels must be 1: start from "
-            "the causal language model, or save the classifier with a new head of one label"
+            f"{what} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
+            f"{examples}); train it from a model with the policy's tokenizer: fused-rl reward --model {policy}"
         )

@@ -11,8 +11,7 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.models.reward_model import check_reads_policy, load_reward_model, save_reward_model
-from fused_rl.trainers.models.value_model import Critic
+from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.options import NonNegative, NonNegativeInt, OptimConfig, RunConfig, names_of
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -87,5 +86,5 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
     revision = config.revision if config.critic is None else None
     critic = load_reward_model(name, revision, config, config, device, kind=Critic)
     if config.critic is not None:
-        check_reads_policy("critic", name, critic, tokenizer, config.model, config.revision)
+        check_reads_policy("critic", name, tokenizer, config.model)
     return OwnCritic(engine.initialize(critic, optim_of(config), config, updates), tokenizer)

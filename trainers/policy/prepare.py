@@ -11,7 +11,7 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
-from fused_rl.trainers.models.pretrained import check_fits
+from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.build import Make, check_own
 from fused_rl.trainers.policy.options import PolicyConfig

@@ -18,7 +18,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.rows import Rows, tell_dropped
+from fused_rl.trainers.data.rows import Rows, log_dropped
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from fused_rl.trainers.rollouts.types import (
@@ -48,7 +48,7 @@ def prompts_of(
         ids = encoder.prompt(rows, i, column)
         if len(ids) <= max_length:
             kept.append(Prompt(ids, row, rows.where(i), column))
-    tell_dropped(rows, len(kept), "longer than max_prompt_length")
+    log_dropped(rows, len(kept), "longer than max_prompt_length")
     return kept
 
 

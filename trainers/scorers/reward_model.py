@@ -94,7 +94,7 @@ def load_reward_model(part: Spelled, reader: Reader) -> RewardModelScorer:
         raise InputError(
             f"{part.text}: a language model without a head for scores; train it first with fused-rl reward"
         )
-    check_reads_policy("reward model", part.detail, model, reader.tokenizer, reader.model, reader.revision)
+    check_reads_policy("reward model", part.detail, reader.tokenizer, reader.model)
     frozen = reader.freeze(model.to(reader.device).requires_grad_(False).eval())
     scorer = RewardScorer(frozen, reader.batch_size)
     return RewardModelScorer(part.name, scorer, weight=part.weight, solved_at=part.solved_at)
