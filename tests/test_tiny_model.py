@@ -21,7 +21,7 @@ def test_every_text_can_be_spelled_and_the_template_ends_where_it_must(tmp_path)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert "how" in {token.strip("Ġ") for token in tokenizer.get_vocab()}, "learned from messages"
     encoder = Encoder(tokenizer, system_prompt="be short")
-    prompt, completion = encoder.pair(Rows([{"prompt": "hi", "completion": "ho"}], "r"), 0, None, "completion")
+    ((prompt, completion),) = encoder.pairs(Rows([{"prompt": "hi", "completion": "ho"}], "r"), 0, None, "completion")
     assert tokenizer.decode(prompt) == "<system>be short<user>hi<assistant>"
     assert tokenizer.decode(completion) == "ho<eos>"
 

@@ -15,7 +15,7 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
-from fused_rl.trainers.base.screen import phase, tell
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, log_dropped
@@ -84,9 +84,7 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
     """Every row that is short enough."""
     kept = []
     fit = 0
-    several = 0
     for i in range(len(rows)):
-        several += config.assistant_turns == "last" and encoder.turns(rows, i, config.prompt_column) > 1
         pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
         empty = rows.rows[i].get(config.completion_column) == ""  # a template may write more than EOS all the same
@@ -97,8 +95,6 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
             kept += examples
             fit += 1
     log_dropped(rows, fit, "longer than max_prompt_length or max_length")
-    if several and ranks.rank() == 0:
-        tell(f"{rows.source}: of {several} conversations the last turn is trained; --assistant_turns all trains each")
     return kept
 
 

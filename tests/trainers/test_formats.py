@@ -7,7 +7,6 @@ import pytest
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.order import foresee
 from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.options import InputError, on_hub
 from fused_rl.trainers.scorers.builtin import answer_of
@@ -69,9 +68,9 @@ def test_a_completion_is_text_or_one_message(prompt):
     tokenizer = tiny.tokenizer()
     message = {"role": "assistant", "content": "5", "tool_calls": None}
     forms = [Rows([{"prompt": prompt, "completion": form}], "d.jsonl") for form in ("5", [message])]
-    text, conversation = (Encoder(tokenizer).pair(rows, 0, None, "completion") for rows in forms)
+    text, conversation = (Encoder(tokenizer).pairs(rows, 0, None, "completion") for rows in forms)
     assert text == conversation
-    assert said(tokenizer, [text]) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
+    assert said(tokenizer, text) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
 
 
 CONVERSATION = [
@@ -86,28 +85,19 @@ CONVERSATION = [
 def test_every_turn_of_the_assistant_is_trained_once_where_that_is_asked_for():
     tokenizer = tiny.tokenizer()
     encoder, rows = Encoder(tokenizer), Rows([{"messages": CONVERSATION}], "d.jsonl")
-    assert encoder.turns(rows, 0, None) == 2, "the first one answers nothing"
     first, last = said(tokenizer, encoder.pairs(rows, 0, None, "completion", "all"))
     assert first == ("<bos><assistant>hi<end>\n<user>a<end>\n<assistant>", "b<end>")
     assert last == (f"{first[0]}b<end>\n<user>c<end>\n<assistant>", "d<end>")
     assert said(tokenizer, encoder.pairs(rows, 0, None, "completion")) == [last]
 
 
-def test_a_run_says_which_turns_it_trains(files, tmp_path, capsys):
+def test_a_conversation_that_is_too_long_is_dropped_whole(files, tmp_path):
     rows = Rows([{"messages": CONVERSATION}, {"messages": CONVERSATION[:3]}], "d.jsonl")
     encoder = Encoder(tiny.tokenizer())
     last = sft.encoded(sft_config(files, tmp_path), rows, encoder)
-    assert "d.jsonl: of 1 conversations the last turn is trained; --assistant_turns all" in capsys.readouterr().out
     each = sft.encoded(sft_config(files, tmp_path, assistant_turns="all"), rows, encoder)
-    assert capsys.readouterr().out == ""
     assert [example.where for example in each] == ["d.jsonl, line 1"] * 2 + ["d.jsonl, line 2"]
     assert last == each[1:]
-    # How many they are is not foreseen from the rows, and a conversation that is too long is dropped whole.
-    named = tiny.jsonl(tmp_path / "d.jsonl", rows.rows)
-    for turns, foreseen in (("last", True), ("all", False)):
-        options = {"num_train_epochs": 1, "steps": None, "eval_size": 0, "batch_size": 1, "assistant_turns": turns}
-        config = sft_config((files[0], named), tmp_path, **options)
-        assert bool(foresee(config, config)[1]) == foreseen
     assert sft.encoded(sft_config(files, tmp_path, assistant_turns="all", max_length=15), rows, encoder) == each[2:]
 
 
@@ -117,17 +107,15 @@ def test_a_row_of_text_is_trained_after_its_first_token():
         eos = tokenizer.eos_token
         rows = Rows([{"text": "ab"}, {"text": f"<user>a{eos}b{eos}"}, {"text": "a"}, {"text": ""}], "d.jsonl")
         encoder = Encoder(tokenizer)
-        pairs = said(tokenizer, [encoder.pair(rows, i, None, "completion") for i in range(3)])
+        pairs = said(tokenizer, [encoder.pairs(rows, i, None, "completion")[0] for i in range(3)])
         if bos:
             assert pairs[0] == ("<bos>", f"ab{eos}") and pairs[2] == ("<bos>", f"a{eos}")
         else:
             assert pairs == [("a", f"b{eos}"), ("<user>", f"a{eos}b{eos}"), ("a", eos)]
             with pytest.raises(InputError, match="^d.jsonl, line 4: column 'text' is empty"):
-                encoder.pair(rows, 3, None, "completion")
-    with pytest.raises(InputError, match="line 1: system_prompt and .* have no meaning for a row of text"):
-        Encoder(tiny.tokenizer(), system_prompt="Be brief.").pair(rows, 0, None, "completion")
+                encoder.pairs(rows, 3, None, "completion")
     both = Rows([{"text": "ab", "question": "a", "completion": "b"}], "d.jsonl")
-    assert said(tokenizer, [Encoder(tokenizer).pair(both, 0, None, "completion")])[0][1] == f"b{eos}"
+    assert said(tokenizer, Encoder(tokenizer).pairs(both, 0, None, "completion"))[0][1] == f"b{eos}"
 
 
 # Answers.

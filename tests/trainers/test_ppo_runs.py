@@ -326,7 +326,6 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
     model, _, reward = files
     other = other_tokenizer(tmp_path / "other", reward)
     pair = small_classifier(tmp_path / "pair", model, 2, 263)
-    small = small_classifier(tmp_path / "small", model, 1, 100)
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(Path(reward) / name, tmp_path / "bare" / name)
@@ -336,8 +335,7 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
             f"reward model '{other}' has another tokenizer.*'{model}'.*zebra.*train",
         ),
         ({"critic": other}, f"critic '{other}' has another tokenizer than the policy '{model}'"),
-        ({"verifiers": f"reward_model:{pair}", **ONE}, f"'{pair}' has num_labels=2.*must be 1"),
-        ({"critic": small}, f"critic '{small}' has 100 token embeddings, the policy '{model}' samples"),
+        ({"verifiers": f"reward_model:{pair}", **ONE}, f"'{pair}' has num_labels=2"),
         ({"critic": str(tmp_path / "bare")}, "comes without a tokenizer"),
         ({"verifiers": f"reward_model:{model}", **ONE}, "without a head for scores; train it first"),
         ({"verifiers": [f"reward_model:{reward}"] * 2}, "verifiers names .reward_model:.* twice"),

@@ -113,22 +113,6 @@ def test_a_beginning_of_sequence_is_written_once(tmp_path):
         assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
 
 
-def test_sides_that_answer_different_prompts_are_dropped_and_counted(tmp_path, capsys):
-    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=True))
-    other = {"role": "user", "content": "what?"}
-    later = [USER, OTHER, USER, OTHER]
-    rows = [
-        {"chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
-        {"chosen": [USER, ASSISTANT], "rejected": [other, OTHER]},
-        {"chosen": [USER, ASSISTANT], "rejected": "no"},
-        {"chosen": [USER, ASSISTANT, USER, ASSISTANT], "rejected": later},
-        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": "no"},
-    ]
-    kept = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(Rows(rows, "x"))
-    assert [pair.where for pair in kept] == ["x, row 1", "x, row 4", "x, row 5"]
-    assert "x: dropped 2 of 5 pairs: 2 whose two sides answer different prompts" in capsys.readouterr().out
-
-
 def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
     rows = [
         {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many

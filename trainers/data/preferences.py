@@ -4,18 +4,17 @@
 |---|---|---|
 | text | text or messages | the response alone |
 | text | none | a conversation spelled out as text |
-| messages: the assistant's turn | text or messages | the response alone |
-| messages: several turns | none, or one of them | a conversation; its last turn is the response |
+| messages that begin with the assistant's | text or messages | what follows the prompt; the last turn is the response |
+| other messages | none, or one of them | a conversation; its last turn is the response |
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.encode import SAID, Encoded
+from fused_rl.trainers.data.encode import Encoded
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import InputError
 
@@ -51,7 +50,7 @@ class PairEncoder:
         self.truncated = 0
         for i in range(len(rows)):
             pair = self._pair(rows, i)
-            reason = self._unusable(pair, rows.rows[i])
+            reason = self._unusable(pair)
             if reason is None:
                 kept.append(pair)
             else:
@@ -59,15 +58,14 @@ class PairEncoder:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if dropped and not kept:
             raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
-        if dropped and ranks.rank() == 0:
-            tell(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
-        if self.truncated and ranks.rank() == 0:
-            tell(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
+        if dropped:
+            log(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
+        if self.truncated:
+            log(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
         return kept
 
     def _pair(self, rows: Rows, i: int) -> Pair:
-        columns = (self.config.chosen_column, self.config.rejected_column)
-        sides = [self._side(rows, i, column) for column in columns]
+        sides = [self._side(rows, i, option) for option in ("chosen_column", "rejected_column")]
         if self.config.too_long == "truncate":
             limit = self.config.max_response_length
             eos = self.tokenizer.eos_token_id
@@ -81,12 +79,7 @@ class PairEncoder:
             raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
         return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
 
-    def _unusable(self, pair: Pair, row: dict) -> str | None:
-        sides = (row[self.config.chosen_column], row[self.config.rejected_column])
-        prompt = row.get(self.config.prompt_column)
-        openings = {_opening(side, prompt) for side in sides}
-        if len(openings) > 1:
-            return "whose two sides answer different prompts"
+    def _unusable(self, pair: Pair) -> str | None:
         for ids, response in (pair.chosen, pair.rejected):
             if len(ids) > self.config.max_prompt_length:
                 return "with a prompt longer than max_prompt_length"
@@ -94,52 +87,23 @@ class PairEncoder:
                 return "with a response longer than max_response_length"
         return "whose two sides are the same tokens" if pair.chosen == pair.rejected else None
 
-    def _side(self, rows: Rows, i: int, column: str) -> Encoded:
-        option = "chosen_column" if column == self.config.chosen_column else "rejected_column"
-        prompt_column = self.config.prompt_column
-        value = rows.get(i, column, option)
-        prompt = rows.rows[i].get(prompt_column)
-        alone = isinstance(value, list) and len(value) == 1 and _role(value) == "assistant"
-        if alone or (isinstance(value, str) and prompt_column in rows.rows[i]):
-            prompt = rows.get(i, prompt_column, "prompt_column")
-
-        # The forms of the table above, each refused with a line where it is not whole.
+    def _side(self, rows: Rows, i: int, option: str) -> Encoded:
+        row = rows.rows[i]
+        column, prompt_column = getattr(self.config, option), self.config.prompt_column
+        side = rows.get(i, column, option)
+        if isinstance(side, str) and prompt_column not in row:
+            ids = self.tokenizer(side).input_ids  # with the tokenizer's own beginning, and EOS once
+            eos = self.tokenizer.eos_token_id
+            return [], ids if ids[-1:] == [eos] else [*ids, eos]
+        messages = [{"role": "assistant", "content": side}] if isinstance(side, str) else side
+        if not encode.are_messages(messages) or messages[-1]["role"] != "assistant":
+            what = f"column {column!r} must be text, or messages that end with the assistant's text"
+            raise InputError(f"{rows.where(i)}: {what}; got {side!r:.80}")
+        begins = messages[0]["role"] != "assistant"
+        prompt = messages if begins else rows.get(i, prompt_column, "prompt_column")
         with rows.at(i):
-            if alone:
-                for name in [name for name in SAID if value[0].get(name)]:
-                    raise InputError(f"column {column!r} is a turn with {name}; give the whole conversation")
-                value = value[0].get("content")
-            if isinstance(value, str) and prompt is None:
-                encode.check_text_alone(value, column)
-                ids = self.tokenizer(value).input_ids  # with the tokenizer's own beginning, and EOS once
-                eos = self.tokenizer.eos_token_id
-                return [], ids if ids and ids[-1] == eos else [*ids, eos]
-            if not isinstance(value, str) and _role(value) != "assistant":
-                what = f"column {column!r} must be text, or messages that end with the assistant's text"
-                raise InputError(f"{what}; got {str(value)[:80]!r}")
-            last = prompt[-1].get("content") if _role(prompt) else prompt
-            before = [] if isinstance(value, str) else value[:-1]
-            if before and prompt is not None and all(message.get("content") != last for message in before):
-                what = f"column {column!r} holds several messages, and the prompt is none of them"
-                raise InputError(f"{what}; give whole conversations and no prompt, or after a prompt one message")
-        row = {"prompt": prompt, column: value} if isinstance(value, str) else {"prompt": value}
-        row["tools"] = rows.rows[i].get("tools")
-        number = i + 1 if rows.numbers is None else rows.numbers[i]
-        return self.encoder.pair(Rows([row], rows.source, [number]), 0, "prompt", column)
-
-
-def _role(messages) -> str | None:
-    """Return the role of the last message; None for what is no list of messages."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return last.get("role") if isinstance(last, dict) else None
-
-
-def _opening(side: str | list[dict], prompt: str | list[dict] | None) -> str | None:
-    """Return the first message of the user before this response."""
-    messages = side if isinstance(side, list) and len(side) > 1 else prompt
-    if not isinstance(messages, list):
-        return messages
-    return next((message.get("content") for message in messages if message.get("role") == "user"), None)
+            before = self.encoder.conversation(prompt, column if begins else prompt_column)
+            return self.encoder.pair(before if begins else before + messages, row.get("tools"))
 
 
 def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:

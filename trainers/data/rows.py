@@ -96,7 +96,9 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     kind = Path(name).suffix
     try:
         if kind in FILES:
-            options = {"keep_default_na": False, "na_values": [""]} if kind == ".csv" else {}  # NA is a word
+            options = {}
+            if kind == ".csv":  # NA is a word, and the first column is one of the header's
+                options = {"keep_default_na": False, "na_values": [""], "index_col": False}
             loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
         elif is_saved(name):
             loaded = datasets.load_from_disk(name)

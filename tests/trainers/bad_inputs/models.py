@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.trainers.bad_inputs.cases import ALL, READERS, TRAINERS, Case, of, words
+from tests.trainers.bad_inputs.cases import ALL, Case, of, words
 
 
 def model(commands: str, change: Callable[[Path], None], message: str, **fields) -> list[Case]:
@@ -30,10 +30,6 @@ def change_weights(folder: Path, change: Callable[[dict], None]) -> None:
 
 def is_not_there(folder):
     shutil.rmtree(folder)
-
-
-def of_no_known_type(folder):
-    change_config(folder, model_type="qwen99")
 
 
 def of_other_shapes(folder):
@@ -141,31 +137,28 @@ def run(folder):
 
 
 MODELS = [
-    *of(TRAINERS, "a run", "its is the folder of a run: give its/model", "--model", "its", spoil=run),
-    *model(ALL, is_not_there, "model"),
-    *model(ALL, of_no_known_type, "qwen99"),
-    *model(ALL, of_other_shapes, "model.*(damaged|mismatched|other shapes)"),
-    *model(ALL, that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
-    *model(ALL, without_a_layer, "model.*(missing|lacks) weights"),
-    *model(READERS, without_head, "1 missing weights for Qwen2ForCausalLM: lm_head.weight"),
-    *model(READERS, with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
-    *model(ALL, with_nan, "1 weights hold NaN or infinite values, among them model.layers.0.mlp.up_proj.weight"),
-    *model(ALL, whose_weights_are_cut, "model.*damaged"),
-    *model(ALL, whose_weights_are_a_pickle, "model.*(neither|damaged)"),
-    *model(ALL, without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
-    *model(ALL, whose_tokenizer_is_too_large, r"the tokenizer has \d+ tokens, but the model embeds 100"),
-    *model(ALL, without_end_of_sequence, "has no EOS token"),
-    *model(ALL, whose_chat_template_raises, "template|no such role"),
-    *model(READERS, whose_chat_template_is_empty, "line 1: (the prompt is empty|.*template)"),
-    *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
-    *model(READERS, that_is_bert, r"\(bert\) is not causal"),
-    *model(ALL, that_is_t5, "t5|T5"),
-    *model("sft grpo", that_is_a_reward_model, "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM"),
-    *model("reward", that_is_a_classifier_of_three, "3 labels|num_labels"),
-    *words(
-        TRAINERS,
-        "--model Qwen/Qwen2.5-0.5B-Instrukt",
-        "0.5B-Instrukt.*: its tokenizer cannot be loaded",
-    ),
+    *of("sft", "a run", "it is the folder of a run: give its/model", "--model", "its", spoil=run),
+    *words("sft", "--model Qwen/Qwen2.5-0.5B-Instrukt", "0.5B-Instrukt.*: its tokenizer cannot be loaded"),
     *of("sft", "a model whose name is empty", "model", "--model", ""),
+    *model(ALL, is_not_there, "model"),
+    *model("sft reward", of_other_shapes, "model.*damaged"),
+    *model("sft reward", that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
+    *model("sft reward", without_a_layer, "model.*(missing|lacks) weights"),
+    *model("sft", without_head, "1 missing weights for Qwen2ForCausalLM: lm_head.weight"),
+    *model("sft", with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
+    *model(
+        "sft reward", with_nan, "1 weights hold NaN or infinite values, among them model.layers.0.mlp.up_proj.weight"
+    ),
+    *model("sft reward", whose_weights_are_cut, "model.*damaged"),
+    *model("sft reward", whose_weights_are_a_pickle, "model.*(neither|damaged)"),
+    *model("sft", without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
+    *model(ALL, whose_tokenizer_is_too_large, r"the tokenizer has ids up to \d+, but the model embeds 100"),
+    *model("sft", without_end_of_sequence, "has no EOS token"),
+    *model("sft reward", whose_chat_template_raises, "template|no such role"),
+    *model("sft grpo", whose_chat_template_is_empty, "line 1: (the prompt is empty|.*template)"),
+    *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
+    *model("sft", that_is_bert, "BertLMHeadModel is not causal"),
+    *model("sft reward", that_is_t5, "t5|T5"),
+    *model("sft", that_is_a_reward_model, "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM"),
+    *model("reward", that_is_a_classifier_of_three, "num_labels=3"),
 ]

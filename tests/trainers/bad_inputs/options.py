@@ -77,7 +77,6 @@ OPTIONS = [
     *words("reward", "--loss_from logits", "loss_from=logits has no meaning"),
     *words("reward", "--head_dtype float32", "head_dtype=float32 has no meaning"),
     *words("sft", "--loss_from logits --head_dtype float32", "head_dtype=float32 has no meaning with loss_from=logits"),
-    *words("grpo", "--dtype float32 --head_dtype bfloat16", "head_dtype=bfloat16 would round .* of float32 weights"),
     *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
     *words("sft", "--resume", "resume continues the run .* and overwrite moves it away: give one of them"),
     *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
