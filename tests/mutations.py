@@ -354,7 +354,7 @@ MUTATIONS = {
         "trainers/rollouts/lag.py", "for pending in self.pending.values():\n", "for pending in ():\n", LAG
     ),
     "a checkpoint forgets what was drawn ahead": Mutation(
-        "trainers/policy/policy.py", '({"rollouts": sampler} if config.lag else {})', "{}", f"{LAG} -k resumed"
+        "trainers/policy/setup.py", '({"rollouts": sampler} if config.lag else {})', "{}", f"{LAG} -k resumed"
     ),
     "the copy that is sampled stays as it was": Mutation(
         "trainers/rollouts/lag.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
@@ -529,7 +529,7 @@ MUTATIONS = {
     ),
     "dropped groups keep their place in the denominator": Mutation(
         "trainers/grpo.py",
-        "drawn.counts[index].sum(), trained",
+        "groups.counts[index].sum(), trained",
         "torch.tensor(len(index)), trained",
         "tests/trainers/test_grpo_step.py -k dropped_group",
     ),
@@ -571,19 +571,19 @@ MUTATIONS = {
         "tests/trainers/test_ppo.py -k drawn_anew",
     ),
     "the score is added at the first token": Mutation(
-        "trainers/policy/credit.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
+        "trainers/policy/critic.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
     ),
     "the KL is a reward": Mutation(
-        "trainers/policy/credit.py",
+        "trainers/policy/critic.py",
         "return -kl_coef * kl + torch.where",
         "return kl_coef * kl + torch.where",
         PPO_PARTS,
     ),
     "whitened rewards lose their mean": Mutation(
-        "trainers/policy/credit.py", "shift_mean=False", "shift_mean=True", PPO_PARTS
+        "trainers/policy/critic.py", "shift_mean=False", "shift_mean=True", PPO_PARTS
     ),
     "the controller pulls the other way": Mutation(
-        "trainers/policy/credit.py",
+        "trainers/policy/critic.py",
         "max(kl / target - 1, -LARGEST_ERROR)",
         "max(1 - kl / target, -LARGEST_ERROR)",
         PPO_PARTS,
@@ -658,7 +658,7 @@ MUTATIONS = {
     ),
     # What a device would not compute, and where the host would wait for it.
     "a score stays on the CPU": Mutation(
-        "trainers/policy/credit.py",
+        "trainers/policy/critic.py",
         "scores[:, None].to(kl.device, non_blocking=True)",
         "scores[:, None]",
         ON_DEVICE + "test_trainers.py -k ppo",

@@ -24,32 +24,24 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.batch import on_device
-from fused_rl.trainers.data.rows import Given
-from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.policy import prepare, reference
-from fused_rl.trainers.policy.build import Make
-from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
+from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.groups import (
-    Drawn,
     GroupConfig,
+    Groups,
     advantage_of,
     advantages_of,
-    draw,
+    collect,
     keeps_groups,
 )
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
+from fused_rl.trainers.policy.options import MAIN, PolicyConfig, ReferenceConfig, loss_options, needs_reference
 from fused_rl.trainers.policy.policy import Measured, Policy, in_this_update, measure, plan, rows_of
-from fused_rl.trainers.policy.reference import ReferenceConfig
+from fused_rl.trainers.policy.setup import Given, Make, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import POLICY, Sums, keyed
-from fused_rl.trainers.scorers.load import check_scorers, load_chosen
+from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
-from fused_rl.trainers.scorers.reward_model import Reader
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 
@@ -68,7 +60,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     config.warn_of_estimator()
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
-    divided = prepare.divided(config, world)
+    batch = divided(config, world)
     if config.share_prompts and not keeps_groups(config, world):
         raise InputError(
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "
@@ -76,17 +68,17 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
             "--share_prompts"
         )
     reward = check_scorers(config)
-    return {"processes": world, "reward": reward, "advantage": advantage} | divided
+    return {"processes": world, "reward": reward, "advantage": advantage} | batch
 
 
-def measure_first(policy: Policy, drawn: Drawn, updates: list[list[torch.Tensor]], step: int) -> Measured:
+def measure_first(policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int) -> Measured:
     """What ratios and KL are taken against, before the first update.
 
     The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
     own and need no pass. Rewards that pay for the KL, and a threshold of `top_entropy`, need the pass first.
     """
     config = policy.config
-    rollout = drawn.rollout
+    rollout = groups.rollout
     first_pass = sum(updates[: config.minibatches], [])
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
     needed_before = _kl_in_reward(config) or config.top_entropy is not None
@@ -100,7 +92,7 @@ def _kl_in_reward(config: ReferenceConfig) -> bool:
 
 def update(
     policy: Policy,
-    drawn: Drawn,
+    groups: Groups,
     measured: Measured,
     advantages: torch.Tensor,
     updates: list[list[torch.Tensor]],
@@ -109,7 +101,7 @@ def update(
     """All minibatches of all epochs on one rollout; returns metrics averaged over them and summed over ranks.
 
     Args:
-        drawn: B responses of this rank.
+        groups: B responses of this rank.
         measured: of them, before this.
         advantages: (B,) of each response.
         updates: as `plan` makes them.
@@ -119,14 +111,14 @@ def update(
     policy.model.train()
     history = []
     for parts in updates:
-        sums = accumulate(policy, drawn, measured, advantages, parts, step, on_policy=not history)
+        sums = accumulate(policy, groups, measured, advantages, parts, step, on_policy=not history)
         history.append(keyed(POLICY, sums) | policy.optimizer_step(step))
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
-    means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), drawn.counts)
+    means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), groups.counts)
     if measured.kl is not None:
-        means["objective/kl_exact"] = _per_response(measured.kl.sum(1), drawn.counts)
+        means["objective/kl_exact"] = _per_response(measured.kl.sum(1), groups.counts)
     return means | {"lr": history[-1]["lr"], "val/first_ratio": history[0]["val/first_ratio"]}
 
 
@@ -139,7 +131,7 @@ def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
 
 def accumulate(
     policy: Policy,
-    drawn: Drawn,
+    groups: Groups,
     measured: Measured,
     advantages: torch.Tensor,
     parts: list[torch.Tensor],
@@ -152,17 +144,17 @@ def accumulate(
     On-policy, the old log-probabilities are those of this very forward pass, and are written to `measured`.
     """
     config = policy.config
-    batch = drawn.rollout.batch
-    rollout_logprobs = drawn.rollout.rollout_logprobs
+    batch = groups.rollout.batch
+    rollout_logprobs = groups.rollout.rollout_logprobs
     own = on_policy and rollout_logprobs is None  # a sampler that tells its own may be another policy
 
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
-    trained = drawn.trained(config.mask_truncated)
+    trained = groups.trained(config.mask_truncated)
     index = torch.cat(parts)
-    mask = batch.response_mask & on_device(trained, policy.device)[:, None]
+    mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
-    rows = on_device(index, policy.device)
-    num_tokens, num_sequences, num_trained = ranks.counted(tokens, drawn.counts[index].sum(), trained[index].sum())
+    rows = index.to(policy.device, non_blocking=True)
+    num_tokens, num_sequences, num_trained = ranks.counted(tokens, groups.counts[index].sum(), trained[index].sum())
     chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])
     options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
     options |= {"max_length": config.max_new_tokens}
@@ -172,7 +164,7 @@ def accumulate(
     for index in parts:
         part = batch.rows(index)
         width = part.response_mask.shape[1]
-        index = on_device(index, policy.device)
+        index = index.to(policy.device, non_blocking=True)
         before = measured.rows(index, width)
         passed = policy.loss(
             part,
@@ -197,38 +189,39 @@ def accumulate(
 def train_step(
     policy: Policy, prompts: list[Prompt], step: int, more: Callable[[int], list[Prompt]] | None = None
 ) -> dict[str, float]:
-    """Roll out, score, update; returns the step's metrics. `more` prompts are drawn for dynamic sampling."""
+    """Roll out, score, update; returns the step's metrics. `more` prompts are sampled for dynamic sampling."""
     # Sample and score groups; new ones for those without a signal: https://arxiv.org/abs/2503.14476, section 3.2.
     config = policy.config
     began = time.monotonic()
-    drawn = draw(policy, prompts, more, step)
+    groups = collect(policy, prompts, more, step)
     sampled = time.monotonic()
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
-    updates = plan(config, len(drawn.counts), config.micro_batch_size, together)
-    measured = measure_first(policy, drawn, updates, step)
-    mismatch = policy.mismatch(drawn.rollout, measured.old_logprobs)
+    updates = plan(config, len(groups.counts), config.micro_batch_size, together)
+    measured = measure_first(policy, groups, updates, step)
+    mismatch = policy.mismatch(groups.rollout, measured.old_logprobs)
 
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
-    rewards = on_device(drawn.rollout.rewards, policy.device)
+    rewards = groups.rollout.rewards.to(policy.device, non_blocking=True)
     charged = None
     if _kl_in_reward(config):
-        mask = drawn.rollout.batch.response_mask
-        charged = fused_rl.masked_sum(config.kl_of_tokens(measured, mask), mask, 1)
+        mask = groups.rollout.batch.response_mask
+        of_tokens = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
+        charged = fused_rl.masked_sum(of_tokens, mask, 1)
         rewards = rewards - config.kl_coef * charged
-    advantages = advantages_of(config, rewards, drawn.counts)
+    advantages = advantages_of(config, rewards, groups.counts)
 
     # Train; the sampler gets the new weights.
-    metrics = update(policy, drawn, measured, advantages, updates, step)
+    metrics = update(policy, groups, measured, advantages, updates, step)
     policy.publish(step)
     ended = time.monotonic()
 
-    # Beside what the update measured: what was drawn, and what became of the reward.
-    metrics |= drawn.metrics | mismatch | {"time/train": ended - sampled}
+    # Beside what the update measured: what was sampled, and what became of the reward.
+    metrics |= groups.metrics | mismatch | {"time/train": ended - sampled}
     if charged is not None:
-        metrics["objective/kl"] = _per_response(charged, drawn.counts)
-    tokens = ranks.global_sum(drawn.rollout.lengths[drawn.counts].sum()).item()
+        metrics["objective/kl"] = _per_response(charged, groups.counts)
+    tokens = ranks.global_sum(groups.rollout.lengths[groups.counts].sum()).item()
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
         "perf/tokens_per_second": tokens / (ended - began),
@@ -250,32 +243,29 @@ def train(
 
     Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
     """
-    # What is read: tokenizer, scorers, rows, models.
+    # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
-    run = Run(config, arithmetic)
-    read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler)
-    config = read.config
-    with phase("loaded the models"):
-        shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-        policy = read.load_policy(share_prompts=shared, needs_reference=reference.needs_reference(config))
-    held_out = share_of_rank(read.held_out)  # each rank samples its own problems
+    prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler)
+    config, run, held_out = prepared.config, prepared.run, prepared.held_out
+    shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
+    policy = prepared.load_policy(share_prompts=shared, needs_reference=needs_reference(config))
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
-        engines["reference"] = language_model.SavedReference(policy.reference)
+        engines["reference"] = policy.saved_reference()
     run.start(engines, own=policy.own)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
         run.log(*evaluate(policy, held_out))
 
     def more(count: int) -> list[Prompt]:
-        return read.mine(run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size()))
+        return prepared.prompts_of_rank(run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size()))
 
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
     for step, indices in run:
-        policy.begin(step, lambda later: read.mine(run.order.after(later)))
-        metrics = train_step(policy, read.mine(indices), step, more)
+        policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
+        metrics = train_step(policy, prepared.prompts_of_rank(indices), step, more)
         samples = []
         metrics["episode"] = run.order.position * config.group_size
         if run.evaluates and held_out.prompts:
@@ -283,7 +273,7 @@ def train(
             metrics |= found
         run.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
-            language_model.sync(policy.reference, policy.model, config.ref_mixup_alpha)
+            policy.sync_reference(config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

@@ -5,7 +5,7 @@
 
 Where arXiv:1707.06347, as in arXiv:1909.08593 and arXiv:2403.17031, is computed, of token t of N in all:
 
-    advantage    policy/credit.py         A_t = sum_l (gamma lambda)^l (r_t+l + gamma V_t+l+1 - V_t+l)  (`fused_rl.gae`)
+    advantage    policy/critic.py         A_t = sum_l (gamma lambda)^l (r_t+l + gamma V_t+l+1 - V_t+l)  (`fused_rl.gae`)
     ratio        fused_rl/surrogates.py   r_t = exp(log pi(o_t) - log pi_old(o_t))                     (RATIO_LEVELS)
     clip         fused_rl/surrogates.py   l_t = -min(r_t A_t, clip(r_t, 1 - e, 1 + e) A_t)             (SURROGATES)
     value clip   fused_rl/losses.py       v_t = 1/2 max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2)
@@ -23,27 +23,29 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.presets import PresetName
 from fused_rl.trainers.base.ranks import counted
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.batch import on_device
-from fused_rl.trainers.data.rows import Given
 from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
-from fused_rl.trainers.policy import credit, prepare
-from fused_rl.trainers.policy.build import Make
-from fused_rl.trainers.policy.credit import CreditConfig, Experience
-from fused_rl.trainers.policy.critic import CriticConfig, load_critic, planned
-from fused_rl.trainers.policy.evaluate import evaluate, share_of_rank
+from fused_rl.trainers.policy.critic import (
+    CreditConfig,
+    CriticConfig,
+    Experience,
+    adapted,
+    advantages_and_returns,
+    check_credit,
+    experience_metrics,
+    load_critic,
+    planned,
+    token_rewards,
+)
+from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
 from fused_rl.trainers.policy.policy import Policy, in_this_update, measure, plan, rows_of
-from fused_rl.trainers.rollouts.solved import win_rate
+from fused_rl.trainers.policy.setup import Given, Make, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import PPO, Sums, keyed
-from fused_rl.trainers.scorers.load import check_scorers, load_chosen
+from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
-from fused_rl.trainers.scorers.reward_model import Reader
 
 
 class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
@@ -51,7 +53,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
 
     command: ClassVar = "ppo"
     main: ClassVar = (*MAIN, "critic_lr", "kl_coef")
-    preset: PresetName = "ppo"
+    preset: fused_rl.presets.PresetName = "ppo"
     """A row of fused_rl.PRESETS whose advantages come from a critic: it chooses ratio, clipping and aggregation."""
     advantage: str = "gae"
     """Generalised advantage estimation, the only one here; group advantages are GRPO's."""
@@ -81,12 +83,12 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    credit.check_credit(config)
+    check_credit(config)
     config.warn_of_estimator()
-    divided = prepare.divided(planned(config), world)
+    batch = divided(planned(config), world)
     updates = "optimizer updates per step"
-    divided[updates] = f"{divided[updates]} (at most, with target_kl)"
-    return {"processes": world, "reward": check_scorers(config)} | divided
+    batch[updates] = f"{batch[updates]} (at most, with target_kl)"
+    return {"processes": world, "reward": check_scorers(config)} | batch
 
 
 @torch.no_grad()
@@ -99,17 +101,18 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     values = torch.zeros_like(measured.old_logprobs)
     for index in parts:
         part = batch.rows(index)
-        values[on_device(index, policy.device), : part.response_mask.shape[1]] = critic.values(part)
+        index = index.to(policy.device, non_blocking=True)
+        values[index, : part.response_mask.shape[1]] = critic.values(part)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
     mask = batch.response_mask
-    scores = credit.final_scores(config, rollout)
-    kl = config.kl_of_tokens(measured, mask)
-    rewards = credit.token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
+    scores = torch.where(rollout.stopped, rollout.rewards, rollout.rewards - config.missing_eos_penalty)
+    kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
+    rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:
-        mask = mask & on_device(rollout.stopped, mask.device)[:, None]
-    advantages, returns = credit.advantages_and_returns(config, rewards, values, mask)
+        mask = mask & rollout.stopped.to(mask.device, non_blocking=True)[:, None]
+    advantages, returns = advantages_and_returns(config, rewards, values, mask)
     return Experience(rollout, measured, mask, scores, kl, values, advantages, returns)
 
 
@@ -148,7 +151,7 @@ def accumulate(
     config = policy.config
     rollout = experience.rollout
     rollout_logprobs = rollout.rollout_logprobs
-    index = on_device(torch.cat(parts), policy.device)
+    index = torch.cat(parts).to(policy.device, non_blocking=True)
     num_tokens, num_sequences = counted(experience.mask[index].sum(), torch.tensor(len(index)))
     chosen = policy.loss_options(kl_coef)
     chosen = in_this_update(chosen, experience.measured.entropy[index], experience.mask[index])
@@ -160,7 +163,7 @@ def accumulate(
     for index in parts:
         part = rollout.batch.rows(index)
         width = part.response_mask.shape[1]
-        index = on_device(index, policy.device)
+        index = index.to(policy.device, non_blocking=True)
         before = experience.rows(index, width)
         passed = policy.loss(
             part,
@@ -201,8 +204,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= credit.experience_metrics(experience, step) | mismatch
-    metrics |= win_rate(experience.scores, rollout.solved, config.group_size)
+    metrics |= experience_metrics(experience, config.group_size, step) | mismatch
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]
     return metrics | {
@@ -237,17 +239,14 @@ def train(
 
     Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
     """
-    # What is read: tokenizer, scorers, rows, models.
+    # Tokenizer, scorers, rows, models.
     config = with_scorers(planned(config), scorers)
-    run = Run(config, arithmetic)
-    read = prepare.read(config, run, load_chosen, Reader.beside, (dataset, eval_dataset), sampler, config.critic)
-    config = read.config
-    with phase("loaded the models"):
-        critic = load_critic(config, read.tokenizer, run.device, read.updates)
-        policy = read.load_policy(frozen=config.critic_only > 0)
-    stop_ids = stop_ids_of(config, read.tokenizer, policy.sampling.stop_ids)
+    prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, config.critic)
+    config, run, held_out = prepared.config, prepared.run, prepared.held_out
+    critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
+    policy = prepared.load_policy(frozen=config.critic_only > 0)
+    stop_ids = stop_ids_of(config, prepared.tokenizer, policy.sampling.stop_ids)
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
-    held_out = share_of_rank(read.held_out)
 
     # Where the run begins, or goes on.
     kl_coef = config.kl_coef
@@ -259,12 +258,12 @@ def train(
 
     # Step by step; the weight of the KL may follow it: https://arxiv.org/abs/1909.08593, section 2.2.
     for step, indices in run:
-        policy.begin(step, lambda later: read.mine(run.order.after(later)))
-        metrics = train_step(policy, critic, read.mine(indices), step, kl_coef)
+        policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
+        metrics = train_step(policy, critic, prepared.prompts_of_rank(indices), step, kl_coef)
         samples = []
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
-            kl_coef = credit.adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
+            kl_coef = adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
         if run.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)
             metrics |= found

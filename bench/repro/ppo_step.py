@@ -13,7 +13,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.policy import policy, prepare
+from fused_rl.trainers.policy import setup
 from fused_rl.trainers.policy.critic import load_critic
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
@@ -74,9 +74,9 @@ def load(folder: Path, seed: int, **options):
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)
     scorers = load_scorers(config)
-    prompts, _ = prepare.load_prompts(config, tokenizer, scorers)
+    prompts, _ = setup.load_prompts(config, tokenizer, scorers)
     updates = config.steps * config.minibatches * config.epochs
     critic = load_critic(config, tokenizer, device, updates)
     order = RowOrder(len(prompts), config.prompts_per_step, config.seed)
     steps = ([prompts[i] for i in indices] for indices in order)
-    return policy.load_policy(config, tokenizer, scorers, device, updates), critic, steps
+    return setup.load_policy(config, tokenizer, scorers, device, updates), critic, steps

@@ -89,7 +89,7 @@ def accumulated(folder, exact, **options):
     config = config_of(folder, **options)
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
-    drawn = groups.draw(made, exact["prompts"], None, 1)
+    drawn = groups.collect(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
     measured, parts = measured_of(exact, drawn.rollout.batch), list(torch.arange(8).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)

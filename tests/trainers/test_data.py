@@ -6,7 +6,7 @@ from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
 from fused_rl.trainers.options import DataConfig, InputError
-from fused_rl.trainers.policy import prepare
+from fused_rl.trainers.policy import setup
 from tests.trainers import tiny
 
 
@@ -153,7 +153,7 @@ def encoded_by_every_trainer(folder, rows, **options):
     yield pairs[0].chosen[0]
     yield pairs[0].rejected[0]
     for config_class in (grpo.GRPOConfig, ppo.PPOConfig):
-        yield prepare.load_prompts(config_class(**options), tokenizer, [])[0][0].ids
+        yield setup.load_prompts(config_class(**options), tokenizer, [])[0][0].ids
 
 
 def test_the_chat_template_is_told_in_every_trainer_what_the_run_tells_it(thinking):

@@ -37,8 +37,6 @@ def given(words: str) -> grpo.GRPOConfig:
         ({"preset": "rloo"}, 0.714286, -0.428571),
         ({"preset": "reinforce++"}, 0.625 / 0.517549, -0.375 / 0.517549),
         ({"advantage": "group-mean-batch-std"}, 1.207381, -0.724429),
-        ({"std_floor": 1.25}, 0.5, -0.3),
-        ({"preset": "reinforce++", "std_floor": 1.25}, 0.5, -0.3),
     ],
 )
 def test_advantages_are_the_published_numbers(options, right, wrong):
@@ -68,8 +66,6 @@ def test_the_overlong_penalty_is_dapos():
 # Options that mean something only beside others.
 
 BESIDE = [
-    ("--std_floor 0.1 --preset dr_grpo", "std_floor=0.1 has no meaning with this advantage.*--advantage group-std"),
-    ("--std_floor 0.1 --advantage leave-one-out", "std_floor=0.1 has no meaning"),
     ("--zero_variance drop --preset reinforce++", "zero_variance=drop has no meaning with advantage=batch-std"),
     ("--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"),
     ("--max_refills 2 --zero_variance drop", "max_refills=2 has no meaning"),
@@ -106,9 +102,7 @@ def test_an_option_without_a_meaning_is_one_line_at_the_start(words, message):
 @pytest.mark.parametrize(
     "words",
     [
-        "--std_floor 0 --preset rloo",
         "--clip_low 0.2 --sapo_temperature_pos 1 --preset rloo",  # the values that there would be anyway
-        "--std_floor 0.1 --advantage batch-std",
         "--zero_variance refill --max_refills 9 --overlong_buffer 256 --overlong_factor 0.5",
         "--ref_sync_every 3 --ref_mixup_alpha 0.6 --kl_coef 0.1 --kl_every 0",
         "--surrogate tests.trainers.test_grpo:own_surrogate --sapo_temperature_pos 2",  # which may read anything
@@ -195,7 +189,7 @@ def drawn_by(config, numbers, rank=0, world=1):
         taken = [waiting.pop(0) for _ in range(math.ceil(count / world) * world)]
         return prompts_of(*taken[rank::world])
 
-    drawn = groups.draw(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
+    drawn = groups.collect(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
     of_groups = [sample.prompt_ids[-1] for sample in drawn.rollout.samples[:: config.group_size]]
     return drawn, of_groups, asked
 

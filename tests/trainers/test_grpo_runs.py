@@ -5,7 +5,8 @@ import torch
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.policy import groups, reference
+from fused_rl.trainers.policy import groups
+from fused_rl.trainers.policy.options import KLConfig
 from tests.trainers import tiny
 from tests.trainers.steps import config_of
 
@@ -30,7 +31,7 @@ REFILLED = {"zero_variance": "refill", "max_refills": 2, "overlong_buffer": 2, "
 SYNCED = {"kl_coef": 0.1, "ref_sync_every": 2, "ref_mixup_alpha": 0.6}
 
 
-CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-std", "std_floor": 0.1, "epochs": 2}
+CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-std", "epochs": 2}
 
 
 @pytest.mark.slow
@@ -85,8 +86,8 @@ def kept_in(found: list, monkeypatch, module, name: str):
 
 def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path, monkeypatch):
     drawn, charged, trained_on = [], [], []
-    kept_in(drawn, monkeypatch, grpo, "draw")
-    kept_in(charged, monkeypatch, reference.KLConfig, "kl_of_tokens")
+    kept_in(drawn, monkeypatch, grpo, "collect")
+    kept_in(charged, monkeypatch, KLConfig, "kl_of_tokens")
     advantages_of = groups.advantages_of
     monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
     options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}

@@ -9,8 +9,8 @@ import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.policy import policy
-from fused_rl.trainers.policy.credit import explained_variance
+from fused_rl.trainers.policy import policy, setup
+from fused_rl.trainers.policy.critic import explained_variance
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import POLICY, PPO, keyed
 from tests.distributed import run_distributed
@@ -96,7 +96,7 @@ def step_of_a_rank(rank, world, folder):
     engine.setup(1)
     config, given = config_of(folder), case(rank)
     tokenizer = encode.load_tokenizer(folder)
-    made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
+    made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler = Sampler(given["responses"])
 
     def measure(policy_, batch, parts, **options):

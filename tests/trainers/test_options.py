@@ -13,7 +13,7 @@ from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import InputError, in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
-from fused_rl.trainers.policy.credit import adapted, check_credit
+from fused_rl.trainers.policy.critic import adapted, check_credit
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.options import read
 from tests.trainers import tiny

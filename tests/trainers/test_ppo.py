@@ -1,7 +1,5 @@
 """The numbers that decide whether PPO works, each on its own; a whole step is in test_ppo_step.py."""
 
-import types
-
 import pytest
 import torch
 
@@ -10,8 +8,8 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.policy import credit, policy
-from fused_rl.trainers.policy.critic import Critic
+from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy.critic import Critic, adapted, advantages_and_returns, token_rewards
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
@@ -43,31 +41,19 @@ def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
 def test_the_score_is_added_once_at_the_last_token_and_every_token_pays_for_its_kl():
     mask = torch.tensor([[False, True, True, True, False], [True, True, False, False, False], [False] * 5])
     kl = torch.where(mask, torch.arange(15.0).view(3, 5), 0)
-    found = credit.token_rewards(torch.tensor([10.0, 20.0, 30.0]), kl, mask, 0.5)
+    found = token_rewards(torch.tensor([10.0, 20.0, 30.0]), kl, mask, 0.5)
     assert found.tolist() == [[0, -0.5, -1, 8.5, 0], [-2.5, 17, 0, 0, 0], [0] * 5]  # an empty response has no token
 
 
-def test_a_missing_stop_token_replaces_the_score_or_subtracts_from_it():
-    rollout = types.SimpleNamespace(rewards=torch.tensor([2.0, 3.0]), stopped=torch.tensor([True, False]))
-    for options, expected in (
-        ({}, [2, 3]),
-        ({"missing_eos_score": -1.0}, [2, -1]),
-        ({"missing_eos_penalty": 0.5}, [2, 2.5]),
-    ):
-        assert credit.final_scores(config_of(**options), rollout).tolist() == expected
-    with pytest.raises(InputError, match="missing_eos_score replaces.*missing_eos_penalty subtracts.*one of them"):
-        ppo.arithmetic(config_of(missing_eos_score=0.0, missing_eos_penalty=1.0), 1)
-
-
 def test_the_adaptive_coefficient():
-    assert credit.adapted(0.15, 12.0, 64, 6.0, 10_000) == pytest.approx(0.150192, abs=1e-12)
-    assert credit.adapted(0.15, 0.0, 64, 6.0, 10_000) == pytest.approx(0.15 * (1 - 0.2 * 64 / 10_000))
-    assert credit.adapted(0.15, 6.6, 100, 6.0, 1000) == pytest.approx(0.15 * 1.01)
+    assert adapted(0.15, 12.0, 64, 6.0, 10_000) == pytest.approx(0.150192, abs=1e-12)
+    assert adapted(0.15, 0.0, 64, 6.0, 10_000) == pytest.approx(0.15 * (1 - 0.2 * 64 / 10_000))
+    assert adapted(0.15, 6.6, 100, 6.0, 1000) == pytest.approx(0.15 * 1.01)
 
 
 def credited(rewards, values, mask, **options):
     config = config_of(**({"gamma": 1.0, "whiten_advantages": False} | options))
-    return credit.advantages_and_returns(config, rewards, values, mask)
+    return advantages_and_returns(config, rewards, values, mask)
 
 
 def test_advantages_and_returns_have_a_lambda_each():
@@ -81,18 +67,6 @@ def test_advantages_and_returns_have_a_lambda_each():
         advantages, returns = credited(rewards, values, mask, gae_lambda=0.95, value_gae_lambda=gae_lambda)
         torch.testing.assert_close(advantages, torch.tensor([table[0.95]]))
         torch.testing.assert_close(returns, torch.tensor([expected]) + values)
-
-
-def test_lambda_by_length():
-    generator = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 3, 40, generator=generator)
-    mask = torch.arange(40) < torch.tensor([[40], [25], [4]])
-    advantages, returns = credited(rewards, values, mask, gae_alpha=0.1, gae_lambda=0.5)
-    for row, gae_lambda in enumerate((0.75, 0.6, 0.0)):  # 1 - 1 / (0.1 length), and never below 0
-        own = [x[row : row + 1] for x in (rewards, values, mask)]
-        expected, _ = fused_rl.gae(*own, gamma=1.0, gae_lambda=gae_lambda)
-        torch.testing.assert_close(advantages[row : row + 1], expected)
-    torch.testing.assert_close(returns, fused_rl.gae(rewards, values, mask, gamma=1.0, gae_lambda=0.5)[1])
 
 
 def test_advantages_are_whitened_masked_and_after_the_returns():
@@ -168,7 +142,7 @@ def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
     values = critic(batch.input_ids, batch.response_mask)
     assert (values[~batch.response_mask] == 0).all() and (values[batch.response_mask] != 0).all()
     # The last advantage is score - value: nothing is expected after EOS, though the critic would say something there.
-    rewards = credit.token_rewards(torch.tensor([2.0]), torch.zeros_like(values), batch.response_mask, 0.0)
+    rewards = token_rewards(torch.tensor([2.0]), torch.zeros_like(values), batch.response_mask, 0.0)
     advantages, _ = credited(rewards, values.detach(), batch.response_mask)
     assert advantages[0, 5].item() == pytest.approx(2 - values[0, 5].item(), abs=1e-6)
     # The state after EOS gets no gradient: token embeddings of what follows the last fitted state are untouched.

@@ -11,7 +11,7 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.policy import policy
+from fused_rl.trainers.policy import policy, setup
 from fused_rl.trainers.policy.critic import Critic, OwnCritic, load_critic
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.rollouts.types import Prompt, Response
@@ -267,7 +267,7 @@ def step_of_a_rank(rank, world, folders, pads, options):
     engine.setup(1)
     config, given = config_of(folders, **(OPTIONS | options)), case(rank)
     tokenizer = encode.load_tokenizer(folders[0])
-    made = policy.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
+    made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler, ppo.measure = Sampler(given["responses"]), made_up(given)
     if pads:
         given["before"] = {k: torch.nn.functional.pad(v, (0, pads), value=9.0) for k, v in given["before"].items()}

@@ -12,7 +12,7 @@ from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.models import language_model, packing
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.policy import evaluate, policy, prepare
+from fused_rl.trainers.policy import evaluate, policy, setup
 from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.run import store
 from fused_rl.trainers.scorers.load import load_scorers
@@ -103,7 +103,7 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
     config = grpo_config(files, "")
     scorers = load_scorers(config)
-    prompts = prepare.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
+    prompts = setup.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
     shares = [evaluate.share_of_rank(prompts)]
     assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 

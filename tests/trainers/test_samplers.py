@@ -10,7 +10,7 @@ import torch
 from fused_rl.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.policy import build
+from fused_rl.trainers.policy import setup
 from fused_rl.trainers.rollouts.mismatch import mismatch
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Seeds
@@ -155,7 +155,7 @@ def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(files, t
 def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):
     config = SimpleNamespace(sampler="own_sampler:Half", server=None)
     with pytest.raises(InputError, match="^sampler=own_sampler:Half and a sampler given to train.. are two; give one"):
-        build.build_sampler(config, config, None, None, Noting, longest=1)
+        setup.build_sampler(config, None, None, Noting)
     words = ["--model=m", "--dataset=d.jsonl", "--output_dir=o", f"--verifiers={VERIFIER}"]
     named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1,http://b:2", "--steps=3"])
     assert named.server == ["http://a:1", "http://b:2"] and named.steps == 3

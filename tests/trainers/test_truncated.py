@@ -9,7 +9,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy
-from fused_rl.trainers.policy.groups import Drawn
+from fused_rl.trainers.policy.groups import Groups
 from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -205,7 +205,7 @@ def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
 
 def all_of(rolled):
     """The rollout as a step's groups, every one of which counts."""
-    return Drawn(rolled, torch.ones(len(rolled.samples), dtype=torch.bool), {})
+    return Groups(rolled, torch.ones(len(rolled.samples), dtype=torch.bool), {})
 
 
 GROUPS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {}), Prompt([1, 90, 91, 92, 93], {}), Prompt([1, 60], {})]

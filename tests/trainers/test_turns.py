@@ -11,7 +11,7 @@ from fused_rl.recipes import turns as recipe
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import packing
-from fused_rl.trainers.policy import credit, groups, policy
+from fused_rl.trainers.policy import critic, groups, policy
 from fused_rl.trainers.policy.critic import Critic, OwnCritic
 from fused_rl.trainers.rollouts.roll_out import batch_of, check_responses, rollout_metrics
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -75,7 +75,7 @@ def grpo_step(config, prompts, responses, packed: bool):
     """The sums of a minibatch in three parts, and the gradient of every weight."""
     lm = tiny.load_lm(config)
     made = policy_of(config, lm, responses, packed)
-    drawn = groups.draw(made, prompts, None, 1)
+    drawn = groups.collect(made, prompts, None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
     measured, parts = made_up(drawn.rollout), list(torch.arange(8).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
@@ -109,7 +109,7 @@ def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder,
     sums, gradients = grpo_step(config, PROMPTS, responses, packed)
     lm = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
     made = policy_of(config, tiny.load_lm(config), responses, packed=False)
-    drawn = groups.draw(made, PROMPTS, None, 1)
+    drawn = groups.collect(made, PROMPTS, None, 1)
     measured = made_up(drawn.rollout)
 
     # (8, LENGTH) of the ids that the policy drew, and nothing between them.
@@ -175,7 +175,7 @@ def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folde
     assert mask.sum(1).tolist() == [len(response.drawn(response.ids)) for response in responses]
     for values in (experience.values, experience.advantages, experience.returns, experience.kl):
         assert (values[~mask] == 0).all()
-    rewards = credit.token_rewards(experience.scores, experience.kl, mask, 0.0)
+    rewards = critic.token_rewards(experience.scores, experience.kl, mask, 0.0)
     for i in range(8):
         own = mask[i].nonzero()[:, 0]
         assert rewards[i].nonzero()[:, 0].tolist() == own[-1:].tolist()

@@ -18,7 +18,6 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.options import (
     InputError,
     Needs,
-    NonNegative,
     NonNegativeInt,
     Positive,
     PositiveInt,
@@ -31,7 +30,6 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout
 
 ADVANTAGES = get_args(ResponseAdvantage)
 SUMMED = ("scores", "seconds", "incidents")  # of several rollouts
-DIVIDED = ("group-std", "batch-std", "group-mean-batch-std")  # by a standard deviation
 
 
 class GroupConfig(RolloutConfig, LossConfig):
@@ -43,8 +41,6 @@ class GroupConfig(RolloutConfig, LossConfig):
     """Reward less the group's mean, divided by its standard deviation or not; less the mean of the others in the
     group; whitened over the whole batch; or less the group's mean, divided by the batch's standard deviation. None is
     the preset's."""
-    std_floor: NonNegative = 0.0
-    """A standard deviation below this counts as this, where the advantage divides by one."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose rewards are all equal teach nothing. keep counts them in the loss's denominators; drop leaves them
     out; refill also draws new prompts in their place (dynamic sampling, DAPO)."""
@@ -59,12 +55,6 @@ class GroupConfig(RolloutConfig, LossConfig):
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
     needs: ClassVar = (
-        Needs(
-            "std_floor",
-            lambda config: advantage_of(config) in DIVIDED,
-            f"has no meaning with this advantage, which divides by no standard deviation; leave it out, or choose "
-            f"--advantage {' or '.join(DIVIDED)}",
-        ),
         Needs(
             "zero_variance",
             lambda config: advantage_of(config) != "batch-std",
@@ -124,7 +114,6 @@ def advantages_of(config: GroupConfig, rewards: torch.Tensor, counts: torch.Tens
         rewards[at],
         advantage_of(config),
         group_size=config.group_size,
-        std_floor=config.std_floor,
         process_group=ranks.all_ranks(),
     )
     return torch.zeros_like(rewards, dtype=found.dtype).index_copy(0, at, found)
@@ -162,7 +151,7 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
 
 
 @dataclass
-class Drawn:
+class Groups:
     """What this rank trains on in a step."""
 
     rollout: Rollout
@@ -177,13 +166,13 @@ class Drawn:
         return self.counts & self.rollout.stopped if mask_truncated else self.counts
 
 
-def draw(
+def collect(
     policy: Policy,
     prompts: list[Prompt],
     more: Callable[[int], list[Prompt]] | None,
     step: int,
-) -> Drawn:
-    """The groups of a step.
+) -> Groups:
+    """Sample and score the groups of a step, and again for those without a signal.
 
     Args:
         policy: the policy.
@@ -213,9 +202,9 @@ def draw(
     metrics = group_metrics(config, everything, step)
     if config.zero_variance == "keep":
         everyone = torch.ones(len(everything.samples), dtype=torch.bool)
-        return Drawn(everything, everyone, metrics | {"groups/trained": float(wanted)})
+        return Groups(everything, everyone, metrics | {"groups/trained": float(wanted)})
     share, counts = _share(config, everything)
-    return Drawn(_joined(policy, share), counts, metrics | {"groups/trained": float(min(found, wanted))})
+    return Groups(_joined(policy, share), counts, metrics | {"groups/trained": float(min(found, wanted))})
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:

@@ -15,12 +15,10 @@ import torch
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, wide_option
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
-from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, pack, responses_per_row
-from fused_rl.trainers.policy.build import Make, build_sampler
+from fused_rl.trainers.models.packing import Costs, Packed, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import Shown, drawn_from, roll_out
@@ -114,11 +112,19 @@ class Policy:
             self.resolved = {kl_coef: loss_options(self.config, **self.config.kl_in_loss(kl_coef))}
         return self.resolved[kl_coef]
 
-    def begin(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
-        """Step `step` begins; with `lag` later rollouts are drawn meanwhile, of the prompts so many steps after it."""
+    def saved_reference(self) -> language_model.SavedReference:
+        """Return the reference as checkpoints hold it, if it moves."""
+        return language_model.SavedReference(self.reference)
+
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference to the policy, by a fraction or wholly."""
+        language_model.sync(self.reference, self.model, alpha)
+
+    def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
+        """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
         if self.config.lag:
-            asked = (step, self.config.steps, prompts_of, self.config.group_size)
-            self.published = self.sampler.begin(*asked, lambda n: replace(self.sampling, seeds=self.seeds.draw(n)))
+            known = (step, self.config.steps, prompts_of, self.config.group_size)
+            self.published = self.sampler.begin(*known, lambda n: replace(self.sampling, seeds=self.seeds.draw(n)))
 
     def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int, seeds: Seeds | None = None) -> Rollout:
         """`copies` scored responses to each of this rank's prompts; an evaluation has `seeds` of its own."""
@@ -229,47 +235,6 @@ def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 
         for minibatch in order.split(count // config.minibatches):
             updates.append(list(minibatch.split(micro_batch_size)))
     return updates
-
-
-def load_policy(
-    config: PolicyConfig,
-    tokenizer,
-    scorers: Sequence[Scorer],
-    device,
-    updates: int,
-    *,
-    share_prompts: bool | None = False,
-    needs_reference: bool = True,
-    frozen: bool = False,
-    own_sampler: Make | None = None,
-) -> Policy:
-    """The policy in an engine for `updates` optimizer steps, its reference and its sampler.
-
-    Args:
-        share_prompts: compute a prompt once for several responses; None where the model can.
-        needs_reference: whether anything is measured against the starting model.
-        frozen: whether it is not trained.
-        own_sampler: makes the sampler in place of the option `sampler`.
-    """
-    # The model, its reference, and its engine.
-    lm = language_model.load_lm(config.model, config.revision, config, config, device)
-    stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
-    longest = config.max_prompt_length + config.max_new_tokens
-    otherwise = "prompts are computed once per response"
-    costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
-    reference = None
-    if needs_reference and not lm.lora:
-        starting = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
-        reference = engine.initialize_frozen(starting, config)
-    model = engine.initialize(lm, config, config, updates)
-
-    # What draws its responses, and how.
-    sampler = build_sampler(config, config, model, tokenizer, own_sampler, longest=longest)
-    sampling = config.sampling(config.max_new_tokens, stop_ids)
-    made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
-    seeds = Seeds(config.seed + ranks.rank() * 100_003)
-    own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
-    return Policy(*made, frozen=frozen, seeds=seeds, own=own)
 
 
 @dataclass

@@ -58,6 +58,12 @@ def load_chosen(
     return config, load_scorers(config, reader)
 
 
+def load_for_policy(config: Config, rows, tokenizer, device, recorded) -> tuple[Config, list[Scorer]]:
+    """Return what `load_chosen` does, for a policy that is trained with this config."""
+    reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
+    return load_chosen(config, rows, reader, recorded)
+
+
 def named_by(rows: Sequence[Rows]) -> list[str]:
     """Return reasoning_gym, if the first row names its dataset; else raise an error that lists the scorers."""
     part = next(part for part in rows if len(part))

@@ -1,0 +1,224 @@
+"""The setup of PPO and GRPO, which is the same: a step's batch, the rows and scorers, the policy and its sampler."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.functions import load_function
+from fused_rl.trainers.base.ranks import divide_over
+from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.language_model import check_fits
+from fused_rl.trainers.models.packing import agreed_costs
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
+from fused_rl.trainers.policy.options import PolicyConfig
+from fused_rl.trainers.policy.policy import Policy
+from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
+from fused_rl.trainers.rollouts.roll_out import prompts_of
+from fused_rl.trainers.rollouts.sampling import Seeds
+from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
+from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.servers.inference import Http
+from fused_rl.trainers.servers.probe import TEXT, Probe
+from fused_rl.trainers.servers.sampler import ServerSampler
+
+CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high")
+Make = Callable[[Sampler, object], Sampler]
+"""(the sampler that the options make, the tokenizer) -> the sampler of the run."""
+
+
+def divided(config: PolicyConfig, world: int) -> dict[str, object]:
+    """Return how the batch of a step divides over ranks, minibatches and micro-batches; refuse one that does not."""
+    local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
+    if local % config.minibatches:
+        what = f"does not divide the {local} responses of each process; choose a number that does"
+        raise InputError(f"minibatches={config.minibatches} {what}")
+    minibatch = local // config.minibatches
+    updates = config.minibatches * config.epochs
+    parts = math.ceil(minibatch / config.micro_batch_size)
+    return {
+        "responses per step": f"{local * world} = {config.prompts_per_step} prompts x {config.group_size}",
+        "responses per process and step": local,
+        "responses per process and minibatch": minibatch,
+        "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
+        "optimizer updates per step": updates,
+        "optimizer updates in the run": config.in_run(updates),
+        "responses in the run": config.in_run(local * world),
+    } | ({} if config.server is None else {"servers, not asked yet": " ".join(config.server)})
+
+
+@dataclass
+class Setup:
+    """A run with everything but its models."""
+
+    run: Run
+    config: PolicyConfig
+    """With the steps that its passes over the prompts come to, and the scorers that were chosen."""
+    tokenizer: object
+    scorers: Sequence[Scorer]
+    prompts: list[Prompt]
+    held_out: HeldOut
+    own_sampler: Make | None = None
+
+    @property
+    def updates(self) -> int:
+        """Return the number of optimizer updates in the whole run."""
+        return self.config.steps * self.config.minibatches * self.config.epochs
+
+    def load_policy(self, **options) -> Policy:
+        """Return the policy, which has room for every prompt and its response; options as of `load_policy`."""
+        made = (self.config, self.tokenizer, self.scorers, self.run.device, self.updates)
+        with phase("loaded the policy"):
+            policy = load_policy(*made, own_sampler=self.own_sampler, **options)
+        rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
+        remedy = "max_new_tokens or max_prompt_length"
+        check_fits(policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, remedy)
+        return policy
+
+    def prompts_of_rank(self, indices: list[int]) -> list[Prompt]:
+        """Return this rank's share of the prompts at `indices`."""
+        return [self.prompts[i] for i in indices[ranks.rank() :: ranks.world_size()]]
+
+
+def setup(
+    config: PolicyConfig,
+    arithmetic: Callable,
+    load_scorers: Callable,
+    rows: tuple[Given, Given] = (None, None),
+    sampler: Make | None = None,
+    critic: str | None = None,
+) -> Setup:
+    """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
+    run = Run(config, arithmetic)
+    with phase("read tokenizer, scorers and rows"):
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
+        read = load_train_eval(config, *rows)
+        config, scorers = load_scorers(config, read, tokenizer, run.device, run.recorded)
+        prompts, held_out = load_prompts(config, tokenizer, scorers, read)
+        if config.sampler is not None:  # a name that is none is refused before a model is read
+            load_function("sampler", config.sampler)
+    models = config.reward_models() | ({} if critic is None else {"critic": critic})
+    config = run.check_inputs(config, tokenizer, models, rows=prompts, held_out=held_out)
+    return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
+
+
+def load_prompts(
+    config: PolicyConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows] | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train on and the held-out ones; every scorer checks each row."""
+    encoder = encode.Encoder.of(config, tokenizer)
+    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
+    train, held_out = (prompts_of(part, encoder, scorers, **chosen) for part in rows or load_train_eval(config))
+    return train, held_out
+
+
+def load_policy(
+    config: PolicyConfig,
+    tokenizer,
+    scorers: Sequence[Scorer],
+    device,
+    updates: int,
+    *,
+    share_prompts: bool | None = False,
+    needs_reference: bool = True,
+    frozen: bool = False,
+    own_sampler: Make | None = None,
+) -> Policy:
+    """Return the policy in an engine for `updates` optimizer steps, with its reference and its sampler.
+
+    Args:
+        share_prompts: compute a prompt once for several responses; None if the model can.
+        needs_reference: True if something is measured against the starting model.
+        frozen: True if the policy is not trained.
+        own_sampler: makes the sampler in place of the option `sampler`.
+    """
+    # The model, its reference, and its engine.
+    lm = language_model.load_lm(config.model, config.revision, config, config, device)
+    stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
+    longest = config.max_prompt_length + config.max_new_tokens
+    otherwise = "prompts are computed once per response"
+    costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
+    reference = None
+    if needs_reference and not lm.lora:
+        starting = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
+        reference = engine.initialize_frozen(starting, config)
+    model = engine.initialize(lm, config, config, updates)
+
+    # Its sampler.
+    sampler = build_sampler(config, model, tokenizer, own_sampler)
+    sampling = config.sampling(config.max_new_tokens, stop_ids)
+    made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
+    seeds = Seeds(config.seed + ranks.rank() * 100_003)
+    own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
+    return Policy(*made, frozen=frozen, seeds=seeds, own=own)
+
+
+def build_sampler(config: PolicyConfig, model, tokenizer, own: Make | None = None) -> Sampler:
+    """Return the run's sampler: the policy in this process, servers, or the user's `own`. All ranks call it together.
+
+    A sampler of the user's own is a function of the one that is made without it, and of the tokenizer:
+
+        class Conversation(Sampler):  # --sampler my_module:Conversation
+            def sample(self, prompts, sampling):
+                return self.built.sample(…)
+    """
+    if config.sampler is not None and own is not None:
+        raise InputError(f"sampler={config.sampler} and a sampler given to train() are two; give one of them")
+    # The policy in this process, or servers.
+    lm = model.module.base
+    options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
+    if config.server is not None:
+        built = _served(config, model, tokenizer)
+    elif config.lag:
+        built = CopySampler(lm, **options)
+    else:
+        built = TransformersSampler(lm, **options, synced_gpus=model.zero_optimization_stage() == 3)
+    # The user's own, around it.
+    if config.sampler is not None or own is not None:
+        built = (own or load_function("sampler", config.sampler))(built, tokenizer)
+        if not isinstance(built, Sampler):
+            came = f"{config.sampler or 'the function'} returned {type(built).__name__}"
+            raise InputError(f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler")
+    # What it does not record or report, and the options need.
+    if config.sampling(1, ()).truncates and not built.records_support:
+        raise InputError(
+            f"top_p={config.top_p:g} top_k={config.top_k} min_p={config.min_p:g} with a sampler that reports no kept "
+            f"sets ({type(built).__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
+            "have the sampler record the sets"
+        )
+    given = [name for name in CORRECTIONS if getattr(config, name) is not None]
+    if given and not built.tells_logprobs:
+        raise InputError(
+            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
+            "sampled; leave it out"
+        )
+    if config.lag and not built.tells_logprobs:
+        raise InputError(
+            f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "
+            "sampler declares tells_logprobs = False; have it report them, or leave lag out"
+        )
+    return Ahead(built, config.lag) if config.lag else built
+
+
+def _served(config: PolicyConfig, model, tokenizer) -> Sampler:
+    """Return a sampler of inference servers."""
+    key = None
+    if config.server_api_key_env is not None:
+        key = os.environ.get(config.server_api_key_env, "").strip()
+        if not key:
+            raise InputError(f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it")
+    exact = model.module.base.dtype == torch.float32
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    probe = Probe(model, ids, exact, config.sampling(1, ()))
+    http = Http(config.server_timeout, config.server_concurrency, key)
+    folder = Path(config.output_dir) / "published"
+    return ServerSampler(config.server, http, folder, probe, config.max_prompt_length + config.max_new_tokens)
