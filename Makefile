@@ -78,7 +78,7 @@ test-versions: $(RELEASES:%=test-versions-%)  ## kernels, losses and each traine
 .venv-%/installed-release: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check install -q $(OF_$*) -e '.[train]' \
-	  pytest pytest-xdist pytest-benchmark
+	  pytest pytest-xdist
 	@touch $@
 
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
@@ -122,7 +122,7 @@ $(VENV)-openrlhf/installed: tests/hosts/constraints-openrlhf.txt pyproject.toml 
 # A real inference server, which our environment asks by HTTP alone. Its list is frozen for this Python.
 SERVER_PYTHON ?= python3.11
 .PHONY: test-server
-test-server: $(VENV)/installed $(VENV)-vllm/installed  ## the trainers against a real vLLM on this CPU, faults on purpose among them: 9 minutes once installed
+test-server: $(VENV)/installed $(VENV)-vllm/installed  ## the trainers against a real vLLM on this CPU: 6 minutes once installed
 	$(BIN)/python -m pytest -m server tests/server
 
 $(VENV)-vllm/installed: tests/server/requirements.txt

@@ -22,7 +22,7 @@ LOSSES = "tests/test_losses.py tests/test_losses_trl.py tests/test_aggregation.p
 METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
 LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
-ON_DEVICE = "-p tests.device.process tests/device/test_launches.py"
+LAUNCHES = "-p tests.device.process tests/device/test_launches.py"
 PPO_STEP = "tests/trainers/test_ppo_step.py"
 PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
@@ -66,13 +66,13 @@ MUTATIONS = {
         "kernels/logprob_gradient.py",
         "tl.debug_barrier()  # dx may be x",
         "pass  # dx may be x",
-        f"{ON_DEVICE} -k 'long_rows and inplace and aligned'",
+        f"{LAUNCHES} -k 'long_rows and inplace and aligned'",
     ),
     "where a row of advantages begins is counted in 32 bits": Mutation(
         "kernels/gae.py",
         "row = tl.program_id(0).to(tl.int64)",
         "row = tl.program_id(0)",
-        f"{ON_DEVICE} -k more_than_32_bits",
+        f"{LAUNCHES} -k more_than_32_bits",
     ),
     "columns beyond the vocabulary are read": Mutation(
         "kernels/lanes.py",
@@ -132,13 +132,19 @@ MUTATIONS = {
         "kernels/kl_gradient.py",
         "out = row.to(tl.int64) * V",
         "out = row * V",
-        f"{ON_DEVICE} -k a_gradient_of_more",
+        f"{LAUNCHES} -k a_gradient_of_more",
     ),
     "the gradient of a masked row is never written": Mutation(
         "kernels/kl_gradient.py",
         "_store(dx_ptr, dy_ptr, dx, dy, out + column, inside)",
         "_store(dx_ptr, dy_ptr, dx, dy, out + column, wanted)",
         "tests/test_kl.py -k 'nan_shows and kernel'",
+    ),
+    "on a device the gradient of a masked row is never written": Mutation(
+        "kernels/kl_gradient.py",
+        "_store(dx_ptr, dy_ptr, dx, dy, out + column, inside)",
+        "_store(dx_ptr, dy_ptr, dx, dy, out + column, wanted)",
+        f"{LAUNCHES} -k 'hostile_rows and token_kl and shift'",
     ),
     # The losses.
     "k3 is its mirror image": Mutation(

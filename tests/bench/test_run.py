@@ -115,21 +115,6 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
     assert of_peer == ["token_logprobs"], "what cannot run at any case is told once"
 
 
-@pytest.mark.slow
-def test_every_case_gives_rows_of_one_form(clock):
-    cases = [one_case(), KLCase(Spec((6, 500), "bf16"), "cpu"), GAECase(Spec((3, 50)), "cpu")]
-    cases.append(LinearCase(Spec((256, 16, 300), "bf16"), "cpu"))
-    for case in cases:
-        rows = results.measured(run.run_case(case, "plain torch,loop over T", 1e10, 1e9))
-        assert rows[-1]["implementation"] in ("plain torch", "loop over T")
-        for row in rows:
-            assert row["status"] == results.OK
-            assert set(row["time_over"]) == set(case.baselines)
-            figures = set(results.figures(row))
-            missing = set(case.columns.values()) - figures
-            assert not {name for name in missing if not name.endswith("error") and name != "backward"}, missing
-
-
 def test_linear_truth_is_autograd_in_fp64_and_finds_a_wrong_gradient():
     case = LinearCase(Spec((1152, 16, 300), "fp32"), "cpu")  # two pieces of 512 rows and a tail
     hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden, case.weight))

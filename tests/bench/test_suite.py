@@ -1,14 +1,12 @@
 """The commands of the suite: each takes its own options, and wrong ones end with a line."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from bench import __main__ as suite
-from bench import machine, options
+from bench import options
 
 
 @pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
@@ -38,14 +36,3 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             suite.main()
         assert wrong[-2] in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_traffic_runs_without_an_interpreter_set():
-    # It chooses the interpreter itself; bench's own files must not shadow other packages.
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bench", "traffic", "--peers", "plain torch", "--shapes", "1x4x20001"]
-    done = subprocess.run(command, cwd=machine.ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "64.0" in done.stdout
-    assert "token_kl" in done.stdout

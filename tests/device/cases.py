@@ -1,4 +1,4 @@
-"""Public functions on tensors of a device, beside the ops of tests/hostile.py, and how often the host may wait.
+"""Public functions on a device, beside those of tests/hostile.py and hostile_tokens.py; how often the host may wait.
 
 A case takes `put`, which puts a CPU tensor where it is to run, and returns outputs and leaves; a public op without
 a case fails tests/device/test_ops.py.
@@ -11,7 +11,6 @@ import torch
 
 import fused_rl
 from fused_rl import reference
-from fused_rl.estimators import KL_ESTIMATORS
 
 N, V, H, K = 6, 33, 16, 3
 B, T = 4, 5
@@ -101,18 +100,6 @@ def tokens(put):
     return logprobs, *(put(-normal(B, T, seed=i).abs()) for i in (1, 2)), put(normal(B, T, seed=3).abs())
 
 
-for preset in fused_rl.PRESETS:
-
-    @case("policy_loss", preset)
-    def _policy_loss(put, preset=preset):
-        logprobs, old, ref, entropy = tokens(put)
-        options = {"ref_logprobs": ref, "entropy": entropy, "kl_coef": 0.1, "entropy_coef": 0.01, "max_length": T}
-        found, metrics = fused_rl.policy_loss(
-            logprobs, old, put(normal(B, seed=5)), put(some(B, T)), preset=preset, **options
-        )
-        return [found, *metrics.values()], [logprobs]
-
-
 @case("policy_loss", "top entropy, denominators, sampler's log-probabilities")
 def _corrected_loss(put):
     logprobs, old, ref, entropy = tokens(put)
@@ -133,36 +120,6 @@ def _policy_token_loss(put):
     return [loss(logprobs, entropy, *per_token)], [logprobs]
 
 
-for level in ("token", "sequence", "sequence-sum"):
-
-    @case("importance_ratio", level)
-    def _importance_ratio(put, level=level):
-        logprobs, old, *_ = tokens(put)
-        return [fused_rl.importance_ratio(logprobs, old, put(some(B, T)), ratio_level=level)], [logprobs]
-
-
-for estimator in KL_ESTIMATORS:
-
-    @case("kl_estimate", estimator)
-    def _kl_estimate(put, estimator=estimator):
-        logprobs, old, ref, _ = tokens(put)
-        return [fused_rl.kl_estimate(logprobs, ref, estimator, old_logprobs=old)], [logprobs]
-
-
-@case("entropy_bonus")
-def _entropy_bonus(put):
-    entropy = put(normal(B, T).abs().requires_grad_())
-    loss, metrics = fused_rl.entropy_bonus(entropy, put(some(B, T)), 0.1)
-    return [loss, *metrics.values()], [entropy]
-
-
-@case("value_loss")
-def _value_loss(put):
-    values = put(normal(B, T).requires_grad_())
-    loss, metrics = fused_rl.value_loss(values, put(normal(B, T, seed=1)), put(normal(B, T, seed=2)), put(some(B, T)))
-    return [loss, *metrics.values()], [values]
-
-
 @case("preference_loss")
 def _preference_loss(put):
     leaves = [put(normal(B, seed=i).requires_grad_()) for i in range(2)]
@@ -177,25 +134,6 @@ for advantage in fused_rl.ADVANTAGES:
         @case("response_advantages", advantage)
         def _response_advantages(put, advantage=advantage):
             return [fused_rl.response_advantages(put(normal(8)), advantage, group_size=4)], []
-
-
-@case("group_advantages")
-def _group_advantages(put):
-    return [fused_rl.group_advantages(put(normal(8)), 4)], []
-
-
-@case("gae")
-def _gae(put):
-    values = put(normal(B, T)), put(normal(B, T, seed=1)), put(some(B, T))
-    return fused_rl.gae(*values, gamma=0.99, gae_lambda=0.95), []
-
-
-for name in ("masked_sum", "masked_mean", "masked_var", "whiten"):
-
-    @case(name)
-    def _masked(put, name=name):
-        values = put(normal(B, T).requires_grad_())
-        return [getattr(fused_rl, name)(values, put(some(B, T)))], [values] if name != "whiten" else []
 
 
 # the count of steps before the second one, once for a group of parameters

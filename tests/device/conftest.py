@@ -21,10 +21,10 @@ def device():
 
 
 @pytest.fixture
-def kernels():
+def kernels(poisoned):
     """`device="cuda"` makes tensors of the device; kernels are compiled, checked and executed: see driver.py.
 
-    Yields the `driver.Session`.
+    Memory that nobody has written holds NaN. Yields the `driver.Session`.
     """
     pytest.importorskip("triton")
     from tests.device import driver, tensors
