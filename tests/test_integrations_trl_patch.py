@@ -1,7 +1,6 @@
 """The patch that exchanges TRL's primitives for ours: whole, undone, refused, pickled, documented."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
@@ -69,10 +68,3 @@ def test_the_hosts_own_function_is_reached_while_patched():
         function = trl_utils._ChunkedLogProbFunction
         ours = run_head(function.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
     assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.slow  # beside the rest of the package: test_import_with_torch_alone
-def test_the_integration_imports_torch_alone():
-    code = "import sys, fused_rl.integrations.trl; print({'trl', 'transformers', 'accelerate'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr

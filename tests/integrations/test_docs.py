@@ -71,14 +71,3 @@ def test_an_example_runs_as_written(section, source, tmp_path):
         pytest.skip(f"{host} is not installed here")
     tiny.model_folder(tmp_path / "model", chat=False)  # stands for the reader's own
     run_example(source, tmp_path)
-
-
-def test_examples_are_found_and_can_fail(tmp_path):
-    text = (
-        "# Title\n## One\n```python\nprint(1)\n```\ntext\n```\nno\n```\n## Two\n```python\nraise SystemExit(3)\n```\n"
-    )
-    assert examples(text) == [("One", "print(1)\n"), ("Two", "raise SystemExit(3)\n")]
-    assert run_example("print(x)", tmp_path, before="x = 1\n") == "1\n"
-    with pytest.raises(AssertionError):
-        run_example("raise SystemExit(3)", tmp_path)
-    assert {"transformers", "open-instruct"} <= {section for section, _ in WRITTEN}

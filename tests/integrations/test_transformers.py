@@ -54,22 +54,6 @@ def test_training_equals_the_stock_trainer(name, tmp_path):
             assert_equal_runs(train(tiny_models.model(name), tmp_path, way, **options), stock)
 
 
-def lora(name="qwen2", **options):
-    peft = pytest.importorskip("peft")
-    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_dropout": 0.0, **options}
-    torch.manual_seed(0)
-    return peft.get_peft_model(tiny_models.model(name), peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options))
-
-
-@pytest.mark.slow  # the fast one: a_model_patched_before_peft_wraps_it
-@pytest.mark.parametrize(("name", "saved"), [("qwen2", ["lm_head"]), ("qwen2-tied", None)])
-def test_lora(name, saved, tmp_path):
-    stock = train(lora(name, modules_to_save=saved), tmp_path)
-    assert any("lora" in parameter for parameter in stock.gradients[0])
-    for way in ("logits", "fused"):
-        assert_equal_runs(train(lora(name, modules_to_save=saved), tmp_path, way), stock)
-
-
 def test_a_model_patched_before_peft_wraps_it(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
@@ -368,20 +352,21 @@ def test_what_patch_refuses(monkeypatch):
     base.loss_function = print
     with pytest.raises(ValueError, match="print.*ForCausalLMLoss"):
         patch(base)
-    with pytest.raises(ValueError, match="lora.*nn.Linear.*target_modules"):
-        patch(lora(target_modules=["lm_head"]))
     monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: "4.57.1")
     with pytest.raises(ImportError, match=r"transformers 4.57.1 is not a version.*<6,>=5.17"):
         patch(tiny_models.model("qwen2"))
 
 
-def test_what_is_put_on_the_head_later_is_refused():
+def test_an_adapter_on_the_head_is_refused_before_and_after():
     peft = pytest.importorskip("peft")
     model = tiny_models.model("qwen2")
     patch(model)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="lora.*nn.Linear"):
         wrapped(**batch())
+    unpatch(model)
+    with pytest.raises(ValueError, match="lora.*nn.Linear.*target_modules"):
+        patch(wrapped)
 
 
 def test_what_causal_lm_loss_refuses(tmp_path):

@@ -7,7 +7,6 @@ project's (`fused_rl.integrations.trl.patch`).
 
 import contextlib
 import functools
-import inspect
 import os
 import random
 import tempfile
@@ -18,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from tests.integrations import tiny_models
 from tests.trainers import tiny
 
 VOCAB_PRIMITIVE = "_ChunkedLogProbFunction"
@@ -69,36 +69,13 @@ def _tokenizer():
 
 
 def _config(kind: str):
-    """Configs whose heads differ: tied or not, with a bias, a scale, a soft cap."""
+    """Return a config of tests/integrations/tiny_models.py, two layers deep, for our tokenizer."""
     import transformers
 
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    common = {
-        **sizes,
-        "vocab_size": len(_tokenizer()),
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": kind in ("tied", "cohere"),
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    if kind in ("qwen2", "tied"):
-        return transformers.Qwen2Config(**common, num_key_value_heads=1)
-    if kind == "cohere":
-        return transformers.CohereConfig(**common, logit_scale=0.3)
-    if kind == "granite":
-        return transformers.GraniteConfig(**common, logits_scaling=2.0)
-    if kind == "gemma2":
-        return transformers.Gemma2Config(**common, num_key_value_heads=1, head_dim=8, final_logit_softcapping=3.0)
-    if kind == "bias":
-        return transformers.PhiConfig(**common)
-    raise ValueError(f"no model {kind!r}")
+    name, options = tiny_models.MODELS[kind]
+    sizes = {"vocab_size": len(_tokenizer()), "num_hidden_layers": 2, "max_position_embeddings": 128}
+    tied = {"tie_word_embeddings": kind in ("qwen2-tied", "cohere"), "initializer_range": 0.2}
+    return getattr(transformers, name)(**options | sizes | tied)
 
 
 @functools.cache
@@ -132,7 +109,7 @@ def _shape_head(lm) -> None:
         head.bias[second] = head.bias[first]
 
 
-def load(kind: str, dtype: torch.dtype, *, moved: float = 0.0, seed: int = 3):
+def load(kind: str, *, moved: float = 0.0, seed: int = 3):
     """The saved model of this kind, each weight moved by noise of this size."""
     import transformers
 
@@ -142,8 +119,7 @@ def load(kind: str, dtype: torch.dtype, *, moved: float = 0.0, seed: int = 3):
         for parameter in lm.parameters():
             parameter += moved * torch.randn(parameter.shape, generator=generator)
     _shape_head(lm)
-    # Rounded to bf16 for every run, so that runs of all dtypes start from the same weights.
-    return lm.to(torch.bfloat16).to(dtype)
+    return lm
 
 
 @functools.cache
@@ -167,8 +143,6 @@ def dataset(trainer: str):
     if trainer == "KTO":
         labels = [i % 3 != 0 for i in range(16)]
         return datasets.Dataset.from_dict({"prompt": prompts, "completion": ends, "label": labels})
-    if trainer == "Reward":
-        return datasets.Dataset.from_dict({"chosen": ends, "rejected": others})
     return datasets.Dataset.from_dict({"prompt": prompts, "chosen": ends, "rejected": others})
 
 
@@ -177,20 +151,7 @@ def reward(completion_ids, **_):
     return [sum(ids) % 13 / 6 + 0.1 * len(ids) for ids in completion_ids]
 
 
-def _scripted(trainer):
-    """Responses that do not depend on the model, so that runs of different precision see the same data."""
-    rng = random.Random(5)
-    pairs = "logprobs" in inspect.getsource(type(trainer)._generate_single_turn).rpartition("return")[2]
-
-    def generate(prompt_ids, *_, **__):
-        lengths = [rng.randint(1, 9) for _ in prompt_ids]
-        responses = [rng.choices(range(7, len(_tokenizer())), k=length) + [2] for length in lengths]
-        return (responses, None) if pairs else responses
-
-    return generate
-
-
-def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, **arguments):
+def build(cell: Cell, folder, **arguments):
     """The trainer of a cell, with every setting that could differ between two runs fixed."""
     import transformers
     import trl
@@ -226,22 +187,16 @@ def build(cell: Cell, folder, *, dtype=torch.float32, scripted=False, **argument
         options.setdefault("num_generations", 2)
         given["reward_funcs"] = reward
     if cell.trainer in ("DPO", "KTO") and not cell.lora:
-        given["ref_model"] = load(cell.model, dtype)
+        given["ref_model"] = load(cell.model)
     if cell.trainer == "Distillation":
-        given["teacher_model"] = load(cell.model, dtype, moved=0.1, seed=4)
+        given["teacher_model"] = load(cell.model, moved=0.1, seed=4)
     if cell.lora:
         import peft
 
         given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = load(cell.model, dtype, moved=MOVED)
-    if cell.trainer == "Reward":
-        classifier = transformers.AutoModelForSequenceClassification
-        model = classifier.from_pretrained(_folder(cell.model), num_labels=1, dtype=dtype)
+    model = load(cell.model, moved=MOVED)
     config = getattr(trl, f"{cell.trainer}Config")(output_dir=str(folder), **options)
-    trainer = getattr(trl, f"{cell.trainer}Trainer")(model=model, args=config, **given)
-    if scripted and cell.trainer in ("GRPO", "RLOO", "Distillation"):
-        trainer._generate_single_turn = _scripted(trainer)
-    return trainer
+    return getattr(trl, f"{cell.trainer}Trainer")(model=model, args=config, **given)
 
 
 def record(trainer) -> Run:
@@ -267,18 +222,9 @@ def record(trainer) -> Run:
     trainer.training_step = recorded_step
     trainer.train()
     run.metrics = [untimed(logged) for logged in trainer.state.log_history]
-    run.parameters = _whole_parameters(trainer)
+    named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    run.parameters = {name: parameter.detach().clone() for name, parameter in named}
     return run
-
-
-def _whole_parameters(trainer) -> dict[str, torch.Tensor]:
-    named = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
-    if not trainer.is_deepspeed_enabled:
-        return {name: parameter.detach().clone() for name, parameter in named.items()}
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(named.values())):
-        return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
 def untimed(logged: dict) -> dict:
