@@ -159,25 +159,6 @@ def test_imports_go_downwards(folder):
     assert paths and list(found) == []
 
 
-@pytest.mark.parametrize(
-    ("folder", "module", "names"),
-    [
-        ("kernels", "fused_rl", ["losses"]),
-        ("kernels", "transformers", []),
-        ("fused_rl", "deepspeed", []),
-        ("fused_rl", "fused_rl", ["trainers"]),
-        ("trainers", "triton.language", []),
-        ("trainers", "fused_rl.kernels", ["logprob"]),
-        ("trainers", "fused_rl", ["recipes"]),
-        ("trainers", "kernels.logprob", []),
-        ("trainers", "fused_rl.kl", ["_token_kl"]),
-        ("recipes", "bench.measure", []),
-    ],
-)
-def test_an_import_upwards_is_found(folder, module, names):
-    assert list(violations(folder, Import(ROOT, 1, module, tuple(names))))
-
-
 def test_no_file_imports_itself_by_way_of_others():
     edges = {}
     for module, path in MODULES.items():

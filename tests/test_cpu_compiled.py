@@ -1,13 +1,11 @@
 """token_logprobs on the CPU path: in chunks, compiled where that is worth it, in huge pages, without copies."""
 
 import logging
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from fused_rl import logprobs, reference, token_logprobs
+from fused_rl import reference, token_logprobs
 from fused_rl.cpu import compiled
 from fused_rl.cpu import logprob as cpu
 from tests.logits import (
@@ -110,33 +108,3 @@ def test_compiled_cpu_path(monkeypatch, dtype):
         **options,
     )
     assert torch.equal(inplace, gradient)
-
-
-def flags(tensor):
-    """The kernel's flags of the mapping that holds it."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            middle = tensor.data_ptr() + tensor.nbytes // 2
-            inside = int(span[1], 16) <= middle < int(span[2], 16)
-        elif inside and line.startswith("VmFlags"):
-            return line.split()[1:]
-    raise AssertionError("no mapping")
-
-
-with_huge_pages = pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages"
-)
-
-
-@with_huge_pages
-@pytest.mark.parametrize("watched", [False, True])  # True: through the registered operator
-def test_the_gradient_of_large_logits_is_in_huge_pages(monkeypatch, watched):
-    """64 MB, which malloc maps anew each time; masked rows are not read."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(logprobs, "_unwatched", lambda logits: not watched)
-    logits = torch.zeros(16, 1 << 20, requires_grad=True)
-    no_row = torch.zeros(16, dtype=torch.bool)
-    total = token_logprobs(logits, torch.zeros(16, dtype=torch.long), mask=no_row).logprobs.sum()
-    (gradient,) = torch.autograd.grad(total, logits)
-    assert "hg" in flags(gradient)

@@ -19,13 +19,11 @@ from tests.heads import (
     MORE_ROWS,
     MORE_TOKENS,
     ONE_TILE,
-    Work,
     in_dtype,
     kl_and_gradients,
     logprobs_and_gradients,
     loss_and_gradients,
     make,
-    peak_bytes,
     reference_head,
     upstream_of,
 )
@@ -258,30 +256,3 @@ def test_tiles_are_counted_in_fp32():
     assert n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
     rows = (wide.bytes - tiles.sum_bytes(8192, 64, 2)) // (8192 * 6)
     assert tiles.one_pass_rows(hidden.repeat(4, 1), 8192, (True, True), wide) == rows
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_memory(run):
-    """Outputs, gradients, workspace + 10 %, casts included."""
-    leaves, targets, _ = make((1024, 64, 20480), BF16, bias=False)
-    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {"workspace_mb": 48, "logits_dtype": FP32}
-    most = peak_bytes(lambda: run(fused_rl, leaves, targets, *args, **options))
-    assert 24 * 2**20 < most <= 1.1 * 48 * 2**20 + sum(leaf.nbytes for leaf in leaves)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_work():
-    """As many products as with 16-bit logits: those of logits in fp32, those of gradients in 16 bits."""
-    n, width, vocab = ONE_TILE[0]
-    leaves, targets, _ = make(ONE_TILE[0], BF16)
-    hidden, weight, bias = leaves
-    with Work() as work:
-        outputs = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32)
-    assert work.flop == 2 * n * width * vocab
-    assert work.dtypes == {FP32}
-    with Work() as work:
-        outputs.logprobs.sum().backward()
-    assert work.flop == 6 * n * width * vocab
-    assert work.dtypes == {FP32, BF16}

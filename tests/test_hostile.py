@@ -1,13 +1,11 @@
 """Every public op on hostile inputs (tests/hostile.py), kernels and CPU path, values and gradients, against fp64."""
 
 import os
-import sys
 
 import pytest
 import torch
 
 import fused_rl
-from bench.compiled import interpreter
 from tests import hostile_tokens
 from tests.drawn import given, settings
 from tests.hostile import (
@@ -229,31 +227,3 @@ def test_every_public_op_is_listed():
     """A new name of `fused_rl.__all__` needs a row of OPS (tests/hostile.py) or FUNCTIONS (tests/hostile_tokens.py)."""
     listed = {name.partition(",")[0] for name in (*OPS, *hostile_tokens.FUNCTIONS)}
     assert listed | OTHERS == set(fused_rl.__all__)
-
-
-def draws_until_wrong(name, count):
-    """How many cases it takes, the last of them, and what was wrong; None where `count` are right."""
-    of_rows, drawn = name in OPS, []
-
-    def each(case):
-        drawn.append(case)
-        check(OPS[name], case) if of_rows else check_tokens(hostile_tokens.FUNCTIONS[name], case)
-
-    try:
-        settings(max_examples=count)(given(cases() if of_rows else hostile_tokens.cases())(each))()
-    except AssertionError as error:
-        return len(drawn), drawn[-1], str(error).partition("\n")[0]
-    return None
-
-
-if __name__ == "__main__":
-    # TRITON_INTERPRET=1 python -m tests.test_hostile 500 [NAME ...]: draws until something is wrong on the kernels;
-    # without the variable, on the CPU path
-    interpreter.fix_numerics()
-    for name in sys.argv[2:] or (*OPS, *hostile_tokens.FUNCTIONS):
-        found = draws_until_wrong(name, int(sys.argv[1]))
-        print(
-            name,
-            "right in all draws" if found is None else "wrong at draw {}: {}\n  {}".format(*found),
-            sep=": ",
-        )

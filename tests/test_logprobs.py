@@ -157,18 +157,6 @@ def test_bits_of_a_row_depend_on_the_row_alone(backend):
         assert torch.equal(gradient_alone, gradient[b, t])
 
 
-@cpu_fast
-def test_four_leading_dimensions_that_do_not_merge(backend):
-    logits, targets = random_rows(2 * 3 * 4, 77, torch.float32, backend)
-    logits = logits.view(2, 3, 4, 77)[:, :2, 1:]
-    targets = targets.view(2, 3, 4)[:, :2, 1:]
-    upstream = upstream_of((2, 2, 3), backend)
-    outputs, gradient = run(token_logprobs, logits, targets, upstream)
-    expected, expected_gradient = run(token_logprobs, logits.contiguous(), targets, upstream)
-    assert all(map(torch.equal, outputs, expected))
-    assert torch.equal(gradient, expected_gradient)
-
-
 def test_row_offsets_past_2_to_the_31():
     # only the pages of the two rows are ever touched
     vocab, stride = 1000, 2**31 + 4096

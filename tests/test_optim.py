@@ -93,22 +93,6 @@ def gradients_of(steps: int) -> list[torch.Tensor]:
     return [torch.randn(60, dtype=torch.float64, generator=generator) * scale for _ in range(steps)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_first_step(name):
-    g = torch.tensor([1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2], dtype=torch.float64)
-    expected = {
-        False: [0.009901, 0.090909, 0.5, 0.909091, 0.990099, 0.999001],
-        True: [3.16e-4, 3.152e-3, 0.030653, 0.240253, 0.759747, 0.969347],
-    }
-    for changed, numbers in expected.items():
-        p = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
-        optimizer = OPTIMIZERS[name]([p], lr=1e-5, eps=EPS, betas=BETAS)
-        if changed:
-            assert fused_rl.tf_adam_epsilon(optimizer) is optimizer
-        run(optimizer, [p], [g])
-        torch.testing.assert_close(-p.detach() / 1e-5, torch.tensor(numbers).double(), atol=5e-7, rtol=0)
-
-
 def test_epsilon_over_time():
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], eps=EPS, betas=BETAS))
@@ -211,13 +195,13 @@ class Scaled(torch.nn.Module):
         return ((self.a + self.b + self.c) * g).sum()
 
 
-def through_deepspeed(rank, world, stage, steps, make):
+def through_deepspeed(rank, world, stage, steps):
     """Two parameter groups, sub-groups of one parameter, two micro-batches per step; returns the displacements."""
     import deepspeed
 
     model = Scaled()
     groups = [{"params": [model.a, model.b], "lr": 1e-5}, {"params": [model.c], "lr": 3e-5}]
-    optimizer = fused_rl.tf_adam_epsilon(make(groups))
+    optimizer = fused_rl.tf_adam_epsilon(torch_adamw(groups))
     engine = zero_engine(model, optimizer, stage, sub_group_size=60)
     for g in gradients_of(steps):
         for _ in range(2):
@@ -232,21 +216,9 @@ def torch_adamw(groups):
     return torch.optim.AdamW(groups, lr=1.0, eps=EPS, betas=BETAS, weight_decay=0.0)
 
 
-def deepspeed_cpu_adam(groups):
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(groups, lr=1.0, eps=EPS, betas=BETAS, weight_decay=0.0)
-
-
-def deepspeed_fused_adam(groups):
-    from deepspeed.ops.adam import FusedAdam
-
-    return FusedAdam(groups, lr=1.0, eps=EPS, betas=BETAS, weight_decay=0.0)
-
-
-def check_through_deepspeed(world, stage, steps, make, timeout=120):
+def check_through_deepspeed(world, stage, steps):
     once, thrice = (tensorflow(gradients_of(steps), lr)[-1] for lr in (1e-5, 3e-5))
-    for found in run_distributed(through_deepspeed, world, stage, steps, make, timeout=timeout):
+    for found in run_distributed(through_deepspeed, world, stage, steps):
         for p, expected in zip(found, (once, once, thrice), strict=True):
             # fp32 against fp64: 200 roundings of a displacement of up to 2e-3
             torch.testing.assert_close(torch.tensor(p).double(), expected, atol=3e-9, rtol=2e-5)
@@ -254,13 +226,7 @@ def check_through_deepspeed(world, stage, steps, make, timeout=120):
 
 @pytest.mark.parametrize(("stage", "steps"), [(2, 20), slow(0, 200), slow(1, 200), slow(3, 200)])
 def test_steps_through_zero_with_groups_and_sub_groups(stage, steps):
-    check_through_deepspeed(1 if stage < 2 else 2, stage, steps, torch_adamw)
-
-
-@pytest.mark.slow  # DeepSpeed compiles its own optimizers, a minute each
-@pytest.mark.parametrize("make", [deepspeed_cpu_adam, deepspeed_fused_adam])
-def test_deepspeeds_own_adams_through_zero(make):
-    check_through_deepspeed(1, 2, 200, make, timeout=1500)
+    check_through_deepspeed(1 if stage < 2 else 2, stage, steps)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["rows.c", "eager"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_rl import reference
+from fused_rl import TokenSupport, reference
 
 
 @pytest.mark.parametrize("output", ["logprobs", "entropy", "lse"])
@@ -15,13 +15,14 @@ from fused_rl import reference
         {"temperature": torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64)},
         {"mask": torch.tensor([[True, False, True], [True, True, False]])},
         {"shift": True},
+        {"support": TokenSupport.from_lists([[1], [2, 0, 5], None, [3, 4], [0, 1, 2, 3, 4, 5], [5, 4]])},
     ],
-    ids=["plain", "softcap", "per row", "mask", "shift"],
+    ids=["plain", "softcap", "per row", "mask", "shift", "support"],
 )
 def test_token_logprobs_gradients_by_finite_differences(output, options):
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 6, dtype=torch.float64)
-    targets = torch.randint(6, (2, 3))
+    targets = torch.tensor([[1, 0, 3], [4, 2, 4]])
     options = dict(options)
     if "temperature" in options and isinstance(options["temperature"], torch.Tensor):
         options["temperature"] = options["temperature"].expand(2, 3)

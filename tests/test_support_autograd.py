@@ -40,19 +40,6 @@ def test_no_rows(backend):
     assert not weight.grad.any()
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 2.0}, {"shift": True}], ids=str)
-def test_reference_by_finite_differences(options):
-    logits = random_logits(6, 7).view(2, 3, 7).double().requires_grad_()
-    lists = [[1], [2, 0, 5], None, [3, 6], [0, 1, 2, 3, 4, 5, 6], [5, 4]]
-    targets = torch.tensor([[1, 0, 3], [6, 2, 4]])
-    support = TokenSupport.from_lists(lists)
-    for output in ("logprobs", "entropy", "lse"):
-        assert torch.autograd.gradcheck(
-            lambda x, output=output: getattr(reference.token_logprobs(x, targets, support=support, **options), output),
-            logits,
-        )
-
-
 @cpu_fast
 def test_operators_pass_opcheck(backend):
     lists = [[3], [5, 2, 9], [], [1, 0, 40]]

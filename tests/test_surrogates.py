@@ -94,12 +94,3 @@ def test_a_surrogate_that_is_none_is_refused_in_one_line(surrogate):
     options = {"preset": "grpo", "surrogate": surrogate}
     with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(2, 3\)[^\n]*$"):
         fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, **options)
-
-
-@pytest.mark.parametrize("name", ["a sum", "another dtype", "nothing", "another signature"])
-def test_and_so_it_is_token_by_token(name):
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    options = {"preset": "grpo", "surrogate": BAD_SURROGATES[name]}
-    token_loss, per_token = fused_rl.policy_token_loss(None, torch.ones(2), mask, **options)
-    with pytest.raises(ValueError, match=r"^the surrogate [^\n]*\(6,\)[^\n]*$"):
-        token_loss(torch.zeros(6, requires_grad=True), torch.zeros(6), *(x.flatten() for x in per_token))

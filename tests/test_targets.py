@@ -12,7 +12,7 @@ from fused_rl import linear_token_logprobs, linear_token_loss, reference, token_
 from fused_rl.kernels import targets as kernels
 from tests.heads import MORE_ROWS, MORE_TOKENS, assert_as_good, in_dtype
 from tests.heads import make as make_head
-from tests.logits import FLOATS, OUTPUTS, VIEWS, assert_gradient_close, exact, run
+from tests.logits import FLOATS, OUTPUTS, assert_gradient_close, exact, run
 from tests.marks import cpu_fast, on_backends
 
 # none; one; several; more than a block of the kernel
@@ -136,38 +136,6 @@ def test_targets_that_tie_at_the_maximum(backend):
         assert gradient[1].abs().max() <= 1e-7
 
 
-@cpu_fast
-@pytest.mark.parametrize("view", ["odd row stride", "sequence first"])
-def test_bits_of_a_row_depend_on_the_row_alone(backend, view):
-    logits, targets = random_rows(8, 601, 5, torch.bfloat16, backend)
-    logits, targets = logits.view(2, 4, -1), targets.view(2, 4, 5)[:, :3]
-    upstream = upstream_of(targets)
-    outputs, gradient = run(token_logprobs, VIEWS["contiguous"](logits), targets, upstream)
-    again, gradient_again = run(token_logprobs, VIEWS[view](logits), targets, upstream)
-    assert all(map(torch.equal, outputs, again))
-    assert torch.equal(gradient, gradient_again)
-    alone, _ = run(token_logprobs, logits[1, 2], targets[1, 2], {name: g[1, 2] for name, g in upstream.items()})
-    assert all(torch.equal(a, o[1, 2]) for a, o in zip(alone, outputs, strict=True))
-
-
-@cpu_fast
-def test_shift_and_gradient_in_place(backend):
-    logits, targets = random_rows(12, 130, 4, torch.float32, backend)
-    logits, targets = logits.view(3, 4, -1), targets.view(3, 4, 4)
-    upstream = upstream_of(targets[:, 1:])
-    mask = torch.arange(9, device=backend).view(3, 3) % 4 != 0
-    outputs, gradient = run(
-        lambda x, y: token_logprobs(x * 1, y, shift=True, inplace=True, mask=mask),
-        logits,
-        targets,
-        upstream,
-    )
-    expected, sliced = run(token_logprobs, logits[:, :-1], targets[:, 1:], upstream, mask=mask)
-    assert all(map(torch.equal, outputs, expected))
-    assert torch.equal(gradient[:, :-1], sliced)
-    assert not gradient[:, -1].any()
-
-
 def test_fp64_and_its_reference_by_finite_differences():
     logits, targets = random_rows(6, 11, 4, torch.float64, "cpu")
     logits = logits.view(2, 3, 11).requires_grad_()
@@ -177,19 +145,6 @@ def test_fp64_and_its_reference_by_finite_differences():
     outputs = token_logprobs(logits, targets, **options)
     assert outputs.logprobs.dtype == torch.float64
     assert outputs.logprobs.shape == (2, 2, 4)
-
-
-@cpu_fast
-def test_operators_pass_opcheck(backend):
-    logits, targets = random_rows(2, 40, 3, torch.float32, backend)
-    logits.requires_grad_()
-    mask = targets[..., 0] > 20
-    per_row = 0.5 + torch.rand(2, device=backend)
-    forward = torch.ops.fused_rl.token_logprobs.default
-    torch.library.opcheck(forward, (logits, targets, mask, 1.0, per_row, 3.0))
-    logprobs, entropy, lse, m, rest, _ = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
-    arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
-    torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the kernels run interpreted")
