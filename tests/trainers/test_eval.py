@@ -101,7 +101,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("judge", "why"),
     [
-        ("length_limit:9", "no scorer here says what is solved; --sol"),
+        ("length:9", "no scorer here says what is solved; --sol"),
         (SILENT, f"{SILENT} returned None for all 15 resp"),
     ],
 )
@@ -123,7 +123,7 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
     a, b, c = (read(tmp_path / name)[0] for name in "abc")
     assert a == b and a != c and a[:5] == c[:5]
     tokenizer = encode.load_tokenizer(str(folder / "model"))
-    lm = language_model.load_to_sample(str(folder / "model"))
+    lm = language_model.load_to_sample(str(folder / "model"), device="cpu", dtype=torch.float32)
     encoder, rows = encode.Encoder(tokenizer), load_rows(str(folder / "rows.jsonl"))
     prompts = [encoder.prompt(rows, i, None) for i in range(5)]
     sampling = Sampling(0.0, 4, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))

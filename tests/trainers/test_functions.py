@@ -14,7 +14,6 @@ from fused_rl.trainers.options import InputError, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.roll_out import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample
-from fused_rl.trainers.scorers import functions
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, read, with_scorers
@@ -109,8 +108,7 @@ def test_what_a_function_raises_is_its_own_and_the_row_is_named(function, capsys
     assert capsys.readouterr().err == "verifier 'my:f' raised on the response to d.jsonl, line 2:\n"
 
 
-def test_async_calls_go_on_together_so_many_at_once_on_one_loop(monkeypatch):
-    monkeypatch.setattr(functions, "CONCURRENCY", 3)
+def test_async_calls_go_on_together_on_one_loop():
     running, most, loops = [0], [0], set()
 
     async def function(response, row):
@@ -122,28 +120,27 @@ def test_async_calls_go_on_together_so_many_at_once_on_one_loop(monkeypatch):
         return len(response)
 
     scorer = FunctionScorer("my:f", function)
-    assert scorer(samples(*["a", "bb", "ccc"] * 3)) == [1, 2, 3] * 3 and most == [3]
+    assert scorer(samples(*["a", "bb", "ccc"] * 3)) == [1, 2, 3] * 3 and most == [9]
     scorer(samples("a"))
     assert len(loops) == 1  # a client that the function keeps belongs to it
 
 
 def edits(response, row):
     row["answer"] = "mine"
-    row["metadata"]["level"] = 9
     return 0.0
 
 
-def edits_ids(completions, completion_ids, metadata, **columns):
+def edits_ids(completions, completion_ids, answer, **columns):
     completion_ids[0].clear()
-    metadata[0]["level"] = 9
+    answer[0] = "mine"
     return [0.0] * len(completions)
 
 
 @pytest.mark.parametrize("function", [edits, edits_ids])
 def test_a_function_sees_copies_of_rows_and_ids(function):
-    seen = samples("ab", metadata={"level": 1})
+    seen = samples("ab")
     FunctionScorer("my:f", function)(seen)
-    assert seen[0].row["metadata"] == {"level": 1} and seen[0].row["answer"] == "a0"
+    assert seen[0].row["answer"] == "a0"
     assert seen[0].response.ids == [5, 5]
 
 

@@ -23,11 +23,10 @@ def test_reasoning_gym_scores_its_own_problems():
         scorer.check(row)
 
 
-def test_a_response_that_reasoning_gym_cannot_score_is_wrong_and_reported(monkeypatch):
+def test_a_response_that_reasoning_gym_cannot_score_is_wrong(monkeypatch):
     (scorer,) = load_scorers("reasoning_gym:chain_sum")
     monkeypatch.setattr(scorer, "_judge_of", lambda row: lambda response, entry: float(response))
     assert scorer(samples(["1", "one"], [{"answer": "1"}] * 2)) == [1.0, 0.0]
-    assert scorer.take_broken()[0].startswith("d.jsonl, line 2 raised ValueError: could not convert")
 
 
 def test_reasoning_gym_is_imported_without_pycosat(monkeypatch):

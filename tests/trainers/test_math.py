@@ -94,11 +94,11 @@ def judged(what):
 def test_a_limit_costs_its_own_case(capfd):
     pool = Pool(judged, cpu_seconds=5.0)
     verdicts = pool.judge([(what,) for what in ("right", "memory", "crash", "raise", "wrong", "print", "right")])
-    drawn = {verdict.score for verdict in pool.judge([("draw",)] * 4)}
+    drawn = {score for score, _ in pool.judge([("draw",)] * 4)}
     pool.close()
-    assert [verdict.score for verdict in verdicts] == [1, 0, 0, 0, 0, 1, 1] and len(drawn) == 1
-    assert ["MemoryError" in v.broke for v in verdicts if v.broke] == [True, False, False]
-    assert "no such number" in verdicts[3].broke and verdicts[4].broke is None
+    assert [score for score, _ in verdicts] == [1, 0, 0, 0, 0, 1, 1] and len(drawn) == 1
+    assert ["MemoryError" in broke for _, broke in verdicts if broke] == [True, False, False]
+    assert "no such number" in verdicts[3][1] and verdicts[4][1] is None
     assert capfd.readouterr() == ("", "")
 
 
@@ -108,7 +108,7 @@ def test_no_process_outlives_a_run_that_was_killed():
         import os, signal
         from fused_rl.trainers.scorers.math import Pool
         pool = Pool(os.getpid, 5.0)
-        print(int(pool.judge([()])[0].score), flush=True)
+        print(int(pool.judge([()])[0][0]), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)

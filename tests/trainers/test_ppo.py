@@ -118,7 +118,7 @@ def batch_of(*responses):
 
 def scorers_of(config):
     tokenizer = encode.load_tokenizer(config.model)
-    return load_scorers(config, Reader.beside(config, config, tokenizer, torch.device("cpu"), 64))
+    return load_scorers(config, Reader(config, config, tokenizer, torch.device("cpu"), 64))
 
 
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):

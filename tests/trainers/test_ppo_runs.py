@@ -240,7 +240,7 @@ def step_with(files, responses, scorers=None, **options):
     engine.setup(1)
     config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
-    reader = Reader.beside(config, config, tokenizer, device, config.rollout_batch_size)
+    reader = Reader(config, config, tokenizer, device, config.rollout_batch_size)
     scorers = load_scorers(config, reader)
     made = setup.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = steps.Sampler(responses)

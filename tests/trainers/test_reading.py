@@ -77,7 +77,7 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
         assert model.config._attn_implementation == attention
     folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
     config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention)
-    (scorer,) = load.load_scorers(config, Reader.beside(config, config, encode.load_tokenizer(NAME), CPU, 4))
+    (scorer,) = load.load_scorers(config, Reader(config, config, encode.load_tokenizer(NAME), CPU, 4))
     assert scorer.scorer.model.classifier.config._attn_implementation == attention
 
 

@@ -77,6 +77,6 @@ def test_those_that_compare_with_the_answer_say_what_is_solved():
         return {scorer.name: scorer.solved_at for scorer in found}
 
     assert thresholds("exact_match", "format") == {"exact_match": 1.0, "format": None}
-    assert thresholds("regex:a(b)", "length_limit:4") == {"regex": 1.0, "length_limit": None}
+    assert thresholds("regex:a(b)", "length:4") == {"regex": 1.0, "length": None}
     assert thresholds("format", "exact_match", solved_at=[1, 0]) == {"format": 1.0, "exact_match": 0.0}
     assert thresholds("regex:ab", "length:4") == {"regex": 1.0, "length": None}  # nobody compares

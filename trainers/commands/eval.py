@@ -209,7 +209,7 @@ def _load(config: EvalConfig, device: torch.device, dataset: Given) -> tuple[Eva
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        reader = Reader(config.model, tokenizer=tokenizer, device=device, batch_size=config.batch_size, **options)
+        reader = Reader(config, engine.EngineConfig(dtype=config.dtype), tokenizer, device, config.batch_size)
         config, scorers = load_chosen(config, [rows], reader, {})
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), scorers, **chosen)

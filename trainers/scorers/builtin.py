@@ -5,9 +5,8 @@ r"""Scorers by name that compare a response with the row's answer, or look at it
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
-import functools
+import importlib.util
 import numbers
-import re
 import sys
 import types
 import unicodedata
@@ -15,17 +14,12 @@ from collections.abc import Sequence
 
 import regex
 
-from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample, shortened
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
-MATCHING = 1.0  # seconds of CPU for one response: matching takes microseconds, or never ends
 # One <think> and one <answer>, in this order, and nothing outside them.
-THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
-# What NFKC would join to the digits before it: 10² to 102, 2½ to 21⁄2.
-RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
-FRACTION = re.compile("(?<=[0-9])[¼-¾⅐-⅞↉]")
+THINK_THEN_ANSWER = r"(?s)\A\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
 BOXED = regex.compile(r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}")
 
 
@@ -51,9 +45,8 @@ def answer_of(row: dict, column: str | None) -> str:
 
 
 def normalized(text: str, *, ignore_case: bool = False) -> str:
-    """Return the text as answers are compared: Unicode's form NFKC, ^ before what is raised, white space one space."""
-    text = RAISED.sub(r"^\g<0>", FRACTION.sub(r" \g<0>", text))
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    """Return the text as answers are compared: in Unicode's form NFC, and white space as one space."""
+    text = " ".join(unicodedata.normalize("NFC", text).split())
     return text.casefold() if ignore_case else text
 
 
@@ -64,20 +57,9 @@ class Named:
         self.name = name
         self.weight = weight
         self.solved_at = solved_at
-        self.broken: list[str] = []
 
     def check(self, row: dict) -> None:
         """Accept any row."""
-
-
-class Limited(Named):
-    """A scorer that notes, in words, which samples broke a limit."""
-
-    def take_broken(self) -> list[str]:
-        """Return those since the last call."""
-        broken = self.broken
-        self.broken = []
-        return broken
 
 
 class ExactMatch(Named):
@@ -93,33 +75,33 @@ class ExactMatch(Named):
         answer_of(row, self.answer_column)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        plain = functools.partial(normalized, ignore_case=self.ignore_case)
-        pairs = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
-        return [float(plain(text) == plain(answer)) for text, answer in pairs]
+        scores = []
+        for sample in samples:
+            answer = answer_of(sample.row, self.answer_column)
+            pair = [normalized(text, ignore_case=self.ignore_case) for text in (sample.text, answer)]
+            scores.append(float(pair[0] == pair[1]))
+        return scores
 
 
-class Pattern(Limited):
-    """1.0 where a regular expression matches, else 0.0; one that takes more than MATCHING seconds of CPU is a 0.
+class Pattern(Named):
+    """1.0 where a regular expression matches, else 0.0.
 
     Args:
-        pattern: of the package `regex`, which reads Python's `re` and more.
-        whole: it must match the whole response, its dots newlines too; else it is looked for. Without `whole`, a
-            pattern with a group is compared with the row's answer: the group's text in the last place where it matches,
-            the group being the one named `answer`, or the first.
+        pattern: of the package `regex`, which reads Python's `re` and more. A pattern with a group is compared with the
+            row's answer: the group named `answer`, or the first one, in the last place where the pattern matches.
         answer_column: of the ground truth; None takes ground_truth or answer.
         **named: name, weight and solved_at, as `Scorer` has them.
     """
 
-    def __init__(self, pattern: str, answer_column: str | None = None, *, whole: bool = False, **named):
+    def __init__(self, pattern: str, answer_column: str | None = None, **named):
         super().__init__(**{"name": "regex"} | named)
-        self.whole = whole
         self.answer_column = answer_column
         try:
-            self.pattern = regex.compile(pattern, regex.DOTALL if whole else 0)
+            self.pattern = regex.compile(pattern)
         except regex.error as error:
             raise InputError(f"verifier {self.name!r}: the pattern {pattern!r} does not compile: {error}") from error
         self.group = None
-        if self.pattern.groups and not whole:
+        if self.pattern.groups:
             self.group = self.pattern.groupindex.get("answer", 1)
             self.solved_at = 1.0 if self.solved_at is None else self.solved_at
 
@@ -129,53 +111,31 @@ class Pattern(Limited):
             answer_of(row, self.answer_column)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> float:
-        try:
-            return float(self._matches(sample))
-        except TimeoutError:
-            self.broken.append(f"{sample.where} took more than {MATCHING:g} s of CPU")
-            return 0.0
+        return [float(self._matches(sample)) for sample in samples]
 
     def _matches(self, sample: Sample) -> bool:
-        if self.whole:
-            return self.pattern.fullmatch(sample.text, timeout=MATCHING) is not None
-        if self.group is None:
-            return self.pattern.search(sample.text, timeout=MATCHING) is not None
-        last = None
-        for found in self.pattern.finditer(sample.text, timeout=MATCHING):
-            last = found[self.group]
+        places = list(self.pattern.finditer(sample.text))
+        if self.group is None or not places:
+            return bool(places)
+        last = places[-1][self.group]
         return last is not None and normalized(last) == normalized(answer_of(sample.row, self.answer_column))
 
 
 class Length(Named):
-    """What a response of n tokens of the policy costs, its stop token included; from 0 down to -1.
+    """The cost of a response of n tokens, its stop token included: -min(1, |n - target| / target)."""
 
-    target: -min(1, |n - target| / target). limit: -min(1, max(0, n - limit) / limit). One of them is given.
-    """
-
-    def __init__(self, *, target: int | None = None, limit: int | None = None, **named):
+    def __init__(self, target: int, **named):
         super().__init__(**{"name": "length"} | named)
         self.target = target
-        self.limit = limit
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [self._score(len(sample.response.drawn(sample.response.ids))) for sample in samples]
-
-    def _score(self, tokens: int) -> float:
-        if self.target is not None:
-            return 0.0 - min(1.0, abs(tokens - self.target) / self.target)
-        return 0.0 - min(1.0, max(0, tokens - self.limit) / self.limit)
+        lengths = [len(sample.response.drawn(sample.response.ids)) for sample in samples]
+        return [0.0 - min(1.0, abs(length - self.target) / self.target) for length in lengths]
 
 
 def import_reasoning_gym():
-    """Return reasoning_gym, which takes over a second to import; only its logic puzzles need pycosat."""
-    try:
-        import pycosat  # noqa: F401
-    except ImportError:
-        # pycosat is C source without wheels, and reasoning_gym imports it whatever is used: without a compiler an
-        # empty module stands in, and only the one logic-puzzle generator that calls it fails.
+    """Return reasoning_gym, which takes over a second to import."""
+    if importlib.util.find_spec("pycosat") is None:  # C source without wheels, which one generator of puzzles needs
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     try:
         import reasoning_gym
@@ -184,7 +144,7 @@ def import_reasoning_gym():
     return reasoning_gym
 
 
-class ReasoningGymVerifier(Limited):
+class ReasoningGymVerifier(Named):
     """The `score_answer` of the reasoning-gym dataset that made the row, in the run's process."""
 
     def __init__(self, dataset: str = "", answer_column: str | None = None, **judged):
@@ -202,14 +162,7 @@ class ReasoningGymVerifier(Limited):
         self._judge_of(row)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        scores = []
-        for sample in samples:
-            try:
-                scores.append(self.score(sample.text, sample.row))
-            except Exception as error:  # of the dataset's generator, on nonsense: a wrong answer, and reported
-                self.broken.append(f"{sample.where} raised {in_a_line(error)}"[:200])
-                scores.append(0.0)
-        return scores
+        return [self.score(sample.text, sample.row) for sample in samples]
 
     def _judge_of(self, row: dict):
         """Return the function that scores a row's responses."""
@@ -224,4 +177,8 @@ class ReasoningGymVerifier(Limited):
         """Return 0 to 1, as the dataset's generator judges a response's text."""
         entry = row | {"answer": answer_of(row, self.answer_column)}
         entry["metadata"] = row.get("metadata") or {}
-        return float(self._judge_of(row)(response.strip(), entry))
+        judge = self._judge_of(row)
+        try:
+            return float(judge(response.strip(), entry))
+        except Exception:  # of the dataset's generator, on nonsense: a wrong answer
+            return 0.0

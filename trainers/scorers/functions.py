@@ -8,7 +8,6 @@ Each may be `async`. What one raises ends the run with its own traceback.
 
 import asyncio
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +17,6 @@ from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 
-CONCURRENCY = 64  # responses that an async function works on at once
 GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
 
 
@@ -58,7 +56,7 @@ class FunctionScorer(Named):
             found = []
             for sample in samples:
                 with self._named(sample):
-                    found.append(self.function(sample.text, copy.deepcopy(sample.row)))
+                    found.append(self.function(sample.text, dict(sample.row)))
         return self.loop.run_until_complete(found) if self.is_async else found
 
     @contextlib.contextmanager
@@ -71,23 +69,19 @@ class FunctionScorer(Named):
             raise
 
     async def _all(self, samples: Sequence[Sample]) -> list[float | None]:
-        free = asyncio.Semaphore(CONCURRENCY)
-
         async def one(sample: Sample):
-            async with free:
-                with self._named(sample):
-                    return await self.function(sample.text, copy.deepcopy(sample.row))
+            with self._named(sample):
+                return await self.function(sample.text, dict(sample.row))
 
         return await asyncio.gather(*map(one, samples))
 
     def _columns(self, samples: Sequence[Sample]) -> dict[str, list]:
         """Return what TRL gives a reward function and this one takes; completions are messages where prompts are."""
-        rows = copy.deepcopy([sample.row for sample in samples])
-        columns = set().union(*rows) - {"prompt"}  # it is in prompts
-        given = {column: [row.get(column) for row in rows] for column in columns}
+        columns = set().union(*(sample.row for sample in samples)) - {"prompt"}  # it is in prompts
+        given = {column: [sample.row.get(column) for sample in samples] for column in columns}
         given |= {"prompts": [], "completions": []}
-        for sample, row in zip(samples, rows, strict=True):
-            prompt = _prompt_of(sample, row)
+        for sample in samples:
+            prompt = _prompt_of(sample)
             turn = [{"role": "assistant", "content": sample.text}]
             given["prompts"].append(prompt)
             given["completions"].append(turn if isinstance(prompt, list) else sample.text)
@@ -95,9 +89,9 @@ class FunctionScorer(Named):
         return {name: given[name] for name in given if self.takes_all or name in self.takes}
 
 
-def _prompt_of(sample: Sample, row: dict):
+def _prompt_of(sample: Sample):
     """Return the row's prompt without a last turn of the assistant, which the policy was not given."""
     columns = PROMPT_COLUMNS if sample.column is None else (sample.column,)
-    prompt = next((row[column] for column in columns if row.get(column) is not None), None)
+    prompt = next((sample.row[column] for column in columns if sample.row.get(column) is not None), None)
     answered = isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant"
     return prompt[:-1] if answered else prompt

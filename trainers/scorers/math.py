@@ -14,16 +14,14 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from multiprocessing import util
 from pathlib import Path
-from typing import NamedTuple
 
 import pebble
 
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import Limited, answer_of
+from fused_rl.trainers.scorers.builtin import Named, answer_of
 
 CASES = 50  # judged by one process, which then makes way for a fresh one
 MEMORY, WALL = 1 << 30, 300.0  # bytes beyond what a process begins with; seconds, of a case that sleeps
@@ -31,13 +29,6 @@ MATH_TIMEOUT = 1.0  # seconds of CPU for one answer: they take 0.01 to 0.3, or n
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 # LaTeX's commands, whole texts in it among them: what is left of a formula has no three letters in a row.
 COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-
-
-class Verdict(NamedTuple):
-    """The score of one case, and in words the limit that it broke; then the score is 0."""
-
-    score: float
-    broke: str | None = None
 
 
 class Pool:
@@ -52,19 +43,19 @@ class Pool:
         # Before multiprocessing waits for its processes, which pebble would replace.
         self.close = util.Finalize(self, _end, (self.pool,), exitpriority=10)
 
-    def judge(self, cases: Sequence[Sequence]) -> list[Verdict]:
-        """Return a verdict on each case."""
+    def judge(self, cases: Sequence[Sequence]) -> list[tuple[float, str | None]]:
+        """Return the score of each case, and in words the limit that it broke; then the score is 0."""
         limited = [(self.judge_one, case, self.cpu_seconds) for case in cases]
-        futures = [self.pool.schedule(_judge_in_time, args, timeout=WALL) for args in limited]
-        return [self._verdict(future) for future in futures]
-
-    def _verdict(self, future: Future) -> Verdict:
-        error = future.exception()
-        if error is None:
-            return Verdict(future.result())
-        if getattr(error, "exitcode", None) == -signal.SIGPROF:
-            return Verdict(0.0, f"took more than {self.cpu_seconds:g} s of CPU")
-        return Verdict(0.0, f"could not be judged: {type(error).__name__}: {error}")
+        verdicts = []
+        for future in [self.pool.schedule(_judge_in_time, args, timeout=WALL) for args in limited]:
+            error = future.exception()
+            if error is None:
+                verdicts.append((future.result(), None))
+            elif getattr(error, "exitcode", None) == -signal.SIGPROF:
+                verdicts.append((0.0, f"took more than {self.cpu_seconds:g} s of CPU"))
+            else:
+                verdicts.append((0.0, f"could not be judged: {type(error).__name__}: {error}"))
+        return verdicts
 
 
 def _limit_this_process() -> None:
@@ -97,11 +88,6 @@ def _end(pool: pebble.ProcessPool) -> None:
     pool.join()
 
 
-def words_in(answer: str) -> list[str]:
-    """Return runs of three letters and more, which math-verify would read as products of variables."""
-    return re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
-
-
 def parsed(answer: str) -> list:
     """Return the reference answer as math-verify reads it; empty if it cannot."""
     from math_verify import parse
@@ -126,16 +112,17 @@ def judge(response: str, answer: str) -> bool:
         return False
 
 
-class MathVerifier(Limited):
+class MathVerifier(Named):
     """1.0 where math-verify finds the response's final answer equal to the ground truth, else 0.0.
 
-    One that takes more than `timeout` seconds of CPU, or too much memory, scores 0 and is reported: some expressions
-    keep sympy busy for hours.
+    An answer that takes more than `timeout` seconds of CPU, or too much memory, scores 0 and is reported: some
+    expressions keep sympy busy for hours.
     """
 
-    def __init__(self, answer_column: str | None = None, timeout: float = MATH_TIMEOUT, **judged):
-        super().__init__(**{"name": "math", "solved_at": 1.0} | judged)
+    def __init__(self, answer_column: str | None = None, timeout: float = MATH_TIMEOUT, **named):
+        super().__init__(**{"name": "math", "solved_at": 1.0} | named)
         self.answer_column = answer_column
+        self.broken: list[str] = []
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
         try:
             judge("1/2", "0.5")  # imports what the processes that are forked need
@@ -149,7 +136,7 @@ class MathVerifier(Limited):
         answer = answer_of(row, self.answer_column)
         if NUMBER.fullmatch(answer):
             return
-        words = words_in(answer)
+        words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))  # read as products of variables
         if words or not parsed(answer):
             what = f"has the word {words[0]!r}" if words else "cannot be parsed"
             remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
@@ -159,7 +146,15 @@ class MathVerifier(Limited):
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
         distinct = list(dict.fromkeys(cases))  # a group often agrees
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
+        scores = []
         for sample, case in zip(samples, cases, strict=True):
-            if verdicts[case].broke is not None:
-                self.broken.append(f"{sample.where} {verdicts[case].broke}")
-        return [verdicts[case].score for case in cases]
+            score, broke = verdicts[case]
+            scores.append(score)
+            if broke is not None:
+                self.broken.append(f"{sample.where} {broke}")
+        return scores
+
+    def take_broken(self) -> list[str]:
+        """Return, in words, which samples broke a limit since the last call."""
+        broken, self.broken = self.broken, []
+        return broken

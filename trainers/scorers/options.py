@@ -1,4 +1,4 @@
-"""What `--verifiers`, `--verifier_weights` and `--solved_at` say, read but not yet loaded: three lists side by side.
+"""The options `--verifiers`, `--verifier_weights` and `--solved_at`, read but not yet loaded: three lists side by side.
 
     verifiers: [math, my_module:f, 'regex:answer: (\\d+)', reward_model:runs/rm/model]
     verifier_weights: [1, 0.2, 0.1, 0.5]
@@ -7,39 +7,20 @@
 What follows a prefix is taken whole, whatever stands in it.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import pydantic
 
 from fused_rl.trainers.base.functions import name_of
-from fused_rl.trainers.options import Finite, InputError, Needs, Options
+from fused_rl.trainers.options import Finite, InputError, Options
 
-
-class Kind(NamedTuple):
-    """A scorer of ours: if its name alone is one, what may follow a colon, and if it compares with the answer."""
-
-    bare: bool = True
-    after: str | None = None
-    compares: bool = False
-
-
-KINDS = {
-    "math": Kind(compares=True),
-    "reasoning_gym": Kind(after="<dataset>", compares=True),
-    "reward_model": Kind(bare=False, after="<folder>"),
-    "exact_match": Kind(after="ignore_case", compares=True),
-    "regex": Kind(bare=False, after="<pattern>", compares=True),
-    "format": Kind(after="<pattern>"),
-    "length": Kind(bare=False, after="<tokens>"),
-    "length_limit": Kind(bare=False, after="<tokens>"),
-}
+# The scorers of ours, as they are spelled; any text may stand in place of <...>.
+FORMS = ("math", "reasoning_gym", "reasoning_gym:<dataset>", "reward_model:<folder>", "exact_match")
+FORMS += ("exact_match:ignore_case", "regex:<pattern>", "format", "length:<tokens>")
+KINDS = {form.partition(":")[0] for form in FORMS}
 FUNCTION = "function"
-COMPARING = ", ".join(name for name, kind in KINDS.items() if kind.compares)
-NO_ANSWER = f"has no meaning with these verifiers, none of which compares with an answer ({COMPARING} do)"
 Config = TypeVar("Config", bound="ScorerConfig")
 
 
@@ -48,11 +29,8 @@ class ScorerConfig(Options):
 
     verifiers: str | list[str] | None = None
     """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
-    regex:<pattern>, format, format:<pattern>, length:<tokens>, length_limit:<tokens>, module:function,
-    reward_model:<folder> (docs/verifiers.md). The reward is the sum of their scores. Those that compare with the answer
-    say which responses are right; functions and patterns do (from a score of 1 on) where no other does, or where
-    solved_at says so; reward models and length do with solved_at alone. Required, unless the
-    rows name their reasoning_gym dataset."""
+    regex:<pattern>, format, length:<tokens>, module:function, reward_model:<folder> (docs/verifiers.md). The reward is
+    the weighted sum of their scores. Required, unless the rows name their reasoning_gym dataset."""
     verifier_weights: list[Finite] | None = None
     """Of each verifier's score in the reward; 0 logs a score and leaves it out. None is 1 for each."""
     solved_at: list[Finite | None] | None = None
@@ -60,24 +38,14 @@ class ScorerConfig(Options):
     answer_column: str | None = None
     """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
 
-    needs: ClassVar = (Needs("answer_column", lambda config: compares(config), NO_ANSWER),)
-
     @pydantic.field_validator("verifiers")
     @classmethod
     def _listed(cls, value: str | list[str] | None) -> list[str] | None:
         return [value] if isinstance(value, str) else value
 
     def reward_models(self) -> dict[str, str]:
-        """The folders of the reward models that score, by the verifier that names them."""
+        """Return the folders of the reward models that score, by the verifier that names them."""
         return {part.text: part.detail for part in read(self) if part.kind == "reward_model"}
-
-
-def compares(options: ScorerConfig) -> bool:
-    """Return True if a scorer compares with the answer."""
-    if options.verifiers is None:
-        return True
-    kinds = [KINDS[one.kind] for one in read(options) if one.kind in KINDS]
-    return any(kind.compares for kind in kinds)
 
 
 class Spelled(NamedTuple):
@@ -100,10 +68,8 @@ def read(options: ScorerConfig) -> list[Spelled]:
     given = options.verifiers or []
     meant = [_kind_of(one) for one in given]
     kinds = [kind for kind, _ in meant]
-    weights = _for_each(options, "verifier_weights", 1.0)
-    thresholds = _for_each(options, "solved_at", None)
     found = []
-    for one, (kind, detail), weight, solved_at in zip(given, meant, weights, thresholds, strict=True):
+    for number, (one, (kind, detail)) in enumerate(zip(given, meant, strict=True)):
         text = one if isinstance(one, str) else name_of(one)
         name = text
         if kind == FUNCTION and isinstance(detail, str):
@@ -112,7 +78,8 @@ def read(options: ScorerConfig) -> list[Spelled]:
             name = kind
         if name in [other.name for other in found]:
             raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
-        found.append(Spelled(text, kind, detail, name, weight, solved_at))
+        weight = _for_each(options, "verifier_weights", 1.0)[number]
+        found.append(Spelled(text, kind, detail, name, weight, _for_each(options, "solved_at", None)[number]))
     return found
 
 
@@ -140,17 +107,12 @@ def _kind_of(text: str | Callable) -> tuple[str, str | Callable]:
     """Return kind and detail of one verifier."""
     if callable(text):
         return FUNCTION, text
-    name, colon, detail = str(text).partition(":")
-    if name in KINDS:
-        _, after, _ = KINDS[name]
-        placeholder = after is not None and after.startswith("<")
-        fits = after == detail or (placeholder and detail != "")
-        if fits if colon else KINDS[name].bare:
-            return name, str(Path(detail).expanduser()) if detail.startswith("~/") else detail
-    elif function := re.fullmatch(r"([\w.]+)[:.](\w+)", str(text)):
-        return FUNCTION, f"{function[1]}:{function[2]}"
-    forms = [name for name, kind in KINDS.items() if kind.bare]
-    forms += [f"{name}:{kind.after}" for name, kind in KINDS.items() if kind.after]
-    near = difflib.get_close_matches(name, KINDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise InputError(f"verifier {text!r}: expected {', '.join(forms)} or module:function{hint}")
+    kind, _, detail = str(text).partition(":")
+    for form in FORMS:
+        name, _, after = form.partition(":")
+        if name == kind and (detail == after or (after.startswith("<") and detail)):
+            return kind, detail
+    function = re.fullmatch(r"([\w.]+)[:.](\w+)", str(text))
+    if kind in KINDS or function is None:
+        raise InputError(f"verifier {text!r}: expected {', '.join(FORMS)} or module:function")
+    return FUNCTION, f"{function[1]}:{function[2]}"

@@ -1,7 +1,7 @@
 """A reward model as a scorer: it reads the token ids of prompt and response, as the reward trainer computes scores."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,11 +24,7 @@ class RewardScorer:
         self.in_step = not isinstance(model, RewardModel) and model.zero_optimization_stage() == 3
 
     def __call__(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """Return the scores (N,) of N prompts with their responses, EOS included, fp32 on the CPU, not differentiable.
-
-        Raises:
-            ValueError: lists of different lengths, or a score that is not finite; it names the rows.
-        """
+        """Return the scores (N,) of N prompts with their responses, EOS included, fp32 on the CPU; all are finite."""
         scores = self.unchecked(prompt_ids, response_ids)
         check_finite(scores, [f"row {i}" for i in range(len(scores))])
         return scores
@@ -64,37 +60,28 @@ class RewardModelScorer(Named):
         return self.scorer.unchecked(prompts, [sample.response.ids for sample in samples]).tolist()
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What a reward model needs to read the responses of a policy; `model` and `revision` are the policy's."""
+class Reader(NamedTuple):
+    """What a reward model needs to read the responses of a policy."""
 
-    model: str
-    revision: str | None
-    tokenizer: object
+    policy: ModelConfig
+    held: EngineConfig
+    """How models are held; under ZeRO 3 each reward model has an engine of its own."""
+    tokenizer: Any
+    """The policy's."""
     device: torch.device
-    dtype: torch.dtype
-    attn_implementation: str | None
     batch_size: int
     """Responses scored together."""
-    freeze: Callable[[RewardModel], nn.Module] = lambda model: model
-    """Makes a model ready for forward passes alone."""
-
-    @classmethod
-    def beside(cls, policy: ModelConfig, held: EngineConfig, tokenizer, device: torch.device, batch_size: int):
-        """Return the reader for a policy that is trained in an engine; reward models are in engines of their own."""
-        known = (policy.model, policy.revision, tokenizer, device, engine.torch_dtype(held), policy.attn_implementation)
-        return cls(*known, batch_size, lambda model: engine.initialize_frozen(model, held))
 
 
 def load_reward_model(part: Spelled, reader: Reader) -> RewardModelScorer:
     """Return the reward model that is named; refuse one with another tokenizer than the policy's."""
-    options = {"dtype": reader.dtype, "attn_implementation": reader.attn_implementation}
+    policy = reader.policy
+    options = {"dtype": engine.torch_dtype(reader.held), "attn_implementation": policy.attn_implementation}
     model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
-        raise InputError(
-            f"{part.text}: a language model without a head for scores; train it first with fused-rl reward"
-        )
-    check_reads_policy("reward model", part.detail, reader.tokenizer, reader.model)
-    frozen = reader.freeze(model.to(reader.device).requires_grad_(False).eval())
+        problem = "a language model without a head for scores; train it first with fused-rl reward"
+        raise InputError(f"{part.text}: {problem}")
+    check_reads_policy("reward model", part.detail, reader.tokenizer, policy.model)
+    frozen = engine.initialize_frozen(model.to(reader.device).requires_grad_(False).eval(), reader.held)
     scorer = RewardScorer(frozen, reader.batch_size)
     return RewardModelScorer(part.name, scorer, weight=part.weight, solved_at=part.solved_at)

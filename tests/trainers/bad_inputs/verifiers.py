@@ -42,7 +42,7 @@ VERIFIERS = [
     *verifiers("exact_match", "column 'a' is missing", "--answer_column", "a"),
     *verifiers("length", "expected math, .*length:<tokens>"),
     *verifiers("length:0", "expected a whole number of tokens above 0"),
-    *verifiers("exact_macth", "verifier 'exact_macth': expected .*; did you mean 'exact_match'"),
+    *verifiers("exact_macth", "verifier 'exact_macth': expected .*exact_match"),
     *verifiers("judges:other_text", r"must take .*\(response, row\).* it takes \(text, row\)$"),
     *verifiers("judges:many", r"must take .*\(response, row\).* it takes \(responses, rows\)$"),
     *verifiers("judges.py:even", "verifier 'judges.py:even': expected module:function"),
