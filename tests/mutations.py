@@ -312,8 +312,8 @@ MUTATIONS = {
     ),
     "packed tokens count positions through the row": Mutation(
         "trainers/models/packing.py",
-        "    positions.view(-1)[place] = token\n",
-        "    positions.view(-1)[place] = place % shape[1]\n",
+        "torch.stack([sequence * len(position) + token, token, segment])",
+        "torch.stack([sequence * len(position) + token, place(sequence, token) % width, segment])",
         "tests/trainers/test_packing.py",
     ),
     # Sampling and measuring.
@@ -461,7 +461,7 @@ MUTATIONS = {
     ),
     "a long prompt is new after each update": Mutation(
         "trainers/servers/sampler.py",
-        "        ranks.on_first_rank_at_length(lambda: [probe.sample(server, 0) for server in self.servers])\n",
+        "        ranks.on_first_rank(lambda: [probe.sample(server, 0) for server in self.servers])\n",
         "",
         "tests/trainers/test_servers.py -k detects",
     ),
@@ -595,9 +595,9 @@ MUTATIONS = {
         PPO_PARTS,
     ),
     "values after a response are fitted": Mutation(
-        "trainers/models/value_model.py",
-        "return torch.where(mask, (raw - self.score_mean) / self.score_std, 0)",
-        "return (raw - self.score_mean) / self.score_std",
+        "trainers/models/reward_model.py",
+        "return torch.where(mask, self.scores_of(hidden), 0)",
+        "return self.scores_of(hidden)",
         PPO_PARTS + " " + PPO_STEP,
     ),
     # Reward and SFT.

@@ -24,9 +24,7 @@ from pydantic import ConfigDict
 from typing_extensions import Self
 
 from fused_rl import checks
-from fused_rl.trainers.base.functions import name_of
-from fused_rl.trainers.base.names import unknown
-from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.base.text import InputError, name_of, unknown
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
 

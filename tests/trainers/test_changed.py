@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.data import fingerprints
+from fused_rl.trainers.base.files import hash_of_model
 from tests.trainers import tiny
 from tests.trainers.runs import contents, refused, run_config
 
@@ -67,11 +67,11 @@ def test_rows_and_models_may_lie_elsewhere(files, run, tmp_path):
 
 def test_the_hash_of_adapters_includes_the_weights_that_they_belong_to(files, tmp_path):
     adapters = sft.train(run_config(files, tmp_path / "run", lora_rank=2, steps=1))
-    of_adapters, _, of_base = fingerprints.of_model(adapters).partition(" on ")
-    assert of_base == fingerprints.of_model(files[0]) != of_adapters
+    of_adapters, _, of_base = hash_of_model(adapters).partition(" on ")
+    assert of_base == hash_of_model(files[0]) != of_adapters
 
 
 def test_a_model_on_the_hub_is_known_by_its_commit(monkeypatch):
     snapshot = f"/cache/models--org--name/snapshots/{'a' * 40}"
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: snapshot)
-    assert fingerprints.of_model("org/name", "main") == "a" * 40
+    assert hash_of_model("org/name", "main") == "a" * 40

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import grpo, ppo, reward, sft
-from fused_rl.trainers.base.names import NAMES, unknown
+from fused_rl.trainers.base.text import NAMES, unknown
 from fused_rl.trainers.options import names_of
 from tests.trainers import tiny
 

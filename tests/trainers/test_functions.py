@@ -9,7 +9,7 @@ import torch
 
 from fused_rl.surrogates import needs_sequences
 from fused_rl.trainers import grpo
-from fused_rl.trainers.base.functions import load_function
+from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.options import InputError, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.roll_out import check_scores

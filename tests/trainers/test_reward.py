@@ -12,7 +12,6 @@ import fused_rl
 from fused_rl.trainers import reward
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import load_train_eval
-from fused_rl.trainers.models import reward_model
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.scorers.reward_model import RewardScorer
@@ -126,13 +125,9 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
         lm.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("z")] = math.inf
     lm.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(
-        "fused_rl.trainers.models.reward_model.check_weights", lambda model, name: None
-    )  # it would refuse
     lines = (folder / "pairs.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(reward_model, "check_weights", lambda *_: None)  # else the model would be refused
     steps, step = [], deepspeed.DeepSpeedEngine.step
     monkeypatch.setattr(deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args)))
     config = make_config(tmp_path, normalize_pairs=3)  # rows 1 to 3; the first epoch, two steps, meets row 7

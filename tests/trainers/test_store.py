@@ -275,9 +275,6 @@ def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_
     for name in same:
         decay = 0.5 if same[name].dim() > 1 else 0.0
         torch.testing.assert_close(same[name] - decayed[name], 1e-3 * decay * still[name], atol=3e-7, rtol=0)
-    with pytest.raises(InputError, match="weight_decay cannot change from 0 or to 0"):
-        last_step("none", weight_decay=0.0)
-    store.release()
 
     # v' = beta2 v + (1 - beta2) g²: both runs saw the same gradient.
     _, moments, _ = last_step("beta2", adam_beta2=0.5)

@@ -1,10 +1,8 @@
 """DeepSpeed, used directly: one process or many, ZeRO 0 to 3.
 
-A trainer calls `engine.backward(loss * world_size())` once per micro-batch, where `loss` is a sum over the rank's
-micro-batch divided by a count over the whole optimizer step and all ranks, and then `engine.step()` once. The result
-does not depend on how the batch was split over ranks and micro-batches.
-
-Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and schedulers, fp16.
+A trainer calls `engine.backward(loss * world_size())` once per micro-batch, then `engine.step()`. The loss is over a
+count over all ranks and micro-batches, so how the batch was split changes nothing. Left out: tensor and pipeline
+parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
 import atexit
@@ -24,7 +22,6 @@ from torch import nn
 
 from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
-from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
 
 TIMEOUT = timedelta(minutes=30)  # for all processes to start, and of a collective
@@ -44,10 +41,7 @@ def quiet() -> None:
 
 
 def setup(seed: int, *, trains: bool = True) -> torch.device:
-    """Join the process group, seed this rank, and return its device.
-
-    A command that trains nothing needs no DeepSpeed, and without a launcher no process group.
-    """
+    """Join the process group, seed this rank, and return its device; without training DeepSpeed is not needed."""
     quiet()
     device = torch.device("cpu")
     if torch.cuda.is_available():  # chosen first: NCCL communicates on the current device
@@ -62,12 +56,7 @@ def setup(seed: int, *, trains: bool = True) -> torch.device:
 
 
 def _join(backend: str, *, with_deepspeed: bool) -> None:
-    """Join the process group of the launcher, or make one of this process.
-
-    The group stays until the process ends: DeepSpeed keeps groups of the first one, so a run that left it would be the
-    last one in its process. Without a launcher no port is opened that others could reach: the store that DeepSpeed
-    would open listens on all interfaces.
-    """
+    """Join the launcher's process group, or make one without an open port; it stays until the process ends."""
     if with_deepspeed:
         os.environ.setdefault("LOCAL_RANK", "0")
         import deepspeed
@@ -166,28 +155,18 @@ def load_engine(engine, folder: Path, name: str) -> None:
     if engine.last_step is None:  # weights alone
         engine.load_checkpoint(str(folder), tag=name)
         return
-    try:
-        with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
-            engine.load_checkpoint(str(folder), tag=name)
-    except (IndexError, RuntimeError, ValueError) as error:  # torch and DeepSpeed each find other groups their own way
-        what = f"resume: the optimizer's state in {folder / name} does not fit this run's"
-        remedy = "weight_decay cannot change from 0 or to 0"
-        raise InputError(f"{what} ({in_a_line(error)}); {remedy}") from error
+    with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
+        engine.load_checkpoint(str(folder), tag=name)
 
 
 def optimizer_step(engine, step: int) -> dict[str, float]:
-    """Do one optimizer step; return its learning rate and the norm of its gradient before clipping.
-
-    A gradient that is not finite is an error, and no weight has changed.
-    """
+    """Do one optimizer step; return its learning rate and gradient norm. One that is not finite changes no weight."""
     engine.step()
     last = engine.last_step
     norm = float(engine.get_global_grad_norm() if last.grad_norm is None else last.grad_norm)
     if not math.isfinite(norm):
-        raise InputError(
-            f"step {step}: the norm of the gradient is {norm}, and no weight was changed; lower the learning rate, or "
-            "look for extreme rewards or rows; the last checkpoint is good"
-        )
+        what = f"step {step}: the norm of the gradient is {norm}, and no weight was changed"
+        raise InputError(f"{what}; lower the learning rate, or look for extreme rewards or rows")
     return {"lr": last.lr, "optim/grad_norm": norm}
 
 

@@ -1,19 +1,19 @@
-"""Files and folders that are written whole or not at all, also after a power cut."""
+"""Files and folders that are written whole or not at all, also after a power cut; one hash for each input of a run."""
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError, in_a_line
 
 UNFINISHED = ".unfinished-"  # how names begin until all is written; nobody else uses such names
-# What torch and safetensors, which raise no OSError, say when the system refuses to write.
-REFUSED_WRITES = ("inline_container.cc", "os error", "iostream error")
+OF_A_MODEL = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_config.json")
 
 
 def unfinished(path: Path) -> Path:
@@ -31,6 +31,38 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
+def hash_of(value: object) -> str:
+    """Return the hash of what JSON can write, such as a chat template."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def hash_of_rows(rows: Iterable) -> str:
+    """Return the hash of rows as a trainer keeps them, in order, without where they came from."""
+    total = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        kept = row._asdict() if isinstance(row, tuple) else vars(row)
+        total.update(json.dumps(kept | {"where": None}, sort_keys=True, default=str).encode())
+    return total.hexdigest()
+
+
+def hash_of_model(name: str, revision: str | None = None) -> str:
+    """Return the hash of a model's folder, or its commit on the Hub; adapters include the weights below them."""
+    folder = Path(name)
+    if folder.is_dir():
+        files = sorted(set().union(*(folder.glob(pattern) for pattern in OF_A_MODEL)))
+        found = hash_of([(file.name, *fingerprint(file)) for file in files])
+    else:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*config.json"]))
+        found = folder.name
+    adapters = folder / "adapter_config.json"
+    if not adapters.is_file():
+        return found
+    config = json.loads(adapters.read_bytes())
+    return f"{found} on {hash_of_model(config['base_model_name_or_path'], config.get('revision'))}"
+
+
 def sync(path: Path) -> None:
     """Write a file's bytes, or a folder's names, to the disk before returning."""
     handle = os.open(path, os.O_RDONLY)
@@ -38,11 +70,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder, sorted."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -108,15 +135,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def storing(what: str, folder: Path) -> Iterator[None]:
     """Turn a full disk or a missing permission in a block that writes `what` into `folder` into one line."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except InputError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-        elif any(words in str(error) for words in REFUSED_WRITES):
-            reason = f"{str(error).splitlines()[0]}; is the disk full?"
-        else:
-            raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError if the disk is full
+        reason = getattr(error, "strerror", None) or f"{in_a_line(error)}; is the disk full?"
         raise InputError(f"{what} could not be written to {folder}: {reason}") from error

@@ -50,12 +50,9 @@ class LastStep:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.lr: float | None = None
         self.grad_norm: torch.Tensor | None = None
-        """Of the gradient before clipping; None where nothing here has clipped."""
+        """The norm before clipping; None where nothing here has clipped."""
         self.optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda *_: self._note())
-
-    def _note(self) -> None:
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "lr", optimizer.param_groups[0]["lr"]))
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> None:
         """Scale the gradient of every step from now on down to `max_norm`; 0 only measures it."""

@@ -3,9 +3,8 @@
 torchrun and deepspeed end the other processes when one of them fails.
 """
 
-import concurrent.futures
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 from fused_rl.trainers.base.text import InputError
 
-IN_TOUCH = 10.0  # seconds
 Part = TypeVar("Part")
 
 
@@ -58,6 +56,16 @@ def gather(part: Part) -> list[Part]:
     return parts
 
 
+def check_equal(facts: Mapping[str, object]) -> None:
+    """Refuse processes that have other options or inputs than rank 0, on all of them."""
+    of_ranks = gather(dict(facts))
+    for number, of_rank in enumerate(of_ranks):
+        for name, value in of_rank.items():
+            if value != of_ranks[0].get(name):
+                what = f"{name} is {of_ranks[0].get(name)} on rank 0 and {value} on rank {number}"
+                raise InputError(f"the processes of a run must have the same options and read the same files: {what}")
+
+
 def on_first_rank(work: Callable[[], None]) -> None:
     """Run `work` on rank 0 while the others wait; an InputError that it raises is raised on every rank."""
     refusal = None
@@ -69,17 +77,6 @@ def on_first_rank(work: Callable[[], None]) -> None:
     refusal = gather(refusal)[0]
     if refusal is not None:
         raise refusal
-
-
-def on_first_rank_at_length(work: Callable[[], None]) -> None:
-    """Run `work` as `on_first_rank` does, also if it takes longer than ranks wait for each other."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work if rank() == 0 else lambda: None)
-        ended = False
-        while not ended:
-            concurrent.futures.wait([future], timeout=IN_TOUCH)
-            ended = gather(future.done())[0]
-    on_first_rank(future.result)
 
 
 def global_sum(values: torch.Tensor) -> torch.Tensor:
@@ -113,6 +110,6 @@ def counted(*counts: torch.Tensor) -> list[int]:
 
 def arrived(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return scalars of one dtype, from any device, as one CPU tensor; the device is waited for once."""
-    there = [x for x in scalars if x.device.type != "cpu"]
-    found = iter(torch.stack(there).cpu()) if there else iter(())
+    on_device = [x for x in scalars if x.device.type != "cpu"]
+    found = iter(torch.stack(on_device).cpu()) if on_device else iter(())
     return torch.stack([x if x.device.type == "cpu" else next(found) for x in scalars])

@@ -1,10 +1,7 @@
 """The optimizer step of ZeRO 1 and 2 in one process on a CPU: DeepSpeed's bits and checkpoints, without its copies.
 
-DeepSpeed's own step copies a gradient into fresh memory up to six times, once of them in fp64 for the norm: 13 to 19
-times what Adam and the norm take. Here the norm is one read of the gradient,
-and the rest is done span by span, in the cache: fp32 gradient, clipping, Adam, weights of 16 bits.
-
-DeepSpeed's own step stays everywhere else, and for versions of DeepSpeed that were not compared.
+DeepSpeed's own step copies a gradient up to six times, and takes 13 to 19 times what Adam and the norm take. Here the
+norm is one read of the gradient, and the rest is done span by span, in the cache.
 """
 
 import functools

@@ -21,9 +21,9 @@ import torch
 import yaml
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, storing, write_atomically, write_rows
+from fused_rl.trainers.base.files import as_json, hash_of_rows, storing, write_atomically, write_rows
 from fused_rl.trainers.base.screen import phase, tell
-from fused_rl.trainers.data import encode, fingerprints
+from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
@@ -159,7 +159,7 @@ def evaluate(
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
     config = with_scorers(config, scorers)
     device = engine.setup(config.seed, trains=False)
-    fingerprints.check_ranks(config.plain())
+    ranks.check_equal(config.plain())
     config = as_its_run(config)
     out = None if config.output_dir is None else Path(config.output_dir)
     if out is not None and not config.overwrite:
@@ -213,7 +213,7 @@ def _load(config: EvalConfig, device: torch.device, dataset: Given) -> tuple[Eva
         config, scorers = load_chosen(config, [rows], reader, {})
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), scorers, **chosen)
-    fingerprints.check_ranks({"rows": fingerprints.of_rows(problems)})
+    ranks.check_equal({"rows": hash_of_rows(problems)})
     with phase("loaded the model"):
         lm = language_model.load_to_sample(config.model, device=device, **options)
     length = _response_length(config, lm, tokenizer, problems)

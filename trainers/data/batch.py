@@ -65,7 +65,6 @@ class Batch:
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """Return the sequences at `index` (b,), padded no wider than they need."""
-        # How wide that is, on the CPU, where the indices should be too.
         index = index.cpu()
         device = self.input_ids.device
         prompts = self.prompt_lengths[index]
@@ -87,14 +86,12 @@ class Batch:
         tensors = self.input_ids[at, :width], self.response_mask[at, : width - 1]
         return Batch(*tensors, where, self.prompts[index], prompts, responses, support, counts)
 
-    def predicted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows and columns in a mask, (M,) int64 each on the CPU, of the tokens of responses in order."""
-        end = self.prompt_lengths.clamp(min=1) + self.response_lengths
-        return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
-
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""
-        return self.predicted() if self.counts is None else self.counts.nonzero(as_tuple=True)
+        if self.counts is not None:
+            return self.counts.nonzero(as_tuple=True)
+        end = self.prompt_lengths.clamp(min=1) + self.response_lengths
+        return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
 
     def places(self) -> torch.Tensor:
         """Return the True places of the flattened mask, (N,) int64."""
@@ -123,7 +120,6 @@ def make_batch(
 
     `trained` says for each response which of its tokens count; None, like an empty list, means all.
     """
-    # Tokens, and which of them are of a response.
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     input_ids = pad(whole, pad_id, width=max(width, 2))
     lengths = torch.tensor(list(map(len, prompts)))

@@ -44,10 +44,9 @@ class Rows:
         """Return one cell; an error names file, line, column, and the option that names another column."""
         row = self.rows[i]
         if row.get(column) is None:
+            what = f"{self.where(i)}: column {column!r} is {'null' if column in row else 'missing'}"
             remedy = f"; name the right column with --{option}" if option else ""
-            if column in row:
-                raise InputError(f"{self.where(i)}: column {column!r} is null; mend or remove the row")
-            raise InputError(f"{self.where(i)}: column {column!r} is missing; the row has {sorted(row)}{remedy}")
+            raise InputError(f"{what}; the row has {sorted(row)}{remedy}")
         return row[column]
 
     @contextlib.contextmanager

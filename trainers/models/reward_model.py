@@ -16,7 +16,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
-from fused_rl.trainers.models.language_model import check_weights, readable, save, switch_off_dropout
+from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
@@ -72,7 +72,6 @@ class RewardModel(nn.Module):
             classifier, report = AutoModelForSequenceClassification.from_pretrained(name, config=config, **reading)
         if config.num_labels != 1:
             raise InputError(f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM")
-        check_weights(classifier, name)
         lacking = set(report["missing_keys"])
         if lacking - {"score.weight"} or (trained and lacking):
             raise InputError(f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(lacking)[:5]}")

@@ -8,7 +8,7 @@ import torch
 import fused_rl
 from fused_rl.presets import PolicyLossOptions, PresetName, resolve_options
 from fused_rl.trainers import options as config
-from fused_rl.trainers.base.functions import load_function
+from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.options import (
     NO_EVALUATION,
     InputError,

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.functions import load_function
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
 from fused_rl.trainers.models import language_model

@@ -26,9 +26,8 @@ from typing import TypeVar
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, storing, write_atomically
+from fused_rl.trainers.base.files import as_json, hash_of, hash_of_model, hash_of_rows, storing, write_atomically
 from fused_rl.trainers.base.screen import phase, tell
-from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
@@ -63,7 +62,7 @@ class Run:
             raise InputError(f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out")
         arithmetic(config, ranks.processes())
         self.device = engine.setup(config.seed)
-        fingerprints.check_ranks({"command": config.command, **config.plain()})
+        ranks.check_equal({"command": config.command, **config.plain()})
         require_wandb(config)
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))
@@ -98,11 +97,11 @@ class Run:
             The config, with the steps that `num_train_epochs` comes to.
         """
         with phase("hashed models and rows"):
-            self.inputs = {"model": fingerprints.of_model(config.model, config.revision)}
-            self.inputs |= {option: fingerprints.of_model(name) for option, name in models.items()}
-            self.inputs |= {name: fingerprints.of_rows(of) for name, of in {"rows": rows, **other_rows}.items()}
-            self.inputs["chat_template"] = fingerprints.of_text(tokenizer.chat_template)
-        fingerprints.check_ranks(self.inputs | {"held_out": fingerprints.of_rows(held_out)})
+            self.inputs = {"model": hash_of_model(config.model, config.revision)}
+            self.inputs |= {option: hash_of_model(name) for option, name in models.items()}
+            self.inputs |= {name: hash_of_rows(of) for name, of in {"rows": rows, **other_rows}.items()}
+            self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
+        ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed and ranks.rank() == 0:
             tell(f"resume: continues with other inputs: {', '.join(changed)}")
@@ -213,5 +212,5 @@ class Run:
             tell(f"model: {model}, curves: {self.store.path / 'curves.png'}{kept}")
         if self.config.push_to_hub:
             message = f"fused-rl {self.config.command}, step {self.step}"
-            ranks.on_first_rank_at_length(lambda: hub.push(self.config, model, message))
+            ranks.on_first_rank(lambda: hub.push(self.config, model, message))
         return str(model)

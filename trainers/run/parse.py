@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fused_rl.trainers.base.names import unknown
+from fused_rl.trainers.base.text import unknown
 from fused_rl.trainers.options import InputError, Options, in_words, kinds_of, names_of
 
 Config = TypeVar("Config", bound=Options)

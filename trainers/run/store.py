@@ -29,7 +29,6 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import (
     UNFINISHED,
     delete,
-    files_below,
     fingerprint,
     storing,
     unfinished,
@@ -38,7 +37,6 @@ from fused_rl.trainers.base.files import (
 )
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data import fingerprints
 from fused_rl.trainers.options import ACTIONS, InputError, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
@@ -192,7 +190,9 @@ class RunFolder:
                     saved = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
                     (place / "state.json").write_text(json.dumps(saved))
                 barrier()
-                files = files_below(place)[rank() :: world_size()]  # each rank reads its share
+                files = sorted(filter(Path.is_file, place.rglob("*")))[
+                    rank() :: world_size()
+                ]  # each rank reads its share
                 parts = ranks.gather({path.relative_to(place).as_posix(): fingerprint(path) for path in files})
                 if rank() == 0:
                     (place / "manifest.json").write_text(json.dumps(functools.reduce(operator.or_, parts), indent=1))
@@ -255,8 +255,15 @@ class RunFolder:
             tell(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
 
     def check_inputs(self, inputs: Mapping[str, str]) -> list[str]:
-        """Return the inputs that are not those of the checkpoint, if the run accepts such changes."""
-        return fingerprints.check_resumed(inputs, self.state()["inputs"], self.config.accept_changes, self.chosen)
+        """Return the inputs that are not those of the checkpoint; refuse them unless the run accepts such changes."""
+        recorded = self.state()["inputs"]
+        changed = [name for name in recorded | inputs if recorded.get(name) != inputs.get(name)]
+        if changed and not self.config.accept_changes:
+            raise InputError(
+                f"resume: these inputs are not those of {self.chosen}: {', '.join(changed)}; restore them, continue "
+                "with the new ones (--accept_changes), or start again with --overwrite"
+            )
+        return changed
 
     def load(self, engines: Mapping, own: Mapping = NOTHING) -> dict:
         """Restore engines, this rank's generators and its own objects; return the saved state of the trainer.

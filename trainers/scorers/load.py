@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.functions import load_function
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Scorer

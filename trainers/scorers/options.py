@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import pydantic
 
-from fused_rl.trainers.base.functions import name_of
+from fused_rl.trainers.base.text import name_of
 from fused_rl.trainers.options import Finite, InputError, Options
 
 # The scorers of ours, as they are spelled; any text may stand in place of <...>.

@@ -59,7 +59,7 @@ class ServerSampler(Sampler):
                     f"{longest} together; give it a length of {longest + server.margin}; {server.flags}"
                 )
         # Cache entries of the weights before the first update: the probe after it must not find them.
-        ranks.on_first_rank_at_length(lambda: [probe.sample(server, 0) for server in self.servers])
+        ranks.on_first_rank(lambda: [probe.sample(server, 0) for server in self.servers])
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
@@ -87,6 +87,6 @@ class ServerSampler(Sampler):
             found.extend(self.probe.sample(server, step) for server in self.servers)
 
         # The first rank calls the servers; all ranks score, as each may have a part of the weights.
-        ranks.on_first_rank_at_length(push)
+        ranks.on_first_rank(push)
         for server, responses in zip(self.servers, ranks.gather(found)[0], strict=True):
             self.probe.judge(server, step, responses, self.probe.differences(server, responses))

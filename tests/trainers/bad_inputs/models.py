@@ -53,10 +53,6 @@ def with_a_weight_too_many(folder):
     change_weights(folder, lambda w: w.update({"model.extra": w["lm_head.weight"].clone()}))
 
 
-def with_nan(folder):
-    change_weights(folder, lambda w: w["model.layers.0.mlp.up_proj.weight"][3, 2].fill_(float("nan")))
-
-
 def whose_weights_are_cut(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -114,10 +110,6 @@ def another(folder: Path, kind: str, **sizes) -> None:
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-def that_is_bert(folder):
-    another(folder, "Bert-LMHeadModel", initializer_range=0.5, **SMALL)
-
-
 def that_is_t5(folder):
     another(folder, "T5-ForConditionalGeneration", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
 
@@ -146,9 +138,6 @@ MODELS = [
     *model("sft reward", without_a_layer, "model.*(missing|lacks) weights"),
     *model("sft", without_head, "1 missing weights for Qwen2ForCausalLM: lm_head.weight"),
     *model("sft", with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
-    *model(
-        "sft reward", with_nan, "1 weights hold NaN or infinite values, among them model.layers.0.mlp.up_proj.weight"
-    ),
     *model("sft reward", whose_weights_are_cut, "model.*damaged"),
     *model("sft reward", whose_weights_are_a_pickle, "model.*(neither|damaged)"),
     *model("sft", without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
@@ -157,7 +146,6 @@ MODELS = [
     *model("sft reward", whose_chat_template_raises, "template|no such role"),
     *model("sft grpo", whose_chat_template_is_empty, "line 1: (the prompt is empty|.*template)"),
     *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
-    *model("sft", that_is_bert, "BertLMHeadModel is not causal"),
     *model("sft reward", that_is_t5, "t5|T5"),
     *model("sft", that_is_a_reward_model, "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM"),
     *model("reward", that_is_a_classifier_of_three, "num_labels=3"),
