@@ -60,8 +60,7 @@ def check_cell(cell, folder, **how):
     ours = trl_runs.train(cell, "ours", folder, **how)
     assert OUTPUTS[cell.trainer] <= ours.served.keys()
     assert ours.served == theirs.host and not ours.host, "TRL's own primitive was called"
-    differences = trl_runs.differences(ours, theirs)
-    assert max(differences.values()) <= FP32, differences
+    trl_runs.assert_equal(ours, theirs, FP32)
 
 
 @pytest.fixture

@@ -76,6 +76,15 @@ def assert_no_worse(ours: tuple, theirs: tuple, true: tuple, dtype: torch.dtype)
         assert error(mine, exact) <= max(error(other, exact), floor)
 
 
+def check_ignored_labels(logprobs: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A label of -100 has a log-probability of 0 and no gradient."""
+    logits, labels = hard_logits("plain", torch.float32)
+    labels[::3] = -100
+    value, gradient = value_and_gradient(lambda x: logprobs(x, labels), logits)
+    assert (value[::3] == 0).all() and (value[1::3] < 0).all()
+    assert (gradient[::3] == 0).all()
+
+
 def attributes(host: str) -> dict[str, dict[str, object]]:
     """Every attribute of every module of the host that is imported now."""
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == host and module}

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from unittest import mock
 
+import pytest
 import torch
 
 from tests.integrations import tiny_models
@@ -272,46 +273,17 @@ def _watched(function, counter):
     return watched
 
 
-def differences(run: Run, reference: Run) -> dict[str, float]:
-    """The largest difference of each kind between two runs that logged the same metrics and trained the same tensors.
+def assert_equal(run: Run, reference: Run, tolerance: float) -> None:
+    """Compare two runs that logged the same metrics and trained the same tensors.
 
-    Of losses and metrics relative to the value, or absolute where that is below 1; of a gradient and of what the
+    Losses and metrics differ relative to the value, or absolutely where that is below 1; gradients and what the
     parameters have become relative to the largest element of the tensor.
     """
-    assert len(run.losses) == len(reference.losses)
-    assert len(run.grads) == len(reference.grads)
-    losses = [_of_number(*pair) for pair in zip(run.losses, reference.losses, strict=True)]
-    metrics = [_of_metrics(*pair) for pair in zip(run.metrics, reference.metrics, strict=True)]
-    grads = [max(of_tensors(*pair).values(), default=0.0) for pair in zip(run.grads, reference.grads, strict=True)]
-    parameters = of_tensors(run.parameters, reference.parameters).values()
-    return {
-        "loss": max(losses),
-        "metrics": max(metrics),
-        "gradients": max(grads),
-        "parameters": max(parameters),
-    }
-
-
-def _of_number(value, reference) -> float:
-    if value is None or reference is None:
-        return 0.0 if value is reference else float("inf")
-    if value != value and reference != reference:
-        return 0.0
-    difference = abs(value - reference) / max(1.0, abs(reference))
-    return difference if difference == difference else float("inf")
-
-
-def _of_metrics(logged: dict, reference: dict) -> float:
-    assert logged.keys() == reference.keys()
-    return max(_of_number(logged[name], reference[name]) for name in reference)
-
-
-def of_tensors(tensors: dict, reference: dict) -> dict[str, float]:
-    """The difference of each tensor; of all zeros, absolute."""
-    assert tensors.keys() == reference.keys()
-    found = {}
-    for name, theirs in reference.items():
-        largest = theirs.double().abs().max().item()
-        difference = (tensors[name].double() - theirs.double()).abs().max().item() / (largest or 1.0)
-        found[name] = difference if difference == difference else float("inf")
-    return found
+    numbers = [dict(enumerate(run.losses)), *run.metrics], [dict(enumerate(reference.losses)), *reference.metrics]
+    for ours, theirs in zip(*numbers, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance, nan_ok=True)
+    for ours, theirs in zip([*run.grads, run.parameters], [*reference.grads, reference.parameters], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            largest = tensor.abs().max().item() or 1.0
+            torch.testing.assert_close(ours[name], tensor, rtol=0, atol=tolerance * largest)
