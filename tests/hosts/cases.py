@@ -108,14 +108,15 @@ def documented_example(section: str) -> str:
 
 
 def run_fresh(source: str, folder: Path) -> str:
-    """The output of a program in a process and a folder of its own, with the stubs that this process has."""
+    """The output of a program in a process and a folder of its own, offline, with the stubs that this process has."""
     program = folder / "program.py"
     program.write_text(source)
-    path = os.pathsep.join(entry for entry in sys.path if entry.endswith("stubs"))
+    path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry.endswith("stubs"))])
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, program],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=300,
