@@ -15,36 +15,34 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, hash_of_rows, storing, write_atomically, write_rows
+from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically, write_rows
 from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
+    EngineConfig,
     InputError,
     Needs,
-    NonNegativeInt,
     PositiveInt,
     Seed,
     check_revision,
-    names_of,
     of_hub,
     without,
 )
-from fused_rl.trainers.policy.evaluate import share_of_rank
+from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
+from fused_rl.trainers.rollouts.solved import judged
+from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_chosen
@@ -52,25 +50,17 @@ from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from fused_rl.trainers.scorers.reward_model import Reader
 
 MAX_NEW_TOKENS = 512
-JUDGED = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
-OF_THE_RUN = (
-    "prompt_column",
-    "answer_column",
-    "raw_prompt",
-    "system_prompt",
-    "chat_template_kwargs",
-    "max_new_tokens",
-)
-NO_SAMPLES = "has no meaning with samples=0: the greedy response does not use it; leave it out"
+SCORING = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
+PROMPTING = ("prompt_column", "answer_column", "raw_prompt", "system_prompt", "chat_template_kwargs", "max_new_tokens")
 
 
 class EvalConfig(ScorerConfig, SamplingConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response."""
 
     command: ClassVar = "eval"
-    main: ClassVar = ("model", "dataset", "dataset_split", "output_dir", "verifiers", "samples", "max_new_tokens", "k")
+    main: ClassVar = ("model", "dataset", "dataset_split", "output_dir", "verifiers", "samples", "max_new_tokens")
     model: str
-    """A causal language model, or adapters to one: a Hub name, a local folder, or the folder of a run."""
+    """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
     attn_implementation: str | None = None
@@ -98,10 +88,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     verifiers: str | list[str] | None = None
     """Scorers as in grpo (docs/verifiers.md); None is the run's with its weights and thresholds where `model` is of a
     run, else that of the rows, if they name their reasoning_gym dataset."""
-    samples: NonNegativeInt = 4
+    samples: PositiveInt = 4
     """Sampled responses per problem, beside the greedy one."""
-    k: PositiveInt | None = None
-    """Report pass@k for this k alone, at most `samples`; None is 1, 2, 4, … and `samples`."""
     max_new_tokens: PositiveInt | None = None
     """Longer responses are truncated; None is the run's, else as many as the model has positions for, at most 512."""
     batch_size: PositiveInt = 64
@@ -116,35 +104,25 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     needs: ClassVar = (
         *of_hub("dataset", "dataset_config", "dataset_split"),
         *TEMPLATE_NEEDS,
-        *(Needs(name, lambda config: config.samples > 0, NO_SAMPLES) for name in names_of(SamplingConfig)),
-        *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in JUDGED[1:]),
+        *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in SCORING[1:]),
         Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
     )
 
     def check(self) -> None:
         super().check()
-        if self.k is not None and self.k > self.samples:
-            raise InputError(f"k={self.k} is more than samples={self.samples}: pass@k needs k responses to a problem")
         check_revision(self.model, self.revision)
 
 
 def as_its_run(config: EvalConfig) -> EvalConfig:
-    """Return the config for a model of a run: the model in its folder, and its options where none are given."""
-    folder = Path(config.model)
-    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if not is_model and (folder / "config.yaml").is_file():
-        folder = folder / "model"
-        config = config.changed(model=str(folder))
-        _say(f"model: {folder}")
-    described = folder.parent / "config.yaml"
-    if folder.name != "model" or not described.is_file():
+    """Return the config with the options of the run that made the model, where none are given."""
+    described = Path(config.model).parent / "config.yaml"
+    if Path(config.model).name != "model" or not described.is_file():
         return config
     run = yaml.safe_load(described.read_text(encoding="utf-8"))
-    open_options = [name for name in OF_THE_RUN if getattr(config, name) is None]
-    open_options = [*JUDGED, *open_options] if config.verifiers is None else open_options
-    taken = {name: run[name] for name in open_options if run.get(name) is not None}
-    if taken:
-        _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
+    names = [name for name in PROMPTING if getattr(config, name) is None]
+    names += SCORING if config.verifiers is None else ()
+    taken = {name: run[name] for name in names if run.get(name) is not None}
+    _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
     return config.changed(**taken)
 
 
@@ -155,7 +133,7 @@ def _say(line: str) -> None:
 
 def evaluate(
     config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable | str] | None = None
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
     config = with_scorers(config, scorers)
     device = engine.setup(config.seed, trains=False)
@@ -167,88 +145,65 @@ def evaluate(
             if os.path.lexists(out / name):
                 raise InputError(f"output_dir={out} already holds {name}; replace it with --overwrite")
 
-    # Greedy and sampled responses, those of all ranks in the order of the problems.
-    config, subject, sampling = _load(config, device, dataset)
-    likeliest = dataclasses.replace(sampling, temperature=0.0)
-    greedy, seconds, incidents = _respond(config, subject, likeliest, 1)
-    sampled, more_seconds, more_incidents = _respond(config, subject, sampling, config.samples)
-    figures = summarize(greedy, sampled, config.k)
-    tokens = sum(row["tokens"] for row in greedy + sampled)
-    figures["tokens_per_second"] = tokens / max(ranks.gather(seconds + more_seconds))
-    for key, count in incidents.items():
-        figures[key] = count + more_incidents.get(key, 0.0)
-    _say(table(figures, config.samples))
-    if "accuracy_greedy" not in figures:
-        _say(why_unknown(subject.scorers, len(greedy + sampled)))
-    if out is not None and ranks.rank() == 0:
-        options = config.plain() | {"max_new_tokens": sampling.max_new_tokens}
-        with storing("the evaluation", out):
-            lines = [{"drawn": "greedy", **row} for row in greedy]
-            lines += [{"drawn": "sampled", **row} for row in sampled]
-            write_rows(out / "responses.jsonl", lines)
-            write_atomically(out / "summary.json", as_json(figures | {"options": options}, indent=2) + "\n")
-        tell(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
-    return figures
-
-
-class Subject(NamedTuple):
-    """A model that responds, and what judges it."""
-
-    sampler: Sampler
-    scorers: list[Scorer]
-    problems: list[Prompt]
-    tokenizer: Any
-    device: torch.device
-
-
-def _load(config: EvalConfig, device: torch.device, dataset: Given) -> tuple[EvalConfig, Subject, Sampling]:
-    """Return the config with its verifiers, the subject, and how it is sampled; every scorer has checked every row."""
-    options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
-    options["dtype"] = engine.fastest_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    # Tokenizer, scorers, rows, model.
+    held = EngineConfig(dtype=config.dtype)
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        reader = Reader(config, engine.EngineConfig(dtype=config.dtype), tokenizer, device, config.batch_size)
-        config, scorers = load_chosen(config, [rows], reader, {})
+        config, scorers = load_chosen(config, [rows], Reader(config, held, tokenizer, device, config.batch_size), {})
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), scorers, **chosen)
     ranks.check_equal({"rows": hash_of_rows(problems)})
     with phase("loaded the model"):
-        lm = language_model.load_to_sample(config.model, device=device, **options)
+        options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
+        lm = language_model.load_to_sample(config.model, device=device, dtype=engine.torch_dtype(held), **options)
     length = _response_length(config, lm, tokenizer, problems)
     sampling = config.sampling(length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
+    likeliest = dataclasses.replace(sampling, temperature=0.0)
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
-    return config, Subject(sampler, scorers, problems, tokenizer, device), sampling
 
-
-def _respond(
-    config: EvalConfig, subject: Subject, sampling: Sampling, copies: int
-) -> tuple[list[dict], float, dict[str, float]]:
-    """Return `copies` scored responses of all ranks to each problem, this rank's seconds, and broken limits."""
-    # Problems of like length are sampled together, every rank gets some of each length, and the ranks keep in step.
-    problems = subject.problems
+    # Problems of like length are sampled together, and every rank gets some of each length.
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
-    share = share_of_rank([problems[i] for i in order]).prompts
+    share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
-    rows: list[dict] = []
-    seconds, incidents, printed = 0.0, {}, time.monotonic()
-    together = -(-config.batch_size // max(copies, 1))
-    for start in range(0, len(share) if copies else 0, together):
-        part = slice(start, start + together)
-        by = (subject.tokenizer, subject.device)
-        rollout = roll_out(subject.sampler, subject.scorers, share[part], sampling, *by, copies=copies)
-        known = judged(subject.scorers, rollout).tolist()
-        rows += _rows_of(rollout, own[part], copies, known, subject.tokenizer)
-        seconds += rollout.seconds["time/rollout"]
-        for key, count in rollout.incidents.items():
-            incidents[key] = incidents.get(key, 0.0) + count
+    responses, sums, incidents, printed = [], {}, {}, time.monotonic()
+    for start in range(0, len(share.prompts), config.batch_size):
+        part = slice(start, start + config.batch_size)
+        greedy, sampled = (
+            roll_out(sampler, scorers, share.prompts[part], drawn, tokenizer, device, copies=copies)
+            for drawn, copies in ((likeliest, 1), (sampling, config.samples))
+        )
+        for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
+            sums[name] = sums.get(name, 0.0) + value.double()
+        for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
+            known = judged(scorers, rollout).tolist()
+            responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
+            for key, count in rollout.incidents.items():
+                incidents[key] = incidents.get(key, 0.0) + count
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
-            _say(f"{min(part.stop, len(share))} of {len(share)} problems of this process, {copies} responses each")
-    rows = sum(ranks.gather(rows), [])
-    rows.sort(key=lambda row: row["problem"])
-    return rows, seconds, incidents
+            _say(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
+    responses = sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"])
+
+    # The figures of all ranks.
+    figures = {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
+    if "accuracy_greedy" in figures:
+        right = torch.tensor([bool(row["solved"]) for row in responses]).view(len(problems), -1).double()
+        figures["accuracy_greedy_error"] = _standard_error(right[:, 0])
+        figures["accuracy_sampled_error"] = _standard_error(right[:, 1:].mean(1))
+    _say("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
+    if out is not None and ranks.rank() == 0:
+        options = config.plain() | {"max_new_tokens": length}
+        write_rows(out / "responses.jsonl", responses)
+        write_atomically(out / "summary.json", as_json(figures | {"options": options}, indent=2) + "\n")
+        tell(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
+    return figures
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    """Return the standard error of the mean of values (P,), one per problem; 0 for a single problem."""
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
 
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
@@ -264,15 +219,13 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
     return length
 
 
-def _rows_of(rollout: Rollout, problems: list[int], copies: int, known: list[bool], tokenizer) -> list[dict]:
-    """Return lines of responses.jsonl, `copies` to each of the problems; later samples only fill up a rank's share.
-
-    `known`: True where a scorer says whether the response solves its problem.
-    """
+def _rows_of(rollout: Rollout, kind: str, problems: list[int], copies: int, known: list[bool], tokenizer) -> list[dict]:
+    """Return lines of responses.jsonl, `copies` to each of the problems; later samples only fill up a rank's share."""
     rows = []
     for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
         scores = {name: values[i].item() for name, values in rollout.scores.items()}
         row = {
+            "drawn": kind,
             "problem": problems[i // copies],
             "row": sample.where,
             "prompt": tokenizer.decode(sample.prompt_ids),
@@ -285,75 +238,6 @@ def _rows_of(rollout: Rollout, problems: list[int], copies: int, known: list[boo
         }
         rows.append(row)
     return rows
-
-
-def summarize(greedy: list[dict], sampled: list[dict], k: int | None = None) -> dict[str, Any]:
-    """Return the figures of responses as responses.jsonl has them; none of solved problems where nobody judged.
-
-    Args:
-        greedy: one response per problem.
-        sampled: n per problem, those to one problem adjacent; may be empty.
-        k: of pass@k; None takes the usual ones.
-    """
-    figures: dict[str, Any] = {"problems": len(greedy)}
-    known = any(row["solved"] is not None for row in greedy + sampled)
-    if known:
-        figures["accuracy_greedy"] = _over_problems(torch.tensor([bool(row["solved"]) for row in greedy]))
-    if known and sampled:
-        right = torch.tensor([bool(row["solved"]) for row in sampled])
-        right = right.view(len(greedy), -1)
-        figures |= {name: _over_problems(values) for name, values in pass_at(right, k).items()}
-    for name, rows in (("greedy", greedy), ("sampled", sampled)):
-        if rows:
-            figures[name] = _described(rows, known)
-    return figures
-
-
-def _over_problems(values: torch.Tensor) -> dict[str, float]:
-    """Return the mean over problems and its standard error, which is 0 for a single problem."""
-    values = values.double()
-    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return {"mean": values.mean().item(), "standard_error": error}
-
-
-def _described(rows: list[dict], known: bool) -> dict[str, Any]:
-    """Return scores, lengths and truncation of responses."""
-    solved = torch.tensor([row["solved"] is True for row in rows])
-    lengths = torch.tensor([row["tokens"] for row in rows])
-    stopped = torch.tensor([row["finish"] == "stop" for row in rows])
-    sums = outcome_sums(solved, lengths, stopped)
-    sums = {name: value.item() for name, value in sums.items()}
-    means = {}
-    for name in rows[0]["scores"]:
-        scores = [row["scores"][name] for row in rows if row["scores"][name] is not None]
-        means[name] = sum(scores) / len(scores) if scores else None
-    score = sum(row["score"] for row in rows) / len(rows)
-    return {"score": score, "scores": means} | outcomes(sums, known)
-
-
-def table(figures: dict[str, Any], samples: int) -> str:
-    """Return the figures in columns, of the greedy response to a problem and of the `samples` sampled ones."""
-    lines = [("", "greedy", f"{samples} samples" if samples else "")]
-    for name, value in figures.items():
-        if name == "accuracy_greedy" or name.startswith("pass_at_"):
-            percent = f"{100 * value['mean']:.1f} ± {100 * value['standard_error']:.1f} %"
-            cells = ("solved", percent, "") if name == "accuracy_greedy" else (name.replace("_at_", "@"), "", percent)
-            lines.append(cells)
-    columns = [figures["greedy"], figures.get("sampled", {})]
-    for name in columns[0] | columns[1]:
-        if name != "scores":
-            lines.append((name.replace("_", " "), *[_cell(column.get(name)) for column in columns]))
-    for name in columns[0]["scores"]:
-        scores = [column.get("scores", {}) for column in columns]
-        lines.append((f"score of {name}", *[_cell(column.get(name)) for column in scores]))
-    widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    shown = [f"{line[0]:<{widths[0]}}  {line[1]:>{widths[1]}}  {line[2]:>{widths[2]}}".rstrip() for line in lines]
-    end = f"{figures['problems']} problems, {figures['tokens_per_second']:.0f} tokens/s"
-    return "\n".join([*shown, end])
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,5 +1,6 @@
-"""Held-out evaluation of a policy, during a run."""
+"""Held-out evaluation: of a policy during a run, and what it shares with `fused-rl eval`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import as_rows, drawn_from
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
-from fused_rl.trainers.rollouts.types import Prompt
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 
 @dataclass
@@ -45,38 +46,54 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
         parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
         measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
 
-    # Over all ranks: problems and tokens are counted, and everything else is divided by them.
-    right = sampled.solved.view(-1, k)[:count]
-    sums = {
-        "eval/accuracy_greedy": greedy.solved[:count].sum(),
-        "eval/accuracy_sampled": right.sum() / k,
-        "eval/pass_at_k": right.any(1).sum(),
-        "eval/score": sampled.rewards[: count * k].sum() / k,
-    }
-    sums |= {f"eval/{name}": of_problems.sum() for name, of_problems in pass_at(right).items()}
-    if measured.kl is not None:
-        sums["eval/kl_exact"] = measured.kl[: count * k].sum().cpu() / k
+    sums = solved_sums(policy.scorers, greedy, sampled, count)
     first = slice(count * k)
-    entropy = measured.entropy[first].sum().cpu()
-    own = {"entropy": entropy, "problems": torch.tensor(count)}
-    own |= outcome_sums(sampled.solved[first], sampled.lengths[first], sampled.stopped[first])
-    own["judged"] = torch.cat(
-        [judged(policy.scorers, greedy)[:count], judged(policy.scorers, sampled)[: count * k]]
-    ).sum()
-    totals = ranks.global_sums(sums | own)
-
-    metrics = {name: totals[name] / totals["problems"] for name in sums}
-    known = totals["judged"] > 0
-    if not known:  # no figure is better than a 0 that nobody measured
-        metrics = {name: value for name, value in metrics.items() if name in ("eval/score", "eval/kl_exact")}
-        if ranks.rank() == 0:
-            tell(why_unknown(policy.scorers, round(totals["problems"] + totals["responses"])))
-    metrics["eval/entropy"] = totals["entropy"] / max(totals["tokens"], 1)
-    metrics |= {f"eval/{name}": value for name, value in outcomes(totals, known).items()}
-    for key, struck in greedy.incidents.items():
-        metrics[f"eval/{key}"] = struck + sampled.incidents[key]
+    sums["entropy"] = measured.entropy[first].sum().cpu()
+    if measured.kl is not None:
+        sums["kl_exact"] = measured.kl[first].sum().cpu() / k
+    totals = ranks.global_sums(sums)
+    found = solved_metrics(policy.scorers, totals) | {"entropy": totals["entropy"] / max(totals["tokens"], 1)}
+    if measured.kl is not None:
+        found["kl_exact"] = totals["kl_exact"] / totals["problems"]
+    found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
+    metrics = {f"eval/{name}": value for name, value in found.items()}
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
     most = config.show_samples - len(policy.shown)
     shown = as_rows("held-out, greedy", drawn_from(greedy, most, config.seed, count), policy.tokenizer)
     return metrics, shown + as_rows("training", policy.shown, policy.tokenizer)
+
+
+def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, count: int) -> dict[str, torch.Tensor]:
+    """Return sums over this rank's first `count` problems, of which `solved_metrics` takes the means.
+
+    Args:
+        scorers: of the rollouts.
+        greedy: one response per problem.
+        sampled: k responses per problem, those to one problem adjacent.
+        count: problems that count.
+    """
+    k = len(sampled.samples) // len(greedy.samples)
+    right = sampled.solved.view(-1, k)[:count]
+    first = slice(count * k)
+    sums = {
+        "accuracy_greedy": greedy.solved[:count].sum(),
+        "accuracy_sampled": right.sum() / k,
+        "pass_at_k": right.any(1).sum(),
+        "score": sampled.rewards[first].sum() / k,
+        "problems": torch.tensor(count),
+        "judged": judged(scorers, greedy)[:count].sum() + judged(scorers, sampled)[first].sum(),
+    }
+    sums |= {name: of_problems.sum() for name, of_problems in pass_at(right).items()}
+    return sums | outcome_sums(sampled.solved[first], sampled.lengths[first], sampled.stopped[first])
+
+
+def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[str, float]:
+    """Return accuracy, pass@k, score and lengths from sums over all ranks; no accuracy if no response was judged."""
+    known = totals["judged"] > 0
+    names = ["score"]
+    if known:
+        names += [name for name in totals if name.startswith(("accuracy_", "pass_at_"))]
+    elif ranks.rank() == 0:
+        tell(why_unknown(scorers, round(totals["problems"] + totals["responses"])))
+    return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, known)

@@ -33,10 +33,9 @@ def usual_ks(n: int) -> list[int]:
     return [k for k in powers if k < n] + [n]
 
 
-def pass_at(right: torch.Tensor, k: int | None = None) -> dict[str, torch.Tensor]:
-    """Return `pass_at_<k>`, each (P,), of (P, n) right responses, for one k or for the usual ones."""
-    ks = usual_ks(right.shape[1]) if k is None else [k]
-    return {f"pass_at_{each}": pass_at_k(right, each) for each in ks}
+def pass_at(right: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `pass_at_<k>`, each (P,), of (P, n) right responses, for the usual k."""
+    return {f"pass_at_{k}": pass_at_k(right, k) for k in usual_ks(right.shape[1])}
 
 
 def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor) -> dict[str, torch.Tensor]:
