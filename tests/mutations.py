@@ -570,12 +570,6 @@ MUTATIONS = {
         "self.engine.backward(value_loss)",
         PPO_STEP,
     ),
-    "PPO's minibatches are never shuffled": Mutation(
-        "trainers/policy/policy.py",
-        "order = responses[torch.randperm(len(responses))].flatten()",
-        "order = responses.flatten()",
-        "tests/trainers/test_ppo.py -k drawn_anew",
-    ),
     "the score is added at the first token": Mutation(
         "trainers/policy/critic.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
     ),

@@ -57,7 +57,6 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     loss_options(config)
     advantage = advantage_of(config)
-    config.warn_of_estimator()
     if config.group_size < 2:
         raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
     batch = divided(config, world)

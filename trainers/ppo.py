@@ -31,7 +31,6 @@ from fused_rl.trainers.policy.critic import (
     Experience,
     adapted,
     advantages_and_returns,
-    check_credit,
     experience_metrics,
     load_critic,
     planned,
@@ -83,8 +82,6 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    check_credit(config)
-    config.warn_of_estimator()
     batch = divided(planned(config), world)
     updates = "optimizer updates per step"
     batch[updates] = f"{batch[updates]} (at most, with target_kl)"

@@ -155,7 +155,7 @@ def ppo_step(folder, device, responses, critic=None, **options) -> Step:
     config = config_of(ppo.PPOConfig, folder, critic=critic, **options)
     policy = policy_of(config, device, responses, share=False)
     module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
-    judge, modules = critics.OwnCritic(Engine(module, critics.optim_of(config))), (policy.model.module, module)
+    judge, modules = critics.OwnCritic(Engine(module, config)), (policy.model.module, module)
     prompts = prompts_of(policy.tokenizer)
     return lambda: Found(ppo.train_step(policy, judge, prompts, 1, 0.1), modules)
 

@@ -40,8 +40,8 @@ class Fake:
         connections: how many have been opened.
     """
 
-    def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, owner: str | None = None, key=None):
-        self.kind, self.max_model_len, self.owner, self.key = kind, max_model_len, owner or kind, key
+    def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, key=None):
+        self.kind, self.max_model_len, self.key = kind, max_model_len, key
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.eos = self.lm.config.eos_token_id
         self.paused, self.connections = False, 0
@@ -150,7 +150,7 @@ class Fake:
 
 
 def _card(fake: Fake, body) -> dict:
-    return {"data": [{"id": "policy", "max_model_len": fake.max_model_len, "owned_by": fake.owner}]}
+    return {"data": [{"id": "policy", "max_model_len": fake.max_model_len, "owned_by": fake.kind}]}
 
 
 def _choice(drawn: dict, logprobs: dict, **fields) -> dict:

@@ -9,7 +9,6 @@ import yaml
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import groups, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -61,72 +60,6 @@ def test_the_overlong_penalty_is_dapos():
     assert groups.overlong_penalty(config, lengths).tolist() == [-2 * -0.5 * e for e in expected]
     assert groups.overlong_penalty(config, lengths)[-1] == 0.5
     assert (groups.overlong_penalty(config_of(), lengths) == 0).all()
-
-
-# Options that mean something only beside others.
-
-BESIDE = [
-    ("--zero_variance drop --preset reinforce++", "zero_variance=drop has no meaning with advantage=batch-std"),
-    ("--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"),
-    ("--max_refills 2 --zero_variance drop", "max_refills=2 has no meaning"),
-    ("--overlong_factor 2", "overlong_factor=2.0 has no meaning without --overlong_buffer"),
-    ("--overlong_buffer 257", "overlong_buffer=257 is more than max_new_tokens"),
-    ("--ref_mixup_alpha 0.6", "ref_mixup_alpha=0.6 has no meaning without --ref_sync_every"),
-    ("--ref_sync_every 5 --kl_every 0", "ref_sync_every=5 has no meaning with kl_coef=0 and kl_every=0"),
-    ("--ref_sync_every 5 --lora_rank 4", "ref_sync_every=5 needs a reference of its own.*lora_rank"),
-    ("--ref_sync_every 101 --kl_coef 0.1", "ref_sync_every=101 is more than steps: the reference would never move"),
-    ("--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
-    ("--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip.*surrogate sapo$"),
-    ("--vespo_k_neg 2 --preset sapo", "vespo_k_neg=2.0 has no meaning with surrogate=sapo.*surrogate vespo$"),
-    (
-        "--clip_low 0.1 --preset rloo",
-        "clip_low=0.1 has no meaning with surrogate=policy-gradient.*clip or cispo or geo",
-    ),
-    ("--clip_high 0.3 --surrogate vespo", "clip_high=0.3 has no meaning with surrogate=vespo"),
-    ("--ratio_level sequence --preset rloo", "ratio_level=sequence has no meaning with surrogate=policy-gradient"),
-    ("--delta 3 --preset cispo", "delta=3.0 has no meaning with surrogate=cispo.*surrogate clip$"),
-    (
-        "--prompts_per_step 4 --minibatches 8 --share_prompts true",
-        "minibatches=8 would split groups, which share their pro",
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), BESIDE, ids=[words for words, _ in BESIDE])
-def test_an_option_without_a_meaning_is_one_line_at_the_start(words, message):
-    with pytest.raises(InputError, match=message) as refused:
-        grpo.arithmetic(given(words), 1)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--clip_low 0.2 --sapo_temperature_pos 1 --preset rloo",  # the values that there would be anyway
-        "--zero_variance refill --max_refills 9 --overlong_buffer 256 --overlong_factor 0.5",
-        "--ref_sync_every 3 --ref_mixup_alpha 0.6 --kl_coef 0.1 --kl_every 0",
-        "--surrogate tests.trainers.test_grpo:own_surrogate --sapo_temperature_pos 2",  # which may read anything
-    ],
-)
-def test_an_option_that_has_its_meaning_or_asks_for_nothing_is_taken(words):
-    grpo.arithmetic(given(words), 1)
-
-
-def test_the_dry_run_says_it_too():
-    with pytest.raises(SystemExit) as stopped:
-        grpo.main(["--model", "m", "--dataset", "d", "--output_dir", "o", "--max_refills", "2", "--dry_run"])
-    (line,) = stopped.value.code.splitlines()
-    assert line.startswith("fused-rl grpo: error: max_refills=2 has no meaning")
-
-
-def own_surrogate(log_ratio, advantages, logprobs, sequences, options):
-    return -log_ratio.exp() * advantages
-
-
-@pytest.mark.parametrize(("words", "warned"), [("--kl_in reward --kl_estimator k3", True), ("--kl_in reward", False)])
-def test_an_estimator_that_does_not_do_what_it_seems_to_is_told_at_the_start(words, warned, recwarn):
-    grpo.arithmetic(given(f"{words} --kl_coef 0.1"), 1)
-    assert bool([w for w in recwarn if "grows exponentially" in str(w.message)]) == warned
 
 
 @pytest.mark.parametrize("minibatches", [2, 4])  # of whole groups; and more than there are groups: of responses

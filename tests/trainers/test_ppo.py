@@ -7,8 +7,6 @@ import fused_rl
 from fused_rl.trainers import ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options import InputError
-from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.critic import Critic, adapted, advantages_and_returns, token_rewards
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
@@ -88,17 +86,9 @@ def test_whitened_rewards_keep_their_mean():
     torch.testing.assert_close(advantages, torch.tensor([[4.0, 5.0, 6.0, 0.0]]))
 
 
-def test_value_clipping():
-    one = torch.ones(1, 1)
-    loss, metrics = fused_rl.value_loss(one, 0 * one, 2 * one, one.bool(), value_clip=0.2)
-    assert loss.item() == pytest.approx(1.62) and metrics["value_clipfrac"] == 1
-
-
-def test_the_kl_that_is_right_for_its_place_is_the_default_and_a_wrong_one_warns():
+def test_the_kl_that_is_right_for_its_place_is_the_default():
     assert config_of().estimator == "k1"
     assert config_of(kl_in="loss").estimator == "rk3"
-    with pytest.warns(UserWarning, match="k3 in the reward.*k1 is unbiased"):
-        config_of(kl_estimator="k3").warn_of_estimator()
     assert config_of(kl_estimator="k3").estimator == "k3"
 
 
@@ -168,21 +158,3 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
         ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all
         assert score.item() == pytest.approx(exact(ids, torch.ones_like(ids)).item(), abs=1e-5)
     assert set(rollout.scores) == {"reward_model", ODD}
-
-
-def test_no_scorer_at_all_is_refused(folders):
-    for none in ("", [""]):
-        with pytest.raises(InputError, match=r"verifier '': expected math, "):
-            scorers_of(config_of(folders, verifiers=none))
-    with pytest.raises(InputError, match="verifiers=.. is empty"):
-        scorers_of(config_of(folders, verifiers=[]))
-
-
-def test_minibatches_are_drawn_anew_in_every_epoch():
-    torch.manual_seed(1)
-    updates = policy.plan(config_of(minibatches=2, epochs=3), 8, 3)
-    assert [[len(part) for part in parts] for parts in updates] == [[3, 1]] * 6
-    orders = [torch.cat(sum(updates[i : i + 2], [])) for i in range(0, 6, 2)]
-    assert len({tuple(order.tolist()) for order in orders}) == 3
-    for order in orders:
-        assert torch.equal(order.sort().values, torch.arange(8))

@@ -131,16 +131,6 @@ def check_splits(files, tmp_path, world, cases, **options):
 
 
 @pytest.mark.slow
-def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path):
-    check_splits(files, tmp_path, 2, [(3, 2, files[2])])
-
-
-@pytest.mark.slow
-def test_more_splits_change_nothing(files, tmp_path):
-    check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2])])
-
-
-@pytest.mark.slow
 def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept_sets(files, tmp_path):
     check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, files[2])], sets=True)
 
@@ -162,9 +152,6 @@ def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(
     metrics = tiny.read_metrics(tmp_path)[-1]
     assert metrics["completions/min_length"] < metrics["completions/max_length"]
     assert "val/first_ratio is" not in capfd.readouterr().out
-
-
-# Stopped and resumed: bit for bit.
 
 
 # What a run leaves, and what its options do.
@@ -227,14 +214,6 @@ def test_the_critics_optimizer_is_its_own(files, tmp_path):
 # What can go wrong.
 
 
-def nothing(response, row):
-    return None
-
-
-def not_a_number(response, row):
-    return float("nan")
-
-
 def step_with(files, responses, scorers=None, **options):
     """The metrics of one step on these responses, one per prompt."""
     engine.setup(1)
@@ -279,18 +258,6 @@ def test_responses_that_all_were_cut_and_left_out_train_nothing(files):
     responses = [Response([90, 91, 92], "length"), Response([93, 94, 95], "length")]
     metrics = step_with(files, responses, mask_truncated=True)
     assert metrics["optim/grad_norm"] == metrics["optim/critic_grad_norm"] == 0
-
-
-def test_a_scorer_that_does_not_apply_gives_nothing(files):
-    responses = [Response([90, 91, 3], "stop"), Response([93, 3], "stop")]
-    metrics = step_with(files, responses, verifiers=f"{__name__}:nothing", **ONE)
-    assert metrics["objective/scores"] == 0 and metrics[f"rewards/{__name__}:nothing/mean"] == 0
-    assert_finite(metrics)
-
-
-def test_a_score_that_is_not_finite_names_scorer_and_row(files):
-    with pytest.raises(InputError, match="scorer '.*:not_a_number' returned nan .float. as the score of row 0"):
-        step_with(files, [Response([90, 3], "stop")] * 2, verifiers=f"{__name__}:not_a_number", **ONE)
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys):
@@ -342,18 +309,3 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         with pytest.raises(InputError, match=message):
             ppo.train(config_of(files, tmp_path / "run", **options))
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "world", "message"),
-    [
-        ({"minibatches": 3}, 1, "minibatches=3 does not divide the 8 responses of each process"),
-        ({"prompts_per_step": 3}, 2, "prompts_per_step=3 does not divide over 2 processes"),
-        ({"preset": "rloo"}, 1, "preset=rloo takes its advantages from leave-one-out.*ppo has a critic.*fused-rl grpo"),
-        ({"advantage": "group-std"}, 1, "advantage=group-std.*ppo has a critic.*--preset ppo --advantage gae"),
-        ({"preset": "grop"}, 1, "preset='grop': expected one of"),
-    ],
-)
-def test_arithmetic_that_does_not_work_out_is_refused(options, world, message):
-    with pytest.raises(InputError, match=message):
-        ppo.arithmetic(config_of(("m", "d", None), "o", **options), world)

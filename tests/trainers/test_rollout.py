@@ -299,5 +299,5 @@ def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):
     assert [sample.prompt_ids for sample in rollout.samples] == [[1, 70, 71]] * 3 + [[1, 80]] * 3
     assert rollout.batch.response_mask.sum() == rollout.lengths.sum() > 0
     assert rollout.scores == {} and rollout.rewards.tolist() == [0.0] * 6 and not rollout.solved.any()
-    metrics = rollout_metrics(rollout, 3, 1)
+    metrics = rollout_metrics(rollout, {"reward": rollout.rewards}, 1)
     assert metrics["reward"] == 0 and metrics["completions/mean_length"] == rollout.lengths.double().mean()

@@ -219,7 +219,7 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, m
 def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypatch):
     options = {"preset": "dapo", "kl_coef": 0.1, "entropy_coef": 0.01, "epochs": 2, "steps": 2}
     grpo.train(grpo_config(files, tmp_path / "one", **options))
-    monkeypatch.setattr(policy, "is_token_level", lambda options: False)
+    monkeypatch.setattr(policy, "wide_option", lambda options: "any")
     grpo.train(grpo_config(files, tmp_path / "two", **options))
     assert_same_metrics(tmp_path / "one", tmp_path / "two", rtol=1e-3)
     assert_same_weights(tmp_path / "one", tmp_path / "two", atol=1e-4)

@@ -83,17 +83,6 @@ def test_tokens_after_a_stop_are_not_recorded():
             assert response.support.offsets.tolist() == other.support.offsets.tolist()
 
 
-def test_sets_are_those_of_the_tokens_whatever_the_interval():
-    lm, sampling = model("Llama").eval(), Sampling(1.0, 20, STOPS, top_k=7, top_p=0.9)
-    for every in (1, 8):
-        for prompt, response in zip(PADDED, drawn(lm, PADDED, sampling, every=every), strict=True):
-            logits = lm(torch.tensor([[*prompt, *response.ids]])).logits[0, len(prompt) - 1 : -1]
-            kept = generate._scores(logits, sampling).isfinite()
-            assert [ids.tolist() for ids in response.support.ids.split(response.support.offsets.diff().tolist())] == [
-                row.nonzero()[:, 0].tolist() for row in kept
-            ]
-
-
 def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatch):
     lm = model("Llama").eval()
     without = token_ids(drawn(lm, PADDED, Sampling(0.0, 12, ())))

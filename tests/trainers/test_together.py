@@ -55,7 +55,7 @@ def sums_of_ranks(rank, world):
     prompts = [Prompt([7, 8], {}, f"d.jsonl, line {rank}")] * (rank + 1)
     device = torch.device("cpu")
     rollout = roll_out(OneToken(), [scorer], prompts, Sampling(1.0, 1, (3,)), tiny.tokenizer(), device)
-    metrics = rollout_metrics(rollout, 1, 1)
+    metrics = rollout_metrics(rollout, {}, 1)
     struck = {key: value for key, value in metrics.items() if key.startswith("verifier/")}
     counts = ranks.counted(torch.tensor(3 * rank), torch.tensor(0.0))
     largest = ranks.global_max(torch.tensor(float(rank)))

@@ -17,6 +17,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.marks import grid
 from tests.trainers import tiny
 from tests.trainers.runs import forget_after, on_ranks
+from tests.trainers.steps import Plain
 
 PROMPTS = [[1, 70, 71], [1, 70, 71], [1, 80], [1, 90, 91, 92, 93], [1, 90, 91, 92, 93]]
 TOP_P, TOP_K, MIN_P = {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}
@@ -135,19 +136,6 @@ def test_parts_of_a_batch_have_the_sets_of_their_tokens():
 
 
 # The loss.
-
-
-class Plain:
-    """A model with its own backward pass, where DeepSpeed's engine would stand; it takes no step."""
-
-    def __init__(self, module):
-        self.module = module
-
-    def __call__(self, *inputs, **options):
-        return self.module(*inputs, **options)
-
-    def backward(self, loss):
-        loss.backward()
 
 
 class Drawing(tiny.Sampler):

@@ -13,7 +13,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import critic, groups, policy
 from fused_rl.trainers.policy.critic import Critic, OwnCritic
-from fused_rl.trainers.rollouts.roll_out import batch_of, check_responses, rollout_metrics
+from fused_rl.trainers.rollouts.roll_out import batch_of, check_responses
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
 from fused_rl.trainers.run.logger import read_metrics
@@ -198,11 +198,10 @@ def test_lengths_are_those_of_the_policys_ids_and_the_overlong_penalty_is_of_the
     lengths = [3, 2, 2, 0, 1, 6, 5, 2]
     assert rollout.lengths.tolist() == rollout.batch.token_counts.tolist() == lengths
     assert rollout.batch.response_lengths.tolist() == [len(response.ids) for response in responses]
-    metrics = rollout_metrics(rollout, 4, 1)
+    metrics = groups.group_metrics(config, rollout, 1)
     assert metrics["completions/mean_length"] == sum(lengths) / 8 and metrics["completions/max_length"] == 6
     assert metrics["completions/min_length"] == 0
-    told = groups.group_metrics(config, rollout, 1)["overlong_penalty"]
-    assert told == pytest.approx(sum(max(0, len(r.ids) - 1) for r in responses) / 8 / 8)
+    assert metrics["overlong_penalty"] == pytest.approx(sum(max(0, len(r.ids) - 1) for r in responses) / 8 / 8)
 
 
 def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():

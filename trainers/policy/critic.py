@@ -18,7 +18,6 @@ from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.options import (
-    InputError,
     Needs,
     NonNegative,
     NonNegativeInt,
@@ -31,13 +30,14 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Measured, rows_of
-from fused_rl.trainers.rollouts.roll_out import scorer_metrics
+from fused_rl.trainers.rollouts.roll_out import rollout_metrics
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums
 
 Config = TypeVar("Config", bound=RunConfig)
-APART = ("lr", "warmup_steps")
+APART = ("lr", "warmup_steps")  # options that the critic has of its own
+LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
 
 class CriticConfig(OptimConfig):
@@ -54,15 +54,6 @@ class CriticConfig(OptimConfig):
     """A value gains nothing by moving further than this from what it was before the update; None is no bound."""
     critic_only: NonNegativeInt = 0
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
-
-
-def optim_of(config: CriticConfig) -> OptimConfig:
-    """The critic's optimizer options: its own where they are given, else the policy's."""
-    options = {name: getattr(config, name) for name in names_of(OptimConfig)}
-    for name in APART:
-        own = getattr(config, f"critic_{name}")
-        options[name] = options[name] if own is None else own
-    return OptimConfig(**options)
 
 
 def planned(config: Config) -> Config:
@@ -106,14 +97,15 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
     """The critic, for `updates` optimizer steps; refuses one that reads tokens otherwise."""
     name = config.critic or config.model
     revision = config.revision if config.critic is None else None
+    optim = {option: getattr(config, option) for option in names_of(OptimConfig)}
+    for option in APART:
+        own = getattr(config, f"critic_{option}")
+        optim[option] = optim[option] if own is None else own
     with phase("loaded the critic"):
         critic = load_reward_model(name, revision, config, config, device, kind=Critic)
         if config.critic is not None:
             check_reads_policy("critic", name, tokenizer, config.model)
-        return OwnCritic(engine.initialize(critic, optim_of(config), config, updates), tokenizer)
-
-
-LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
+        return OwnCritic(engine.initialize(critic, OptimConfig(**optim), config, updates), tokenizer)
 
 
 class CreditConfig(RolloutConfig, KLConfig):
@@ -146,19 +138,12 @@ class CreditConfig(RolloutConfig, KLConfig):
             "has no meaning with kl_coef=0: no factor moves a zero; give --kl_coef, its first value",
         ),
         Needs("kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")),
+        Needs(
+            "kl_horizon",
+            lambda config: config.kl_horizon > LARGEST_ERROR * config.prompts_per_step * config.group_size,
+            f"lets one step turn the sign of kl_coef; give more than {LARGEST_ERROR} * prompts_per_step * group_size",
+        ),
     )
-
-
-def check_credit(config: CreditConfig) -> None:
-    """Refuse a horizon so short that the weight of the KL could change its sign."""
-    responses = config.prompts_per_step * config.group_size
-    horizon = config.kl_horizon
-    least = 1 - LARGEST_ERROR * responses / horizon
-    if config.kl_target is not None and least <= 0:
-        raise InputError(
-            f"kl_horizon={horizon:g}: {responses} responses per step can multiply kl_coef by 1 - {LARGEST_ERROR:g} * "
-            f"{responses} / {horizon:g} = {least:g}, which turns its sign; give more than {LARGEST_ERROR * responses:g}"
-        )
 
 
 @dataclass
@@ -213,37 +198,23 @@ def adapted(kl_coef: float, kl: float, responses: int, target: float, horizon: f
 
 
 def experience_metrics(experience: Experience, group_size: int, step: int) -> dict[str, float]:
-    """What was sampled and what it earned, over all ranks."""
+    """Return the metrics of what was sampled and what it earned, over all ranks."""
     rollout = experience.rollout
     measured = experience.measured
-    mask = experience.mask
-    lengths = rollout.lengths.double()
     columns = {
         "objective/scores": experience.scores,
         "objective/kl": experience.kl,
         "objective/kl_exact": measured.kl,
         "objective/entropy": -measured.old_logprobs,
-        "completions/mean_length": lengths,
-        "val/stop_rate": rollout.stopped,
     }
-    count = len(lengths) * ranks.world_size()
-    totals = ranks.global_sum(ranks.arrived([column.double().sum() for column in columns.values()]))
-    metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
-    tokens = ranks.global_sum(mask.sum()).item()
+    metrics = rollout_metrics(rollout, columns, step)
     values = experience.values
-    returns = experience.returns
+    mask = experience.mask
+    tokens = ranks.global_sum(mask.sum()).item()
     sums = Sums(step)
-    sums.add(fused_rl.value_loss(values, values, returns, mask, num_tokens=tokens)[1], rollout.batch.where)
-    metrics |= {
-        "completions/min_length": -ranks.global_max(-lengths.min()),
-        "completions/max_length": ranks.global_max(lengths.max()),
-        "completions/clipped_ratio": 1 - metrics["val/stop_rate"],
-        "val/num_eos_tokens": metrics["val/stop_rate"] * count,
-        "val/var_explained": explained_variance(sums.over_ranks()),
-        "episode": step * count,
-    }
-    metrics |= win_rate(experience.scores, rollout.solved, group_size)
-    return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
+    sums.add(fused_rl.value_loss(values, values, experience.returns, mask, num_tokens=tokens)[1], rollout.batch.where)
+    metrics["val/var_explained"] = explained_variance(sums.over_ranks())
+    return metrics | win_rate(experience.scores, rollout.solved, group_size)
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:

@@ -132,22 +132,21 @@ def groups_per_rank(config: GroupConfig, groups: int, world: int) -> int:
 
 
 def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str, float]:
-    """What all responses of a step were like, over all ranks; `rollout.rewards` are those after the penalty."""
-    groups = rollout.solved.view(-1, config.group_size)
-    penalties = overlong_penalty(config, rollout.batch.response_lengths)
-    columns = {
-        "frac_groups_all_solved": groups.all(1).double().mean(),
-        "frac_groups_none_solved": (~groups.any(1)).double().mean(),
-        "overlong_penalty": penalties.double().mean(),
-        "groups/drawn": torch.tensor(float(len(groups))),
+    """Return the metrics of all responses of a step over all ranks; `rollout.rewards` are those after the penalty."""
+    size = config.group_size
+    rewards = rollout.rewards.double().view(-1, size)
+    solved = rollout.solved.view(-1, size)
+    of_groups = {
+        "reward_std": rewards.std(1),
+        "frac_reward_zero_std": equal_rewards(rewards, size),
+        "frac_groups_all_solved": solved.all(1),
+        "frac_groups_none_solved": ~solved.any(1),
     }
-    totals = ranks.global_sum(torch.stack([value.double() for value in columns.values()]))
-    means = totals / ranks.world_size()
-    metrics = rollout_metrics(rollout, config.group_size, step) | dict(zip(columns, means.tolist(), strict=True))
-    return metrics | {
-        "groups/drawn": totals[-1].item(),
-        "objective/scores": metrics["reward"] + metrics["overlong_penalty"],
-    }
+    columns = {"reward": rewards, "overlong_penalty": overlong_penalty(config, rollout.batch.response_lengths)}
+    columns |= {name: values.repeat_interleave(size) for name, values in of_groups.items()}
+    metrics = rollout_metrics(rollout, columns, step)
+    metrics["groups/drawn"] = float(len(rewards) * ranks.world_size())
+    return metrics | {"objective/scores": metrics["reward"] + metrics["overlong_penalty"]}
 
 
 @dataclass

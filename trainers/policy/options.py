@@ -1,6 +1,5 @@
 """The options that PPO and GRPO share: rollouts, the loss, and the KL to a reference."""
 
-import warnings
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -123,15 +122,6 @@ class KLConfig(LossConfig):
         """Return (B, T - 1) nats, 0 where masked: what a reward pays for, of log-probabilities before the update."""
         found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
         return torch.where(mask, found, 0)
-
-    def warn_of_estimator(self) -> None:
-        """Say so where the choice is a bad one for where the KL is paid; k1 in the loss the loss itself tells."""
-        if self.kl_in == "reward" and self.kl_estimator in ("k3", "rk3", "k3+"):
-            warnings.warn(
-                f"kl_estimator={self.kl_estimator} in the reward: it grows exponentially with a token's log-ratio, so "
-                "a few tokens rule the advantages; k1 is unbiased there, and the default",
-                stacklevel=2,
-            )
 
 
 class ReferenceConfig(KLConfig):

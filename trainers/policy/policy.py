@@ -163,8 +163,10 @@ class Policy:
         """
         # The forward pass, by the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
+        chosen = options["options"]
+        is_token_level = wide_option(chosen) is None and not callable(chosen.surrogate)  # a user's may read anything
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            if options.get("rollout_logprobs") is None and is_token_level(options["options"]):
+            if options.get("rollout_logprobs") is None and is_token_level:
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
                 scored = self.model(**self.inputs(part), token_loss=token_loss, per_token=per_token)
                 _, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
@@ -175,8 +177,9 @@ class Policy:
 
         # How far the pass is from what was told of it before.
         logprobs = scored.logprobs.detach()
-        drift = _drift(logprobs, old_logprobs, mask) / options["num_tokens"]
-        return Passed(loss, metrics | {"drift": drift}, logprobs)
+        run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
+        drift = torch.where(run, torch.expm1((logprobs - old_logprobs).double()), 0).sum()
+        return Passed(loss, metrics | {"drift": drift / options["num_tokens"]}, logprobs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
@@ -191,11 +194,6 @@ class Policy:
         """The schedule counts planned updates: it still ends at zero where some of them are not made."""
         for _ in range(0 if self.frozen else updates):
             self.model.lr_scheduler.step()
-
-
-def is_token_level(options: PolicyLossOptions) -> bool:
-    """Whether a token's loss depends on nothing else in its sequence or batch; of a user's surrogate nobody knows."""
-    return wide_option(options) is None and not callable(options.surrogate)
 
 
 def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor) -> PolicyLossOptions:
@@ -215,12 +213,6 @@ def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torc
     # Between the last one that is kept and the next, so that rounding moves neither across it.
     threshold = entropies[kept - 1 : kept + 1].double().mean().item() if dropped > 0 else 0.0
     return replace(options, top_entropy=None, entropy_threshold=threshold)
-
-
-def _drift(logprobs: torch.Tensor, before: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The sum of ratio - 1 over the tokens that the policy was run on before."""
-    run = mask & (before != 0) & before.isfinite()
-    return torch.where(run, torch.expm1((logprobs - before).double()), 0).sum()
 
 
 def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 1) -> list[list[torch.Tensor]]:

@@ -62,15 +62,10 @@ def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOp
         "rollout/kl_k3": fused_rl.masked_sum(fused_rl.kl_estimate(reported, old_logprobs, "k3"), mask),
     }
     if options.rollout_correction is not None:
-        sums["rollout/correction_cut"] = _cut(reported, old_logprobs, mask, options).sum()
+        level = "token" if options.rollout_correction.startswith("token") else "sequence-sum"
+        ratio = fused_rl.importance_ratio(old_logprobs, reported, mask, ratio_level=level)
+        sums["rollout/correction_cut"] = (mask & ((ratio < options.rollout_low) | (ratio > options.rollout_high))).sum()
     totals = ranks.global_sums(sums | {"tokens": mask.sum()})
     tokens = max(totals.pop("tokens"), 1)
     metrics = {name: total / tokens for name, total in totals.items()}
     return metrics | {"rollout/logprob_diff_max": ranks.global_max(difference.abs().max())}
-
-
-def _cut(reported: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, options: PolicyLossOptions) -> torch.Tensor:
-    """(B, T - 1) bool: tokens whose weight is truncated or dropped."""
-    of_tokens = options.rollout_correction.startswith("token")
-    ratio = fused_rl.importance_ratio(old, reported, mask, ratio_level="token" if of_tokens else "sequence-sum")
-    return mask & ((ratio < options.rollout_low) | (ratio > options.rollout_high))

@@ -205,28 +205,18 @@ def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: i
     return ~wrong.any(0) & torch.stack(applies).any(0)
 
 
-def rollout_metrics(rollout: Rollout, group_size: int, step: int) -> dict[str, float]:
-    """Return the metrics of the responses, over all ranks."""
-    rewards = rollout.rewards.double()
+def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+    """Return the metrics of the responses over all ranks: the means of `columns`, (B,) or (B, T), and lengths."""
     lengths = rollout.lengths.double()
-    groups = rewards.view(-1, group_size)
-    columns = {
-        "reward": rewards,
-        "reward_std": groups.std(1).repeat_interleave(group_size),
-        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).repeat_interleave(group_size),
-        "completions/mean_length": lengths,
-        "val/stop_rate": rollout.stopped,
-    }
-    count = len(rewards) * ranks.world_size()
-    sums = [column.double().sum() for column in columns.values()]
-    totals = ranks.global_sum(torch.stack(sums))
+    columns = columns | {"completions/mean_length": lengths, "val/stop_rate": rollout.stopped}
+    count = len(lengths) * ranks.world_size()
+    totals = ranks.global_sum(ranks.arrived([column.double().sum() for column in columns.values()]))
     metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
     metrics |= {
         "completions/min_length": -ranks.global_max(-lengths.min()),
         "completions/max_length": ranks.global_max(lengths.max()),
         "completions/clipped_ratio": 1 - metrics["val/stop_rate"],
         "val/num_eos_tokens": metrics["val/stop_rate"] * count,
-        "objective/scores": metrics["reward"],
         "episode": step * count,
     }
     return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
